@@ -1,0 +1,35 @@
+# Only Python 3.11 or later must be there: everything else goes into .venv, at the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# One node, from the wheel that pyright[nodejs] brings, whatever the machine has; and no notice of newer versions.
+export PYRIGHT_PYTHON_GLOBAL_NODE := 0
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help demo test lint bench
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Run examples/demo.py
+	$(BIN)/python examples/demo.py
+
+test: lint ## Lint, then tests, property tests, doctests and the code blocks of the documentation
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(INSTALLED) ## Run every file of benchmarks/, one after the other
+	@set -e; for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file; done
+
+# The build tools come first, pinned too: an isolated build would fetch its own, at any version.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[all]'
+	@touch $@

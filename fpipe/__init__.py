@@ -1,0 +1,73 @@
+"""fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
+
+from fpipe import schedules
+from fpipe.check import check
+from fpipe.costs import Costs, register_cost
+from fpipe.microbatch import Chunk, Replicate
+from fpipe.models import Model, Stage, from_functions
+from fpipe.modules import assign_grads, from_sequential, join_params, split_params
+from fpipe.plot import plot
+from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
+from fpipe.reference import reference
+from fpipe.result import Result
+from fpipe.runtimes.build import build
+from fpipe.runtimes.meaning import register_meaning
+from fpipe.simulate import Timeline, simulate
+from fpipe.training import program
+from fpipe.transforms.chain import chain, identity
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.communicate import communicate
+from fpipe.transforms.free import free
+from fpipe.transforms.merge import merge
+from fpipe.transforms.place import place
+from fpipe.transforms.reorder import reorder
+from fpipe.transforms.split import split
+from fpipe.transforms.split_backward import merge_backward, split_backward
+from fpipe.verify import GradientMismatch, Report, verify
+
+__all__ = [
+    "Chunk",
+    "Costs",
+    "GradientMismatch",
+    "Input",
+    "Kind",
+    "Model",
+    "Op",
+    "Output",
+    "Program",
+    "ProgramError",
+    "Replicate",
+    "Report",
+    "Result",
+    "Stage",
+    "Timeline",
+    "Value",
+    "assign_grads",
+    "build",
+    "chain",
+    "check",
+    "checkpoint",
+    "communicate",
+    "free",
+    "from_functions",
+    "from_sequential",
+    "identity",
+    "join_params",
+    "merge",
+    "merge_backward",
+    "pair",
+    "place",
+    "plot",
+    "program",
+    "reference",
+    "register_cost",
+    "register_kind",
+    "register_meaning",
+    "reorder",
+    "schedules",
+    "simulate",
+    "split",
+    "split_backward",
+    "split_params",
+    "verify",
+]

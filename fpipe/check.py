@@ -1,0 +1,240 @@
+"""Say whether a list of ops is a program, and if not, which op is at fault, where it stands and what would mend it.
+
+The rules are the four of the grammar in program.py. Every program passes them where it enters: built from parts, parsed
+from text, or made from a table (whose own mistakes, an op that stands twice or a missing rank, `from_table` names).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from fpipe.program import ENTRY_RULES, Op, Program, ProgramError, Value, kind_of
+
+_PHRASES = {
+    "y": "the output of {s}F{m}",
+    "loss": "the loss of {s}F{m}",
+    "res": "the residuals of {s}F{m}",
+    "wres": "what {s}I{m} leaves for the weight gradient",
+    "dx": "the input gradient of stage {s} for microbatch {m}",
+    "dy": "the output gradient of stage {s} for microbatch {m}",
+    "g": "the weight gradient of stage {s} for microbatch {m}",
+    "carry": "what {s}F{m} hands to its next slice",
+    "state": "the module state of stage {s} after microbatch {m}",
+    "x": "the batch slice of stage {s} for microbatch {m}",
+}
+_MENDS = {
+    "y": "Add {s}F{m}.",
+    "res": "Add {s}F{m} (or, when its residuals are recomputed, {s}R{m}).",
+    "wres": "Add {s}I{m} before {s}W{m}.",
+    "dx": "Add the backward of stage {s}: {s}B{m}, or {s}I{m} and {s}W{m}.",
+    "g": "Add {s}B{m}, or {s}W{m} after {s}I{m}.",
+}
+_UNREAD = {
+    "res": "its backward, {s}B{m} (or {s}I{m} and {s}W{m}), is missing",
+    "wres": "{s}W{m} is missing: an I without its W leaves the weight gradient undone",
+    "y": "the forward of the next stage is missing",
+    "dx": "the backward of the stage before is missing",
+    "g": "nobody adds it up",
+}
+
+
+def check(program: Program) -> None:
+    """Return nothing for a program that means something, or raise the `ProgramError` that says what is wrong.
+
+    Raises:
+        ProgramError: a value written twice, read before or without being written, or never read; a transfer that does
+            not land once where it was sent; a read after FREE; parts of a PAIR that read each other; a missing rank.
+
+    >>> import fpipe
+    >>> fpipe.check(fpipe.program(2))
+    >>> text = str(fpipe.program(2)).splitlines()
+    >>> fpipe.Program.parse("\\n".join(line for line in text if "= F[0,0]" not in line))
+    Traceback (most recent call last):
+    fpipe.program.ProgramError: rank 0, step 0: 1F0 reads y[0,0] (the output of 0F0), which nothing writes.
+      rank 0 | [1F0] 1B0 0B0
+    Add 0F0.
+    """
+    for op in {op.kind: op for op in program.ops}.values():
+        kind_of(op.kind)
+    _written_once(program)
+    _written_before_read(program)
+    _read_or_wanted(program)
+    kinds = {op.kind for op in program.ops}
+    if kinds & {"SEND", "RECV"}:
+        _flights_land(program)
+    if "FREE" in kinds:
+        _nothing_after_free(program)
+    if "PAIR" in kinds:
+        _pairs_are_apart(program)
+    _ranks_are_whole(program)
+
+
+ENTRY_RULES.append(check)
+
+
+def phrase(value: Value) -> str:
+    """A value in words, as errors say it: 'the residuals of 1F0'."""
+    words = _PHRASES.get(value.name)
+    return f"{value} ({_fill(words, value)})" if words and value.microbatch is not None else str(value)
+
+
+def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int], width: int = 6) -> str:
+    """Draw the marked cell of each marked rank between its neighbours: `rank 1 | 1F1 [1B0] 1F0`."""
+    lines: list[str] = []
+    for rank, mark in sorted(marks.items()):
+        row = rows[rank]
+        cells = [f"[{cell}]" if at == mark else cell for at, cell in enumerate(row)]
+        low, high = max(0, mark - width), mark + width + 1
+        lines.append(
+            f"  rank {rank} | "
+            + " ".join((["..."] if low else []) + cells[low:high] + (["..."] if high < len(cells) else []))
+        )
+    return "\n".join(lines)
+
+
+def where(program: Program, position: int) -> tuple[str, str]:
+    """'rank 1, step 4' and the drawn row for the op at a position of the list."""
+    op = program.ops[position]
+    shown = [other for other in program.ops if other.rank == op.rank and (kind_of(other.kind).time or other is op)]
+    step = next(at for at, other in enumerate(shown) if other is op)
+    rows = [[] for _ in range(op.rank)] + [[other.cell for other in shown]]
+    return f"rank {op.rank}, step {step}", excerpt(rows, {op.rank: step})
+
+
+def _fill(words: str, value: Value) -> str:
+    tail = "" if value.slice is None else f".{value.slice}"
+    return words.format(s=value.stage, m=f"{value.microbatch}{tail}")
+
+
+def _written_once(program: Program) -> None:
+    if len(program.inputs) + sum([len(op.writes) for op in program.ops]) == len(program.index.writer):
+        return
+    given = {end.value for end in program.inputs}
+    times = Counter(end.value for end in program.inputs)
+    first: dict[Value, Op] = {}
+    for position, op in enumerate(program.ops):
+        for value in op.writes:
+            times[value] += 1
+            if times[value] > 1:
+                at, drawn = where(program, position)
+                other = (
+                    "an input"
+                    if value in given
+                    else "the same op, which stands twice"
+                    if first[value] == op
+                    else first[value].cell
+                )
+                raise ProgramError(
+                    f"{at}: {op.cell} writes {phrase(value)}, which {other} writes already; a value is written "
+                    f"once.\n{drawn}\n"
+                    f"Leave one of them out (a stage's backward is B, or I and W, never both)."
+                )
+            first[value] = op
+    raise ProgramError(f"{next(v for v, n in times.items() if n > 1)} is handed in twice; list each input once.")
+
+
+def _written_before_read(program: Program) -> None:
+    if not any(None in found for found in program.index.sources):
+        lost = next((end for end in program.outputs if end.value not in program.index.writer), None)
+        if lost is None:
+            return
+        mend = _fill(_MENDS.get(lost.value.name, "Add the op that writes it, or leave the output out."), lost.value)
+        raise ProgramError(f"the output {lost.name} is {phrase(lost.value)}, which nothing writes. {mend}")
+    position, found = next((at, found) for at, found in enumerate(program.index.sources) if None in found)
+    op = program.ops[position]
+    value = op.reads[found.index(None)]
+    at, drawn = where(program, position)
+    head = f"{at}: {op.cell} reads {phrase(value)}, which"
+    later = program.index.writer.get(value)
+    if later is None:
+        mend = _fill(_MENDS.get(value.name, "Add the op that writes it, or name it as an input."), value)
+        raise ProgramError(f"{head} nothing writes.\n{drawn}\n{mend}")
+    writer = program.ops[later]
+    if writer is op:
+        raise ProgramError(f"{head} it writes itself.\n{drawn}\nAn op reads only what others wrote before.")
+    place = "on the same rank" if writer.rank == op.rank else f"on rank {writer.rank}"
+    raise ProgramError(
+        f"{head} {writer.cell} writes later {place}.\n{drawn}\n"
+        f"Put {writer.cell} before {op.cell}, or start from fpipe.schedules.one_f_one_b(ranks={program.ranks})."
+    )
+
+
+def _read_or_wanted(program: Program) -> None:
+    read = set(chain.from_iterable([op[5] for op in program.ops]))
+    unread = program.index.writer.keys() - read
+    unread -= {end.value for end in (*program.outputs, *program.inputs)}
+    if not unread:
+        return
+    position = min(program.index.writer[value] for value in unread)
+    op = program.ops[position]
+    value = next(value for value in op.writes if value in unread)
+    at, drawn = where(program, position)
+    if op.kind == "SEND":
+        raise ProgramError(
+            f"{at}: {op.cell} has no RECV: nobody reads {value}.\n{drawn}\nAdd the RECV, or use fpipe.communicate()."
+        )
+    why = _fill(_UNREAD.get(value.name, "drop it, or name it as an output"), value)
+    raise ProgramError(
+        f"{at}: {op.cell} writes {phrase(value)}, which nobody reads and which is no output: {why}.\n{drawn}"
+    )
+
+
+def _flights_land(program: Program) -> None:
+    landed: dict[Value, Op] = {}
+    for position, op in enumerate(program.ops):
+        for value in op.reads:
+            if ">" not in value.at:
+                continue
+            at, drawn = where(program, position)
+            target = value.at.rpartition(">")[2].partition(".")[0]
+            if op.kind != "RECV":
+                raise ProgramError(f"{at}: {op.cell} reads {value}, which is in flight; only a RECV may.\n{drawn}")
+            if value in landed:
+                raise ProgramError(
+                    f"{at}: {op.cell} receives {value}, which {landed[value].cell} received "
+                    f"already.\n{drawn}\nReceive it once and read the copy."
+                )
+            if op.rank != int(target):
+                raise ProgramError(f"{at}: {op.cell} receives {value}, which is on its way to rank {target}.\n{drawn}")
+            landed[value] = op
+
+
+def _nothing_after_free(program: Program) -> None:
+    freed: dict[tuple[Value, int], Op] = {}
+    for position, op in enumerate(program.ops):
+        for value in op.reads:
+            if (value, op.rank) in freed:
+                at, drawn = where(program, position)
+                raise ProgramError(
+                    f"{at}: {op.cell} reads {phrase(value)} after it was freed on rank {op.rank}.\n"
+                    f"{drawn}\nApply fpipe.free() last."
+                )
+        if op.kind == "FREE":
+            freed.update(((value, op.rank), op) for value in op.reads)
+
+
+def _pairs_are_apart(program: Program) -> None:
+    for position, op in enumerate(program.ops):
+        for part in op.parts:
+            made = {value for other in op.parts if other is not part for value in other.writes}
+            both = next((value for value in part.reads if value in made), None)
+            if both is not None:
+                at, drawn = where(program, position)
+                raise ProgramError(
+                    f"{at}: inside the PAIR {op.cell}, {part.cell} reads {phrase(both)} of its "
+                    f"partner.\n{drawn}\nPair ops that do not need each other."
+                )
+
+
+def _ranks_are_whole(program: Program) -> None:
+    used = {op.rank for op in program.ops}.union(*(end.homes for end in (*program.inputs, *program.outputs)))
+    if used != set(range(len(used))):
+        gap = next(rank for rank in range(max(used) + 1) if rank not in used)
+        raise ProgramError(
+            f"rank {gap} is missing: ranks are 0..{max(used)}, and each has an op or is the home of a value."
+        )
+    for end in (*program.inputs, *program.outputs):
+        if not end.homes:
+            raise ProgramError(f"{end.value} has no home: name at least one rank.")

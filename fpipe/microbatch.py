@@ -1,0 +1,201 @@
+"""Cut a batch into microbatches, and join what came of them: each leaf along its rows, anything else whole.
+
+    12 rows in 5        --> cut -->        3 3 2 2 2        --> join -->        12 rows
+
+Scalars and non-tensors go whole to every microbatch. Which leaves have rows, and where, is never guessed: leaves that
+disagree are an error until somebody says `Chunk` or `Replicate`. A spec is one of these, a function, a prefix tree of
+them, or what torch.distributed.pipelining has for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree as trees
+
+What = str | tuple[str, ...]
+"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
+
+_BATCH = ("inputs", "target")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rows of a tensor are along this dimension.
+
+    >>> import torch
+    >>> cut(torch.zeros(3, 8), 0, 4, Chunk(1))[0].shape
+    torch.Size([3, 2])
+    """
+
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A leaf goes whole to every microbatch, and comes back the same from each."""
+
+
+def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:
+    """How many rows a batch has; a function as `spec` says Chunk or Replicate of a leaf.
+
+    >>> import torch
+    >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": Chunk(0), "b": Replicate()})
+    12
+    """
+    found: dict[str, int] = {}
+    for (place, leaf), dim in zip(_named(tree, what), _dims(tree, spec), strict=True):
+        if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(
+                f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
+            )
+        if dim is not None:
+            found[place] = leaf.shape[dim]
+    if not found:
+        raise ValueError(
+            "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch."
+        )
+    first, n = next(iter(found.items()))
+    for place, size in found.items():
+        if size != n:
+            raise ValueError(
+                f"{first} has {n} rows, {place} has {size}. Say Replicate() for a leaf that every microbatch takes "
+                "whole, or Chunk(dim) for one whose rows are elsewhere."
+            )
+    if n == 0:
+        raise ValueError(f"{first} has 0 rows; a microbatch has at least one.")
+    return n
+
+
+def cut(
+    tree: Any,
+    index: int,
+    count: int,
+    spec: Any = None,
+    *,
+    size: int | None = None,
+    total: int | None = None,
+    what: What = _BATCH,
+) -> tuple[Any, int]:
+    """One of `count` microbatches, as views of the batch, and its rows: of n rows, the first n mod count get one more.
+
+    With `size` each has that many rows, the last what is left. `total` says the rows of the batch where `rows` has
+    found them; the leaves are then not looked at again.
+
+    >>> import torch
+    >>> [cut({"x": torch.arange(7), "scale": 2.0}, index, 4)[0]["x"].tolist() for index in range(4)]
+    [[0, 1], [2, 3], [4, 5], [6]]
+    """
+    n = rows(tree, spec, what=what) if total is None else total
+    if size is not None:
+        if -(-n // size) != count:
+            raise ValueError(f"{n} rows in microbatches of {size} are {-(-n // size)} microbatches, not {count}.")
+        start, length = index * size, min(size, n - index * size)
+    else:
+        if n < count:
+            raise ValueError(
+                f"{n} rows cannot fill {count} microbatches; use split({count}, rows={n}, allow_fewer=True)."
+            )
+        start, length = index * (n // count) + min(index, n % count), n // count + (index < n % count)
+    leaves, containers = trees.flatten(tree)
+    dims = _dims(tree, spec)
+    parts = [leaf if dim is None else leaf.narrow(dim, start, length) for leaf, dim in zip(leaves, dims, strict=True)]
+    return trees.unflatten(containers, parts), length
+
+
+def join(
+    parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, what: str = "outputs"
+) -> Any:
+    """What the microbatches gave, in one: the inverse of `cut`; a function as `spec` joins the list of a leaf's parts.
+
+    Tensors are put together along their rows; 0-d tensors become their mean, by `weights` (the microbatches' rows;
+    None: all the same); anything else must be equal.
+
+    >>> import torch
+    >>> join([{"y": torch.zeros(2), "aux": torch.tensor(1.0)}, {"y": torch.ones(1), "aux": torch.tensor(4.0)}], [2, 1])
+    {'y': tensor([0., 0., 1.]), 'aux': tensor(2.)}
+    """
+    if not parts:
+        raise ValueError("there is nothing to join: the list of parts is empty.")
+    named = _named(parts[0], what)
+    for index, part in enumerate(parts):
+        place = trees.difference(parts[0], part)
+        if place is not None:
+            raise ValueError(
+                f"{what}{place} is in only one of microbatches 0 and {index}; all must have one structure."
+            )
+    shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
+    columns = zip(*(trees.leaves(trees.like(parts[0], part)) for part in parts), strict=True)
+    specs = trees.broadcast_prefix(spec, parts[0])
+    made = [_joined(name, list(each), shares, how) for (name, _), each, how in zip(named, columns, specs, strict=True)]
+    return trees.unflatten(trees.flatten(parts[0])[1], made)
+
+
+def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
+    """One leaf from those of all microbatches."""
+    if hasattr(how, "reduce_fn"):  # torch's _CustomReducer
+        return functools.reduce(how.reduce_fn, parts, how.init_value)
+    if callable(how) and not isinstance(how, type):
+        return how(parts)
+    kind, first = _kind(how), parts[0]
+    if isinstance(kind, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
+        try:
+            return torch.cat(parts, kind.dim)
+        except (RuntimeError, IndexError):
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
+            raise ValueError(
+                f"{place} cannot be joined along dim {kind.dim}: its parts have shapes {shapes}."
+            ) from None
+    if all(leaf is first for leaf in parts):  # what cut handed out whole comes back as it was
+        return first
+    if isinstance(kind, Chunk) and all(
+        isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.ndim for leaf in parts
+    ):
+        return functools.reduce(torch.add, [leaf * share for leaf, share in zip(parts, shares, strict=True)])
+    for index, leaf in enumerate(parts):
+        if not _equal(first, leaf):
+            raise ValueError(
+                f"{place} is {first!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must be "
+                "equal in all. Say how to join it by a function of the list of parts."
+            )
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def _dims(tree: Any, spec: Any) -> list[int | None]:
+    """Along which dimension each leaf is cut; None for a leaf that goes whole."""
+    found: list[int | None] = []
+    for leaf, how in zip(trees.leaves(tree), trees.broadcast_prefix(spec, tree), strict=True):
+        kind = _kind(how(leaf) if callable(how) and not isinstance(how, type) else how)
+        found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
+    return found
+
+
+def _kind(how: Any) -> Chunk | Replicate:
+    """A spec in our words; torch's TensorChunkSpec and _Replicate are known by their looks."""
+    said = how() if isinstance(how, type) else how
+    if said is None or isinstance(said, Chunk | Replicate):
+        return said or Chunk()
+    if hasattr(said, "split_dim"):
+        return Chunk(said.split_dim)
+    if type(said).__name__ == "_Replicate":
+        return Replicate()
+    raise ValueError(f"{how!r} does not say how a leaf is cut or joined: say Chunk(dim), Replicate() or a function.")
+
+
+def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
+    """Every leaf with the name an error gives it: inputs['a'][0]."""
+    if isinstance(what, str) or not isinstance(tree, tuple) or len(tree) != len(what):
+        what, tree = (what if isinstance(what, str) else what[0],), (tree,)
+    return [(word + place, leaf) for word, part in zip(what, tree, strict=True) for place, leaf in trees.paths(part)]

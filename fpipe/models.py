@@ -1,0 +1,209 @@
+"""A model as fpipe sees it: pure stage functions in dataflow order, and a loss, without parameters or devices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+Source = int | Literal["batch"]
+Reduction = Literal["mean", "sum", "count"]
+
+_MAY_ASK = ("state", "key", "microbatch")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pure stage function `f(params, x) -> y`, and what more it asks for by keyword-only names.
+
+    Args:
+        forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them. A stage
+            whose output reads its state gets it as `state`.
+        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage that runs on sequence slices takes
+            what the slice before handed on as `carry` (None for the first) and returns `(y, carry)`.
+        update: `update(state, x) -> state`, the module state after a microbatch, for a stage that has one.
+        name: how errors call the stage.
+        names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
+        together.
+    """
+
+    forward: Callable[..., Any]
+    asks: frozenset[str] = frozenset()
+    update: Callable[[Any, Any], Any] | None = None
+    name: str = ""
+    names: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
+
+    A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values.
+    """
+
+    stages: tuple[Stage, ...]
+    loss: Callable[[Any, Any], Any] | None
+    inputs: tuple[Source | tuple[Source, ...], ...]
+    ties: tuple[tuple[tuple[int, str], ...], ...] = ()
+    reduction: Reduction = "mean"
+
+    def sources(self, stage: int) -> tuple[Source, ...]:
+        """What a stage takes, always as a tuple."""
+        taken = self.inputs[stage]
+        return taken if isinstance(taken, tuple) else (taken,)
+
+    def tied(self, stage: int) -> tuple[tuple[int, int, str], ...]:
+        """The tied leaves a stage reads, as (owner stage, port at the owner, the leaf's name in this stage)."""
+        found: list[tuple[int, int, str]] = []
+        for group_number, group in enumerate(self.ties):
+            owner = group[0][0]
+            port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
+            found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
+        return tuple(found)
+
+
+def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
+    """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
+    full = list(params)
+    for group in model.ties:
+        owner, name = group[0]
+        for stage, leaf in group[1:]:
+            full[stage] = {**full[stage], leaf: params[owner][name]}
+    return full
+
+
+def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any]:
+    """The loss of an output, and what it counts (None unless the model says reduction="count")."""
+    made = output if model.loss is None else model.loss(output, target)
+    count: Any = None
+    if model.reduction == "count":
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise TypeError(f'with reduction="count" the loss returns (total, count), found {type(made).__name__}.')
+        made, count = made
+    who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    if not isinstance(made, Tensor):
+        raise TypeError(f"{who} is a 0-d tensor, found {type(made).__name__}.")
+    if made.ndim:
+        raise ValueError(f"{who} is a 0-d tensor, found shape {tuple(made.shape)}; reduce it, for instance by .mean().")
+    return made, count
+
+
+def from_functions(
+    fns: Sequence[Callable[..., Any]],
+    loss: Callable[[Any, Any], Any] | None = None,
+    *,
+    inputs: Sequence[Source | tuple[Source, ...]] | None = None,
+    ties: Sequence[Sequence[tuple[int, str]]] = (),
+    reduction: Reduction = "mean",
+) -> Model:
+    """A model from pure functions, one per stage.
+
+    Args:
+        fns: `f(params, x) -> y`, or `f(params, x, *, microbatch)` for one that wants the microbatch's number.
+        loss: `loss(y, target)` gives a 0-d tensor, or (total, count) with reduction="count"; None: the last stage does.
+        inputs: what each stage takes as x: the number of an earlier stage, "batch", or a tuple of these for a tuple of
+            values. None is a chain.
+        ties: groups of leaves that are one, as in `((0, "e"), (3, "e"))`: it lives where named first, in the earliest
+            stage, and the params of the others come without it.
+        reduction: how the losses of microbatches make one: "mean" by rows, "sum", or "count".
+
+    Raises:
+        ValueError: any of these that does not say what it should; the stage is named.
+
+    >>> import fpipe
+    >>> model = fpipe.from_functions([lambda p, x: x @ p["w"], lambda p, x: x.tanh()], loss=lambda y, t: (y - t).mean())
+    >>> len(model.stages), model.inputs
+    (2, ('batch', 0))
+    """
+    taken = normalise_inputs(inputs, len(fns))
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss is a function loss(y, target) or None, found {type(loss).__name__}.")
+    if reduction not in ("mean", "sum", "count"):
+        raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {reduction!r}.")
+    stages = tuple(Stage(fn, _asks(number, fn), name=getattr(fn, "__name__", "")) for number, fn in enumerate(fns))
+    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction)
+
+
+def normalise_inputs(
+    inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
+) -> tuple[Source | tuple[Source, ...], ...]:
+    """What each of n stages takes: checked, and written out for a plain chain."""
+    if n < 1:
+        raise ValueError("a model has at least one stage, found zero stages.")
+    if inputs is None:
+        return ("batch", *range(n - 1))
+    if len(inputs) != n:
+        raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
+    read: set[Source] = set()
+    for stage, entry in enumerate(inputs):
+        sources = entry if isinstance(entry, tuple) else (entry,)
+        if not sources:
+            raise ValueError(f"stage {stage} takes nothing; its inputs are earlier stages or 'batch'.")
+        for source in sources:
+            if source != "batch" and (type(source) is not int or not 0 <= source < stage):
+                earlier = f"a stage from 0 to {stage - 1}, or 'batch'" if stage else "'batch'"
+                raise ValueError(f"stage {stage} takes {source!r}; it can take {earlier}.")
+        read.update(sources)
+    unread = next((stage for stage in range(n - 1) if stage not in read), None)
+    if unread is not None:
+        raise ValueError(
+            f"nobody takes the output of stage {unread}; only the last stage, {n - 1}, gives the loss its input."
+        )
+    return tuple(inputs)
+
+
+def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
+    """The keyword-only names a stage function asks for; refused if it is not f(params, x, *, ...)."""
+    who = f"stage {number} ({getattr(fn, '__name__', type(fn).__name__)})"
+    if not callable(fn) or hasattr(fn, "named_parameters"):
+        kind = "a module; use from_sequential" if callable(fn) else f"a {type(fn).__name__}"
+        raise ValueError(f"stage {number} is a function f(params, x), found {kind}.")
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some functions written in C do not tell
+        return frozenset()
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in places)
+    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if needed > 2 or (len(places) < 2 and not many):
+        found = ", ".join(p.name for p in places)
+        raise ValueError(f"{who} takes ({found}); a stage is f(params, x), its x one pytree and never spread.")
+    given = getattr(fn, "keywords", {})  # what functools.partial has filled in
+    asked = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
+    for name in asked:
+        if name in _MAY_ASK and name != "microbatch":
+            what = "random keys for functions are" if name == "key" else "module state for functions is"
+            raise ValueError(f"{who} asks for {name!r}: {what} not supported yet.")
+        if name != "microbatch" and asked[name].default is inspect.Parameter.empty:
+            raise ValueError(f"{who} asks for {name!r}; a stage can ask for {', '.join(_MAY_ASK)}.")
+    return frozenset(asked) & {"microbatch"}
+
+
+def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Groups of tied leaves, checked: each in stages of its own, the earliest first, no leaf in two groups."""
+    groups = tuple(tuple((stage, leaf) for stage, leaf in group) for group in ties)
+    seen: set[tuple[int, str]] = set()
+    for group in groups:
+        stages = [stage for stage, _ in group]
+        if len(group) < 2:
+            raise ValueError(f"a tie is between leaves of at least two stages, found {group}.")
+        for member in group:
+            if not 0 <= member[0] < n:
+                raise ValueError(f"the tie {group} names stage {member[0]}; the stages are 0 to {n - 1}.")
+            if stages.count(member[0]) > 1:
+                raise ValueError(
+                    f"the tie {group} names stage {member[0]} twice; inside one stage, use one leaf twice."
+                )
+            if member in seen:
+                raise ValueError(
+                    f"leaf {member[1]!r} of stage {member[0]} is in two ties; put all of its uses in one group."
+                )
+        if stages[0] != min(stages):
+            raise ValueError(
+                f"the tie {group} names stage {stages[0]} first; the leaf lives in the earliest, {min(stages)}."
+            )
+        seen.update(group)
+    return groups

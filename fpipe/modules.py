@@ -1,0 +1,383 @@
+"""Make a model of an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
+
+    Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
+
+The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
+parameters, and buffers that no stage writes, are constants: a stage reads the module's own at each call. What would
+make a stage impure (random numbers, written buffers, hooks that nobody would run) is refused by the module's name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fpipe import tree
+from fpipe.models import Model, Reduction, from_functions, with_ties
+
+Params = tuple[dict[str, Tensor], ...]
+Names = tuple[tuple[str, ...], ...]
+
+
+def from_sequential(
+    net: nn.Sequential,
+    stages: int | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    reduction: Reduction = "mean",
+) -> tuple[Model, Params, Params]:
+    """Cut a Sequential into stages.
+
+    Args:
+        net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force.
+        stages: how many; the largest has as few bytes of parameters as can be.
+        sizes: instead, the number of children in each stage.
+        loss: `loss(y, target)`, as in `from_functions`.
+        reduction: as in `from_functions`.
+
+    Returns:
+        The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
+        first name; per stage its module state, an empty dict so far.
+
+    Raises:
+        ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> [list(stage) for stage in params]
+    [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+    """
+    _refuse(net)
+    children = list(_children(net))
+    ends = list(accumulate(_sizes(net, stages, sizes)))
+    groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    stage_of = {name: number for number, group in enumerate(groups) for name in group}
+    leaves: dict[int, list[str]] = {}  # the names of one trainable parameter
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            leaves.setdefault(id(parameter), []).append(name)
+            tensors[name] = parameter.detach()
+    _refuse_sharing(tensors, stage_of)
+    names: list[Names] = [
+        tuple(tuple(found) for found in leaves.values() if stage_of[found[0].split(".")[0]] == number)
+        for number in range(len(groups))
+    ]
+    runs = [StageModule(number, group, names[number]) for number, group in enumerate(groups)]
+    model = from_functions(runs, loss, reduction=reduction)
+    named = zip(model.stages, groups, names, strict=True)
+    cut = tuple(replace(stage, name=", ".join(group), names=said) for stage, group, said in named)
+    return (
+        replace(model, stages=cut),
+        tuple({leaf[0]: tensors[leaf[0]] for leaf in stage} for stage in names),
+        tuple({} for _ in groups),
+    )
+
+
+class StageModule:
+    """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
+
+    The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
+    """
+
+    def __init__(self, number: int, children: Mapping[str, nn.Module], names: Names) -> None:
+        self.number, self.children, self.names = number, dict(children), names
+        self.bound = _Bound(children)
+        modules = [(path, module) for path, module in self.bound.named_modules() if path]
+        self.moody = [(path, module) for path, module in modules if isinstance(module, _DEPEND_ON_MODE)]
+        self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageModule, (self.number, self.children, self.names)
+
+    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
+        """The stage's output."""
+
+        def through() -> Any:
+            y = x
+            for module in self.children.values():
+                y = module(y)
+            return y
+
+        return self.within(params, through)
+
+    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
+        """Do something while `params` are in the modules' place.
+
+        A backward pass needs this where a module runs again in it: torch.utils.checkpoint recomputes with whatever
+        parameters the modules hold by then.
+        """
+        _same_keys(params, [leaf[0] for leaf in self.names], f"params of stage {self.number}")
+        for path, module in self.moody:  # the mode may have changed since the stage was made
+            _refuse_impure(path, module)
+        own = {name: params[leaf[0]] for leaf in self.names for name in leaf}
+        with self.lock:
+            before, held = _versions(self.bound), list(self.bound.buffers())
+            kept = [_kept(module) for module in self.caching]
+            try:
+                made = torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+            finally:
+                for module, attributes in zip(self.caching, kept, strict=True):
+                    vars(module).update(attributes)
+            after = _versions(self.bound)
+            del held  # until here, so that no new tensor has the id of an old one
+        # A copy per call would keep the module's buffers clean, and lose the update without a word; this loses nothing.
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                raise RuntimeError(
+                    f"stage {self.number} wrote buffer {name!r} of its module as it ran, and the buffer stays changed: "
+                    "buffers that a stage writes are not supported yet. Switch the writing off, say by .eval()."
+                )
+        return made
+
+
+class _Bound(nn.Module):
+    """A stage's modules under the names they have in the whole net; called, it does what it is given."""
+
+    def __init__(self, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in children.items():
+            self.add_module(name, module)
+
+    def forward(self, what: Callable[[], Any]) -> Any:
+        return what()
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """What functional_call leaves behind in a module, as it was: the weight that pruning or old-style weight norm keeps
+    as an attribute, and an RNN's list of its weights, which would go on computing with another's."""
+    attributes = vars(module).items()
+    tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
+    return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is and how often it has been written."""
+    return {name: (id(b), 0 if b.is_inference() else b._version) for name, b in module.named_buffers()}
+
+
+def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
+    """The children by name, one that stands in several places as often as it does."""
+    return vars(net)["_modules"].items()
+
+
+def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
+    """The number of children in each stage."""
+    if sizes is not None:
+        if stages not in (None, len(sizes)):
+            raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one of the two.")
+        if min(sizes, default=0) < 1 or sum(sizes) != len(net):
+            raise ValueError(
+                f"sizes={list(sizes)} sum to {sum(sizes)}, the net has {len(net)} children; a stage has at least one."
+            )
+        return sizes
+    if stages is None:
+        raise ValueError("say the number of stages, or sizes= with the number of children in each.")
+    if not 1 <= stages <= len(net):
+        raise ValueError(f"{len(net)} children can make 1 to {len(net)} stages, found stages={stages}.")
+    bytes_of = [sum(p.numel() * p.element_size() for p in child.parameters()) for child in net]
+    return _balanced(bytes_of, stages)
+
+
+def _balanced(costs: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Sizes of contiguous parts with the least possible largest cost; then even costs and sizes, larger parts first."""
+    sums = [0, *accumulate(costs)]
+    best = {0: ((0, 0, 0), ())}
+    for _ in range(parts):
+        found: dict[int, list[tuple[tuple[int, int, int], tuple[int, ...]]]] = {}
+        for start, ((largest, squares, counts), cut) in best.items():
+            for end in range(start + 1, len(sums)):
+                cost, size = sums[end] - sums[start], end - start
+                key = (max(largest, cost), squares + cost * cost, counts + size * size)
+                found.setdefault(end, []).append((key, (*cut, -size)))
+        best = {end: min(ways) for end, ways in found.items()}
+    return tuple(-size for size in best[len(costs)][1])
+
+
+_DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase, _SpectralNorm)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _refuse(net: nn.Module) -> None:
+    """A ValueError for a net that stages could not stand for."""
+    if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
+        raise ValueError(f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}.")
+    if any(getattr(net, hooks, None) for hooks in _HOOKS):
+        raise ValueError(
+            "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
+            "Remove them, or register them on the children."
+        )
+    own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
+    if own:
+        raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
+    for path, module in net.named_modules():
+        _refuse_impure(path, module)
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
+        if tensor.requires_grad and any(
+            getattr(tensor, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ):
+            raise ValueError(
+                f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
+                "no hook sees. Remove it, and change the gradients that a step returns."
+            )
+
+
+def _refuse_impure(path: str, module: nn.Module) -> None:
+    """A ValueError for a module that would draw random numbers or write its buffers."""
+    who = f"module {path!r} ({type(module).__name__})"
+    if _draws(module):
+        raise ValueError(f"{who}: random numbers in training are not supported yet; call .eval() or set p=0.")
+    if _writes(module):
+        raise ValueError(f"{who}: buffers written in training are not supported yet; call .eval().")
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return getattr(module, "_random_samples", None) is None
+    if isinstance(module, nn.RReLU):
+        return module.training and module.lower != module.upper
+    if isinstance(module, nn.RNNBase):
+        return module.training and module.dropout > 0 and module.num_layers > 1
+    return module.training and (
+        (isinstance(module, _DropoutNd) and module.p > 0)
+        or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+    )
+
+
+def _writes(module: nn.Module) -> bool:
+    if isinstance(module, _NormBase):
+        return module.training and module.track_running_stats and module.running_mean is not None
+    hooks = getattr(module, "_forward_pre_hooks", {}).values()
+    spectral = (isinstance(module, _SpectralNorm) and hasattr(module, "_u")) or any(
+        isinstance(hook, SpectralNorm) for hook in hooks
+    )
+    return module.training and spectral
+
+
+def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
+    """A ValueError for memory that trains in two stages."""
+    homes: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
+        here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
+        if here != there:
+            raise ValueError(
+                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory; from_sequential cannot "
+                "share a parameter between stages. Choose sizes= that keep them in one, or from_functions with ties=."
+            )
+
+
+def join_params(model: Model, per_stage: Sequence[Any]) -> dict[Any, Any]:
+    """The parameters of all stages in one dict, or their gradients; `split_params` is its inverse.
+
+    Of a model made from a module: by the names of its state_dict, a parameter with several names under each of them.
+    Frozen parameters and buffers are not among them. Of a model made from functions: {stage: its parameters}, a tied
+    leaf with each of its stages.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2)
+    >>> fpipe.join_params(model, params).keys() == net.state_dict().keys()
+    True
+    """
+    whole: dict[Any, Any] = {}
+    for number, (stage, params) in enumerate(zip(model.stages, with_ties(model, per_stage), strict=True)):
+        if stage.names is None:
+            whole[number] = params
+            continue
+        _same_keys(params, [leaf[0] for leaf in stage.names], f"params of stage {number}")
+        whole.update({name: params[leaf[0]] for leaf in stage.names for name in leaf})
+    return whole
+
+
+def split_params(model: Model, whole: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Parameters, or gradients, per stage; the inverse of `join_params`.
+
+    Raises:
+        ValueError: a name too many or too few, or one parameter with different values under its names.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2)
+    >>> [list(stage) for stage in fpipe.split_params(model, net.state_dict())]
+    [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+    said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
+    _same_keys(whole, [name for stage in said for leaf in stage for name in leaf], "the whole")
+    split: list[Any] = []
+    for number, stage in enumerate(model.stages):
+        if stage.names is None:
+            split.append(whole[number])
+            continue
+        for leaf in stage.names:
+            for name in leaf[1:]:
+                _same_tensor(whole[leaf[0]], whole[name], repr(leaf[0]), repr(name))
+        split.append({leaf[0]: whole[leaf[0]] for leaf in stage.names})
+    for group in model.ties:
+        (owner, first), *others = group
+        for number, leaf in others:
+            if model.stages[number].names is None:
+                _same_tensor(split[owner][first], split[number][leaf], f"[{owner}][{first!r}]", f"[{number}][{leaf!r}]")
+                split[number] = {key: value for key, value in split[number].items() if key != leaf}
+    return tuple(split)
+
+
+def assign_grads(params: Any, grads: Any) -> None:
+    """Set `.grad` of each parameter, as an optimizer reads it.
+
+    Raises:
+        ValueError: gradients of another structure or shape; the first such place is named.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=1)
+    >>> optimizer = torch.optim.SGD((leaf for stage in params for leaf in stage.values()), lr=1.0)
+    >>> before = net[0].bias.item()
+    >>> fpipe.assign_grads(params, ({"0.weight": torch.zeros(1, 2), "0.bias": torch.tensor([2.0])},))
+    >>> optimizer.step()
+    >>> round(before - net[0].bias.item(), 4)
+    2.0
+    """
+    place = tree.difference(params, grads)
+    if place is not None:
+        raise ValueError(f"params and grads differ in structure: only one of them has a leaf at {place}.")
+    pairs = list(zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True))
+    for (place, param), grad in pairs:
+        if getattr(param, "shape", None) != getattr(grad, "shape", None) and grad is not None:
+            raise ValueError(
+                f"the gradient at {place} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+            )
+    for (_, param), grad in pairs:
+        if isinstance(param, Tensor):
+            param.grad = grad
+
+
+def _same_keys(found: Mapping[Any, Any], expected: Sequence[Any], who: str) -> None:
+    missing = next((name for name in expected if name not in found), None)
+    if missing is not None:
+        raise ValueError(f"{who} must have {missing!r}, which is missing.")
+    if len(found) != len(expected):
+        extra = next(name for name in found if name not in expected)
+        raise ValueError(f"{who} has {extra!r}, which is not a parameter of it that trains.")
+
+
+def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:
+    if one is not other and not (isinstance(one, Tensor) and (one.is_set_to(other) or torch.equal(one, other))):
+        raise ValueError(f"{name} and {alias} are one parameter, but have different values.")

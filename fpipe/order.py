@@ -1,0 +1,288 @@
+"""Make one list of many: from the order of each rank, and the data, to the one global order of a program.
+
+A schedule names only some ops: F, B, I and W (and others, if it likes). The rest keep to their data: SPLIT, R, RECV and
+LOAD stand just before their first reader; ADD, SCALE, MERGE, U, REDUCE, SEND and OFFLOAD go as soon as their inputs are
+there. "As soon as" is told by a clock on which F, B, I, W and R take one tick and everything else none:
+
+    rank 0   0F0 0F1  .   .  0B0 0B1                      0F0 0F1 1F0 1F1 1B0 1B1 ADD(sum[1,1]) 0B0 0B1 ADD(sum[0,1])
+    rank 1    .  1F0 1B0 1F1 1B1             -->          (start on the clock; within it, data; then the rank)
+
+The clock also is the test for deadlock: when no rank can go on, there is no global order, and the error draws where
+each rank is stuck. Equal schedules give equal lists whatever road led to them, since the result is a function of the
+ops and of the ranks' orders alone; that is why the transforms commute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from fpipe.check import excerpt, phrase
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, building
+
+_ANCHORED = 1 << 24  # levels within one tick: first the ops that are there at once, then those just before a reader
+
+
+def scheduled_kinds() -> frozenset[str]:
+    """The kinds that a schedule always names."""
+    return frozenset(name for name, kind in KINDS.items() if kind.place == "table")
+
+
+def held_kinds(program: Program) -> frozenset[str]:
+    """The kinds whose place a rewrite of this program has to keep.
+
+    F, B, I and W always. Where a table has also placed others (an R earlier than it need be, say), their places are
+    part of what the user said, and stay; where they stand as the data would put them, they are put anew after each
+    rewrite.
+    """
+    known: frozenset[str] | None = program.__dict__.get("held")
+    if known is None:
+        basic = scheduled_kinds()
+        others = {op.kind for op in program.ops} & {"R", "SEND", "RECV", "OFFLOAD", "LOAD"}
+        known = basic | others
+        if not others or by_rank(arrange(program.inputs, program.ops, program.outputs).ops) == by_rank(program.ops):
+            known = basic
+        program.__dict__["held"] = known
+    return known
+
+
+def by_rank(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """The sub-sequence of ops of each rank."""
+    rows: defaultdict[int, list[Op]] = defaultdict(list)
+    for op in ops:
+        rows[op.rank].append(op)
+    return dict(rows)
+
+
+def arrange(
+    inputs: tuple[Input, ...], ops: Sequence[Op], outputs: tuple[Output, ...], named: frozenset[str] | None = None
+) -> Program:
+    """Put ops into the one global order. Those of the `named` kinds keep the order they have here on their rank.
+
+    Raises:
+        ProgramError: the ranks' orders have no common global order.
+    """
+    named = scheduled_kinds() if named is None else named
+    with building():
+        made = Program.trusted(inputs, _Clock(ops, named).run(), outputs)
+    if named == scheduled_kinds():
+        made.__dict__["held"] = named
+    return made
+
+
+class _Clock:
+    """The walk along all ranks at once. Positions are places in `ops`; a time below 0 means not known yet."""
+
+    def __init__(self, ops: Sequence[Op], named: frozenset[str]) -> None:
+        self.ops = ops
+        writer: dict[Value, int] = {}
+        rows: defaultdict[int, list[int]] = defaultdict(list)
+        self.loose: list[int] = []  # the ops that no row names
+        self.is_loose = bytearray(len(ops))
+        for position, op in enumerate(ops):
+            for value in op[6]:
+                writer[value] = position
+            if op[0] in named:
+                rows[op[4]].append(position)
+            else:
+                self.loose.append(position)
+                self.is_loose[position] = 1
+        find = writer.get
+        self.sources = [tuple(map(find, op[5])) for op in ops]  # None: an input
+        self.rows = [rows[rank] for rank in range(1 + max(rows, default=-1))]
+        time = {name: kind.time for name, kind in KINDS.items()}
+        self.ticks = [time[op[0]] for op in ops]
+        self.start = [-1] * len(ops)
+        self.end = [-1] * len(ops)
+        self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
+        self.anchor: dict[int, int] = {}
+        self.instant: list[int] = []  # ops without duration, as their times become known
+        if any(KINDS[ops[position].kind].place == "before" for position in self.loose):
+            self.rows = [self._with_those_before(row) for row in self.rows]
+        self.needs = self._needs()
+
+    def run(self) -> tuple[Op, ...]:
+        """All ops in the one order."""
+        self._walk_rows()
+        extra: list[int] = []  # timed ops in no row: an R whose reader is on another rank
+        for position in self.loose:
+            if self.end[position] < 0:
+                self._settle(position)
+            if self.is_loose[position] and self.ticks[position]:
+                extra.append(position)
+        ops, start, ticks = self.ops, self.start, self.ticks
+        levels = self._levels()
+        columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
+        instant = sorted(levels, key=self._tie) if levels else []
+        for position in sorted(instant, key=lambda at: (levels[at], ops[at].rank)):
+            columns[start[position]].append(position)
+        for row in (*self.rows, extra):
+            for position in row:
+                if ticks[position]:
+                    columns[start[position]].append(position)
+        return tuple([ops[position] for column in columns for position in column])
+
+    def _with_those_before(self, row: list[int]) -> list[int]:
+        """Attach to each op of a row the loose ops it is the first reader of; those that take time join the row."""
+        ops, sources, is_loose = self.ops, self.sources, self.is_loose
+        full: list[int] = []
+
+        def attach(position: int, reader: int) -> None:
+            for source in sources[position]:
+                if source is None or not is_loose[source] or source in self.anchor:
+                    continue
+                kind = KINDS[ops[source].kind]
+                if kind.place != "before" or ops[source].rank != ops[reader].rank:
+                    continue
+                self.anchor[source] = reader
+                if kind.time:
+                    is_loose[source] = 0
+                    attach(source, source)
+                    full.append(source)
+                else:
+                    attach(source, reader)
+                    self.anchored.setdefault(reader, []).append(source)
+
+        for position in row:
+            for source in sources[position]:
+                if source is not None and is_loose[source]:
+                    attach(position, position)
+                    break
+            full.append(position)
+        return full
+
+    def _needs(self) -> list[tuple[int | None, ...]]:
+        """What each op waits for: its sources, with those anchored to itself replaced by theirs."""
+        needs = self.sources
+        if self.anchored:
+            needs = list(needs)
+            for reader, before in self.anchored.items():
+                inner = [at for source in before for at in self.sources[source]]
+                needs[reader] = tuple([at for at in (*needs[reader], *inner) if at not in before])
+        return needs
+
+    def _walk_rows(self) -> None:
+        """Let every rank run its row as far as the others allow, until all are done or none can move."""
+        rows, needs, start, end, ticks = self.rows, self.needs, self.start, self.end, self.ticks
+        is_loose, anchored = self.is_loose, self.anchored
+        at_cell, free = [0] * len(rows), [0] * len(rows)
+        waiting: defaultdict[int, list[int]] = defaultdict(list)  # op -> ranks that wait for it
+        ready = list(range(len(rows)))[::-1]
+        blocked: dict[int, int] = {}
+        while ready:
+            rank = ready.pop()
+            row, cell, now = rows[rank], at_cell[rank], free[rank]
+            while cell < len(row):
+                position = row[cell]
+                begin = now
+                for source in needs[position]:
+                    if source is None:
+                        continue
+                    time = end[source]
+                    if time < 0:
+                        time = self._settle(source) if is_loose[source] else ~source
+                        if time < 0:
+                            break
+                    if time > begin:
+                        begin = time
+                else:
+                    start[position] = begin
+                    end[position] = now = begin + ticks[position]
+                    if position in anchored:
+                        for source in anchored[position]:
+                            start[source] = end[source] = begin
+                            self.instant.append(source)
+                            ready.extend(waiting.pop(source, ()))
+                    if position in waiting:
+                        ready.extend(waiting.pop(position))
+                    if not ticks[position]:
+                        self.instant.append(position)
+                    cell += 1
+                    continue
+                waiting[~time].append(rank)
+                blocked[rank] = ~time
+                break
+            at_cell[rank], free[rank] = cell, now
+        if any(cell < len(row) for cell, row in zip(at_cell, rows, strict=True)):
+            raise self._stuck(at_cell, blocked)
+
+    def _settle(self, position: int) -> int:
+        """The time of a loose op, or the complement of an op it still waits for."""
+        if position in self.anchor:
+            return ~position
+        begin = 0
+        for source in self.sources[position]:
+            if source is None:
+                continue
+            time = self.end[source]
+            if time < 0:
+                time = self._settle(source) if self.is_loose[source] else ~source
+                if time < 0:
+                    return time
+            begin = max(begin, time)
+        self.start[position] = begin
+        self.end[position] = begin + self.ticks[position]
+        if not self.ticks[position]:
+            self.instant.append(position)
+        return begin
+
+    def _levels(self) -> dict[int, int]:
+        """Within one tick data goes first: an op's level is one above those of the instant ops it reads."""
+        levels: dict[int, int] = {}
+        last: dict[int, int] = {}  # rank -> the row's instant op before this one
+        start = self.start
+        for position in self.instant:
+            now = start[position]
+            before = self.sources[position]
+            level = _ANCHORED if position in self.anchor else 0
+            if not level and not self.is_loose[position]:
+                rank = self.ops[position].rank
+                before = (*before, last.get(rank))
+                last[rank] = position
+            for source in before:
+                if source in levels and start[source] == now and levels[source] >= level:
+                    level = levels[source] + 1
+            levels[position] = level
+        return levels
+
+    def _tie(self, position: int) -> tuple[object, ...]:
+        """Ties within a level and rank: gradients first, then stage, then microbatch."""
+        op = self.ops[position]
+        place = tuple(-1 if part is None else part for part in (op.stage, op.microbatch, op.slice))
+        return (op.kind != "ADD", *place, op.kind, str((op.writes or op.reads)[0]))
+
+    def _stuck(self, at_cell: list[int], blocked: dict[int, int]) -> ProgramError:
+        """Name the ops that wait for each other in a circle, and draw where their ranks stand."""
+        ops = self.ops
+        heads = {rank: row[at_cell[rank]] for rank, row in enumerate(self.rows) if at_cell[rank] < len(row)}
+
+        def next_rank(rank: int) -> int:
+            missing = self.anchor.get(blocked[rank], blocked[rank])
+            return ops[missing].rank
+
+        path = [next(rank for rank in heads if rank in blocked)]
+        while next_rank(path[-1]) not in path:
+            path.append(next_rank(path[-1]))
+        circle = path[path.index(next_rank(path[-1])) :]
+        rows = [[ops[position].cell for position in row] for row in self.rows]
+        drawn = excerpt(rows, {rank: at_cell[rank] for rank in circle})
+        sentences: list[str] = []
+        for rank in circle:
+            head, missing = ops[heads[rank]], ops[blocked[rank]]
+            value = next((value for value in head.reads if value in missing.writes), None)
+            reads = (
+                f"reads {phrase(value)}, which"
+                if value
+                else f"waits, through ops that no row names, for {missing.cell}, which"
+            )
+            other = heads[missing.rank]
+            place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
+            sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads} comes later {place}.")
+        first = circle[0]
+        mend = f"Put {ops[blocked[first]].cell} before {ops[heads[ops[blocked[first]].rank]].cell}"
+        count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
+        opening = count if len(circle) > 1 else ""
+        text = opening + "\n  ".join(sentences)
+        return ProgramError(
+            f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(self.rows)})."
+        )

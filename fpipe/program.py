@@ -1,0 +1,424 @@
+"""The pipeline language: a training step written down as data.
+
+The whole language, as a grammar::
+
+    program ::= input*  op*  output*
+    input   ::= value @ home,home...                              handed in by the caller, on these ranks
+    output  ::= value = value @ home,home...                      result name = the value it is, wanted on these ranks
+    op      ::= value* = KIND[stage,microbatch.slice] value* {how} @ rank
+              | { op ; op } @ rank                                a PAIR: its parts may not read each other
+    value   ::= name[stage,microbatch.slice]:port at              every bracket part and the port may be missing
+    at      ::= (nothing) | @rank | >rank | @host                 itself, its copy on a rank, in flight, offloaded
+    cell    ::= 2F0 | 2F0.1 | (0F7;7B3) | KIND(value)             how tables, grids and errors name an op
+
+Four rules make a list of ops a program. (1) *Single assignment*: every value is written once. (2) *Order is meaning*:
+a value is written before it is read, so a walk down the list is always possible and a deadlock cannot be written down.
+(3) *Nothing is lost*: what is written is read by someone or is an output; what is in flight lands once, where it was
+sent; nothing is read after it is freed. (4) *Ranks are 0..n-1*, and each of them has an op or is a home.
+
+The names that the front doors use for values (any lower-case word is a value name; these have a meaning in the walk)::
+
+    inputs target params state key      what a caller hands in: the batch's two halves, and per stage or step the rest
+    x t w                               SPLIT's slices of inputs and target, and the microbatch's weight in the mean
+    y loss count carry                  what F writes: the output, the loss and what it counts, what a slice hands on
+    res wres                            residuals: what B or I reads, and what I leaves for W
+    dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
+    g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
+    grads outputs                       result names, besides loss, count and state
+
+The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
+RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, OFFLOAD, LOAD, FREE. The set is open: `register_kind` adds one. (The zero-bubble
+papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
+
+No tensor, shape, module or device lives in a program. Stages are numbers until a reading binds them to a model.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import gc
+import io
+import re
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+
+class ProgramError(ValueError):
+    """A program, table or text that means nothing, with the op at fault, where it stands and the way out."""
+
+
+class Value(NamedTuple):
+    """The name of one thing that flows: `y[2,0]` is the output of stage 2 for microbatch 0."""
+
+    name: str
+    stage: int | None = None
+    microbatch: int | None = None
+    slice: int | None = None
+    port: int = 0
+    at: str = ""
+
+    def __str__(self) -> str:
+        return (
+            self.name
+            + _bracket(self.stage, self.microbatch, self.slice)
+            + (f":{self.port}" if self.port else "")
+            + self.at
+        )
+
+    __repr__ = __str__
+
+
+class Op(NamedTuple):
+    """One thing that happens: its kind, which stage and microbatch (and slice) it is for, what it reads and writes."""
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    slice: int | None
+    rank: int
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    parts: tuple[Op, ...] = ()
+    how: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def cell(self) -> str:
+        """The op's short name: `2F0`, `2F0.1`, `(0F7;7B3)`, and `ADD(sum[0,1])` for ops that keep to their data.
+
+        >>> Op("F", 2, 0, None, 0, (), ()).cell
+        '2F0'
+        """
+        if self.parts:
+            return f"({';'.join(part.cell for part in self.parts)})"
+        if kind_of(self.kind).place == "table" or self.kind == "R":
+            return f"{self.stage}{self.kind}{self.microbatch}" + ("" if self.slice is None else f".{self.slice}")
+        return f"{self.kind}({(self.writes or self.reads)[0]})"
+
+    def __str__(self) -> str:
+        return f"{self.equation} @ {self.rank}"
+
+    __repr__ = __str__
+
+    @property
+    def equation(self) -> str:
+        """The op's text without its rank."""
+        if self.parts:
+            return f"{{ {' ; '.join(part.equation for part in self.parts)} }}"
+        how = f" {{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}" if self.how else ""
+        left = " ".join(map(str, self.writes)) or "_"
+        name = self.kind + (_bracket(self.stage, self.microbatch, self.slice) or "[]")
+        return " ".join((left, "=", name, *map(str, self.reads))) + how
+
+
+class Input(NamedTuple):
+    """A value the caller hands in, and the ranks where it does."""
+
+    value: Value
+    homes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.value} @ {','.join(map(str, self.homes))}"
+
+
+class Output(NamedTuple):
+    """A result: the name the caller asks by, the value it is, and the ranks that want it."""
+
+    name: Value
+    value: Value
+    homes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} @ {','.join(map(str, self.homes))}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the language needs to know of a kind: who places it, whether it takes time on the clock, which lane it uses.
+
+    `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
+    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or "copy" beside it.
+    """
+
+    place: Literal["table", "before", "after"]
+    time: int = 0
+    lane: Literal["main", "copy"] = "main"
+
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys("FBIW", Kind("table", 1)),
+    "PAIR": Kind("table", 1),
+    "R": Kind("before", 1),
+    "SPLIT": Kind("before"),
+    "RECV": Kind("before", lane="copy"),
+    "LOAD": Kind("before", lane="copy"),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "REDUCE", "U", "FREE"), Kind("after")),
+    "SEND": Kind("after", lane="copy"),
+    "OFFLOAD": Kind("after", lane="copy"),
+}
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Add a kind of op to the language; its meaning and its cost are registered with those readings."""
+    if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
+        raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
+    KINDS[name] = kind
+
+
+def kind_of(name: str) -> Kind:
+    """What is known of a kind, or a sentence that says how to add it."""
+    if name not in KINDS:
+        raise ProgramError(
+            f"{name!r} is not a kind of op; known: {', '.join(KINDS)}. Add your own by fpipe.register_kind."
+        )
+    return KINDS[name]
+
+
+class Index(NamedTuple):
+    """Who writes what, found once per program and shared by check, order and simulate.
+
+    `writer`: the position of each value's writer, -1 for an input. `sources`: for each op the positions of the writers
+    of its reads, in the order of the reads; None where nothing above writes the value.
+    """
+
+    writer: dict[Value, int]
+    sources: list[tuple[int | None, ...]]
+
+
+ENTRY_RULES: list[Callable[[Program], None]] = []
+"""What a program must pass where it enters the library; check.py, one floor up, puts its rules here."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Program:
+    """A training step as a value: hashable, comparable, printable. Built from parts, it is checked at once.
+
+    >>> import fpipe
+    >>> print(fpipe.program(1))
+    params[0] @ 0
+    inputs @ 0
+    target @ 0
+    y[0,0] loss[0,0] res[0,0] = F[0,0] params[0] inputs target @ 0
+    g[0,0] = B[0,0] params[0] res[0,0] @ 0
+    loss = loss[0,0] @ 0
+    outputs = y[0,0] @ 0
+    grads[0] = g[0,0] @ 0
+    """
+
+    inputs: tuple[Input, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Output, ...]
+
+    def __post_init__(self) -> None:
+        for rule in ENTRY_RULES:
+            rule(self)
+
+    @staticmethod
+    def trusted(inputs: tuple[Input, ...], ops: tuple[Op, ...], outputs: tuple[Output, ...]) -> Program:
+        """A program that a rewrite of ours has made: the same value, without checking it again."""
+        made = object.__new__(Program)
+        made.__dict__.update(inputs=inputs, ops=ops, outputs=outputs)
+        return made
+
+    @cached_property
+    def index(self) -> Index:
+        """Who writes what; the one table of dependencies that every reading uses."""
+        writer: dict[Value, int] = {given.value: -1 for given in self.inputs}
+        sources: list[tuple[int | None, ...]] = []
+        find, note = writer.get, sources.append
+        with building():
+            for position, op in enumerate(self.ops):
+                note(tuple(map(find, op.reads)))
+                for value in op.writes:
+                    writer[value] = position
+        return Index(writer, sources)
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 + max((op.stage for op in self.ops if op.stage is not None), default=-1)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of microbatches."""
+        return 1 + max((op.microbatch for op in self.ops if op.microbatch is not None), default=-1)
+
+    @cached_property
+    def ranks(self) -> int:
+        """Number of ranks, those that are only homes included."""
+        homes = (rank for end in (*self.inputs, *self.outputs) for rank in end.homes)
+        return 1 + max((*homes, *{op.rank for op in self.ops}), default=-1)
+
+    @cached_property
+    def placement(self) -> tuple[int | tuple[int, ...], ...]:
+        """The rank of each stage's scheduled ops; a tuple of ranks where a stage has several.
+
+        >>> import fpipe
+        >>> fpipe.schedules.gpipe(2)(fpipe.program(4)).placement
+        (0, 0, 1, 1)
+        """
+        ranks: list[set[int]] = [set() for _ in range(self.stages)]
+        for op in self.ops:
+            for part in op.parts or (op,):
+                if part.stage is not None and kind_of(part.kind).place == "table":
+                    ranks[part.stage].add(op.rank)
+        return tuple(min(found) if len(found) == 1 else tuple(sorted(found)) for found in ranks)
+
+    def table(self, comms: bool = False) -> list[list[str]]:
+        """The cells of each rank in order, without idle ones; with `comms` those of every op, transfers included.
+
+        >>> import fpipe
+        >>> fpipe.program(2).table()
+        [['0F0', '1F0', '1B0', '0B0']]
+        """
+        rows: list[list[str]] = [[] for _ in range(self.ranks)]
+        for op in self.ops:
+            if comms or kind_of(op.kind).time:
+                rows[op.rank].append(op.cell)
+        return rows
+
+    def to_csv(self, comms: bool = False) -> str:
+        """The table as CSV, one line a rank; `schedules.from_table` reads it back onto a base program."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self.table(comms))
+        return text.getvalue()
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Read a program back from its text, `str(program)`; it is checked as it enters.
+
+        >>> import fpipe
+        >>> program = fpipe.program(3)
+        >>> fpipe.Program.parse(str(program)) == program
+        True
+        """
+        inputs: list[Input] = []
+        ops: list[Op] = []
+        outputs: list[Output] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                what, at, where = line.rpartition(" @ ")
+                homes = tuple(map(int, where.split(","))) if re.fullmatch(r" *\d+(,\d+)* *", where) else ()
+                if not at or not homes:
+                    raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
+                left, equals, right = what.partition(" = ")
+                if what.lstrip().startswith("{") or right.lstrip()[:1].isupper():
+                    ops.append(_parse_op(what, homes[0]))
+                elif equals:
+                    outputs.append(Output(_parse_value(left), _parse_value(right), homes))
+                else:
+                    inputs.append(Input(_parse_value(what), homes))
+            except ProgramError as error:
+                raise ProgramError(f"line {number}: {error}\n    {line}") from None
+        return Program(tuple(inputs), tuple(ops), tuple(outputs))
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        return (self.inputs, self.ops, self.outputs)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._content)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and (self is other or self._content == other._content)
+
+    def __repr__(self) -> str:
+        sizes = (self.stages, self.microbatches, self.ranks, len(self.ops))
+        return "<Program: {} stages, {} microbatches, {} ranks, {} ops>".format(*sizes)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.inputs, *self.ops, *self.outputs)))
+
+
+def _bracket(stage: int | None, microbatch: int | None, piece: int | None) -> str:
+    if microbatch is None and piece is None:
+        return "" if stage is None else f"[{stage}]"
+    tail = "" if piece is None else f".{piece}"
+    return f"[{'' if stage is None else stage},{'' if microbatch is None else microbatch}{tail}]"
+
+
+_PLACE = r"(?:\[(\d+)?(?:,(\d+)?(?:\.(\d+))?)?\])?"
+_VALUE = re.compile(r"([a-z_]+)" + _PLACE + r"(?::(\d+))?((?:@(?:\d+|host)(?:\.\d+)?|>\d+(?:\.\d+)?)*)")
+_HEAD = re.compile(r"([A-Z]+)" + _PLACE)
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _parse_value(text: str) -> Value:
+    found = _VALUE.fullmatch(text.strip())
+    if not found:
+        raise ProgramError(
+            f"{text.strip()!r} is not a value; a value reads like y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
+        )
+    name, stage, microbatch, piece, port, at = found.groups()
+    return Value(name, _number(stage), _number(microbatch), _number(piece), int(port or 0), at)
+
+
+def _parse_op(text: str, rank: int) -> Op:
+    text = text.strip()
+    if text.startswith("{"):
+        if not text.endswith("}"):
+            raise ProgramError("a PAIR reads { op ; op } @ rank")
+        return pair(*(_parse_op(part, rank) for part in text[1:-1].split(" ; ")))
+    left, _, right = text.partition(" = ")
+    right, _, how = right.partition(" {")
+    head, *reads = right.split()
+    found = _HEAD.fullmatch(head)
+    if not found:
+        raise ProgramError(f"{head!r} is not an op; an op reads like F[2,0] or ADD[1,3]")
+    kind, stage, microbatch, piece = found.groups()
+    kind_of(kind)
+    writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
+    place = (_number(stage), _number(microbatch), _number(piece))
+    return Op(kind, *place, rank, tuple(map(_parse_value, reads)), writes, (), _parse_how(how.rstrip("} ")))
+
+
+def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
+    try:
+        call = ast.parse(f"how({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert not call.args
+        return tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
+    except (SyntaxError, ValueError, AssertionError):
+        raise ProgramError(f"{{{text}}} is not a list of name=literal") from None
+
+
+def pair(*parts: Op) -> Op:
+    """Two ops of one rank as one op of kind PAIR, which overlaps them."""
+    reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
+    writes = tuple(value for part in parts for value in part.writes)
+    first = parts[0]
+    return Op("PAIR", first.stage, first.microbatch, first.slice, first.rank, reads, writes, parts)
+
+
+def parts_of(ops: Iterable[Op]) -> Iterable[Op]:
+    """All ops, with a PAIR given as its parts."""
+    for op in ops:
+        yield from op.parts or (op,)
+
+
+@contextmanager
+def building() -> Generator[None]:
+    """Keep the cyclic garbage collector out while a program is built.
+
+    A program is millions of tuples without one cycle, and the collector walks them again and again as their number
+    grows: stamping out 10^5 ops takes 2 us an op without it, and 8 with.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

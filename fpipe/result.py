@@ -1,0 +1,31 @@
+"""What a step returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """The results of a step, by name; None where the program does not give one.
+
+    Attributes:
+        loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow.
+        grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros.
+        outputs: what the last stage returned, joined over microbatches.
+        state: one pytree per stage, the module state after the step.
+        aux: auxiliary results of the loss.
+        losses: the loss of each microbatch, where `merge(losses=True)` asked for them.
+        input_grads: gradients of the inputs.
+        timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
+    """
+
+    loss: Any = None
+    grads: Any = None
+    outputs: Any = None
+    state: Any = None
+    aux: Any = None
+    losses: Any = None
+    input_grads: Any = None
+    timeline: Any = None

@@ -1,0 +1,1 @@
+"""(Program, Model) -> step: each file one way to run a program."""

@@ -1,0 +1,221 @@
+"""Run a program in this process, by walking down its list: the definition of what a program means."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.microbatch import rows
+from fpipe.models import Model
+from fpipe.program import Op, Output, Program, Value
+from fpipe.result import Result
+from fpipe.runtimes.meaning import RULES, Residuals, Run, detached
+from fpipe.simulate import Event, Timeline
+
+Step = Callable[..., Result]
+
+
+def local(program: Program, model: Model, *, record: bool = False, check_finite: bool = False) -> Step:
+    """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
+    for op in program.ops:
+        for part in op.parts or (op,):
+            if part.kind not in RULES:
+                raise ValueError(
+                    f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
+                )
+    drops = _drops(program)
+
+    def step(
+        params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
+    ) -> Result:
+        run = Run(model, _check_batch(batch), watch_saved=record)
+        values = _handed_in(program, model, params, batch, state, key)
+        book = _Book(values, program.ranks) if record else None
+        for op, dead in zip(program.ops, drops, strict=True):
+            try:
+                started = time.perf_counter()
+                made = RULES[op.kind](op, [values[value] for value in op.reads], run)
+                if check_finite:
+                    _refuse_infinite(op, made)
+            except Exception as error:
+                error.add_note(f"in {op.cell}: {_place(op, model)}")
+                raise
+            values.update(zip(op.writes, made, strict=True))
+            if book:
+                book.note(op, values, dead, started)
+            for value in dead:
+                del values[value]
+        return _results(program, model, params, values, book.timeline() if book else None)
+
+    return step
+
+
+def _drops(program: Program) -> list[list[Value]]:
+    """For each op the values it is the last to read (or that it writes for nobody)."""
+    kept = {end.value for end in program.outputs}
+    last = {value: position for position, op in enumerate(program.ops) for value in (*op.writes, *op.reads)}
+    drops: list[list[Value]] = [[] for _ in program.ops]
+    for value, position in last.items():
+        if value not in kept:
+            drops[position].append(value)
+    return drops
+
+
+def _place(op: Op, model: Model) -> str:
+    name = model.stages[op.stage].name if op.stage is not None else ""
+    parts = (
+        (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
+        (f"microbatch {op.microbatch}", op.microbatch),
+    )
+    return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
+
+
+def _check_batch(batch: Any) -> int:
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.")
+    return rows(batch)
+
+
+def _handed_in(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    key: int | None,
+) -> dict[Value, Any]:
+    """The caller's values by name. Tied leaves are bundles of their own."""
+    params = check_params(model, params)
+    own = [
+        dict(stage) if any(group[0][0] == number for group in model.ties) else stage
+        for number, stage in enumerate(params)
+    ]
+    found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
+    for group in model.ties:
+        owner, leaf = group[0]
+        port = next(port for _, port, name in model.tied(owner) if name == leaf)
+        found[Value("params", owner, port=port)] = own[owner].pop(leaf)
+    for number, stage in enumerate(own):
+        found[Value("params", number)] = stage
+        if state is not None:
+            found[Value("state", number)] = state[number]
+    missing = next(
+        (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
+        None,
+    )
+    if missing is not None:
+        raise ValueError(f"this program reads {missing}: hand it in as step(..., {missing.name}=...).")
+    return {end.value: found[end.value] for end in program.inputs}
+
+
+def check_params(model: Model, params: Any) -> Sequence[Any]:
+    """Parameters are one pytree per stage."""
+    if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
+        found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
+        raise ValueError(
+            f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
+        )
+    return params
+
+
+def _refuse_infinite(op: Op, made: Sequence[Any]) -> None:
+    for value, thing in zip(op.writes, made, strict=True):
+        for leaf in () if isinstance(thing, Residuals) else tree.leaves(thing):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+                raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
+
+
+def _results(program: Program, model: Model, params: Sequence[Any], values: dict[Value, Any], timeline: Any) -> Result:
+    whole: dict[str, Any] = {}
+    streams: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    by_name: defaultdict[tuple[str, int | None], list[Output]] = defaultdict(list)
+    for end in program.outputs:
+        by_name[end.name.name, end.name.microbatch].append(end)
+    for (name, index), ends in by_name.items():
+        if name == "grads":
+            made: Any = _gradients(model, params, ends, values)
+        elif name == "state":
+            found = {end.name.stage: values[end.value] for end in ends}
+            made = tuple(found.get(number) for number in range(len(model.stages)))
+        else:
+            made = values[ends[0].value]
+            made = tree.tree_map(detached, made)
+        if index is None:
+            whole[name] = made
+        else:
+            streams[name][index] = made
+    whole |= {name: tuple(parts[index] for index in sorted(parts)) for name, parts in streams.items()}
+    whole.pop("count", None)
+    return Result(**whole, timeline=timeline)
+
+
+def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: dict[Value, Any]) -> tuple[Any, ...]:
+    """Gradients in the shape of params; zeros where the loss does not depend on a parameter."""
+    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+    made: list[Any] = []
+    for number, stage in enumerate(params):
+        tied = {leaf: found[number, port][0] for owner, port, leaf in model.tied(number) if owner == number}
+        own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
+        grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
+        grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads
+        leaves, spec = tree.flatten(stage)
+        made.append(
+            tree.unflatten(spec, [_or_zero(leaf, grad) for leaf, grad in zip(leaves, tree.leaves(grads), strict=True)])
+        )
+    return tuple(made)
+
+
+def _or_zero(leaf: Any, grad: Tensor | None) -> Tensor | None:
+    if grad is None and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return torch.zeros_like(leaf)
+    return grad
+
+
+class _Book:
+    """Keeps account of what each rank holds: bytes of distinct storages, those of the caller's values aside."""
+
+    def __init__(self, given: dict[Value, Any], ranks: int) -> None:
+        self.given = {pointer for thing in given.values() for pointer, _ in _storages(thing)}
+        self.held: list[Counter[int]] = [Counter() for _ in range(ranks)]
+        self.bytes, self.peak = [0] * ranks, [0] * ranks
+        self.known: dict[Value, tuple[int, list[tuple[int, int]]]] = {}
+        self.events: list[Event] = []
+        self.began = time.perf_counter()
+
+    def note(self, op: Op, values: dict[Value, Any], dead: Sequence[Value], started: float) -> None:
+        self.events.append(Event(op, started - self.began, time.perf_counter() - self.began))
+        for value in op.writes:
+            found = [(pointer, size) for pointer, size in _storages(values[value]) if pointer not in self.given]
+            self.known[value] = (op.rank, found)
+            for pointer, size in found:
+                self.held[op.rank][pointer] += 1
+                if self.held[op.rank][pointer] == 1:
+                    self.bytes[op.rank] += size
+        self.peak[op.rank] = max(self.peak[op.rank], self.bytes[op.rank])
+        for value in dead:
+            rank, found = self.known.pop(value, (0, []))
+            for pointer, size in found:
+                self.held[rank][pointer] -= 1
+                if not self.held[rank][pointer]:
+                    self.bytes[rank] -= size
+
+    def timeline(self) -> Timeline:
+        peak = tuple(map(float, self.peak))
+        return Timeline(tuple(self.events), len(peak), peak, peak)
+
+
+def _storages(thing: Any) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each distinct storage of a value."""
+    leaves = [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
+    seen = {
+        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
+    return iter(seen.items())

@@ -1,0 +1,138 @@
+"""Write a model's training step down as a program: one batch, one rank, forward down the stages and backward up.
+
+stage 0 -> stage 1 -> loss        -->        0F0 1F0 1B0 0B0
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fpipe.models import Model, Source, normalise_inputs
+from fpipe.program import Input, Op, Output, Program, Value
+
+
+def program(model: Model | int, *, inputs: Sequence[Source | tuple[Source, ...]] | None = None) -> Program:
+    """The training step of a model, or of a plain chain of n stages: one batch, one rank.
+
+    Args:
+        model: a `Model`, or a number of stages.
+        inputs: for a number of stages, what each takes: stage indices or "batch", as in `from_functions`.
+
+    Returns:
+        A `Program` whose results are `loss`, `outputs` and `grads[s]` of each stage.
+
+    Raises:
+        ValueError: no stages, or a stage that takes what comes after it.
+
+    >>> import fpipe
+    >>> print(fpipe.plot(fpipe.program(3)))
+    rank 0 | 0F0 1F0 2F0 2B0 1B0 0B0
+    """
+    if isinstance(model, int):
+        taken = normalise_inputs(inputs, model)
+        model = Model(stages=(), loss=None, inputs=taken)
+    elif inputs is not None:
+        raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
+    return _Writer(model).write()
+
+
+class _Writer:
+    """Names the values of a model's step, stage by stage."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.n = len(model.inputs)
+        self.last = self.n - 1
+        self.readers: defaultdict[int, list[tuple[int, int]]] = defaultdict(
+            list
+        )  # stage -> (reading stage, its k-th input)
+        for stage in range(self.n):
+            for k, source in enumerate(model.sources(stage)):
+                if source != "batch":
+                    self.readers[source].append((stage, k))
+
+    def write(self) -> Program:
+        model, n = self.model, self.n
+        ops = [self.forward(stage) for stage in range(n)]
+        for stage in reversed(range(n)):
+            ops.extend(self.backward(stage))
+        grads = [Output(Value("grads", stage), Value("g", stage, 0), (0,)) for stage in range(n)]
+        for group in model.ties:
+            owner = group[0][0]
+            port = next(port for _, port, leaf in model.tied(owner) if leaf == group[0][1])
+            uses = tuple(Value("g", stage, 0, port=self.bundle(stage, leaf)) for stage, leaf in sorted(group))
+            summed = Value("sum", owner, 0, port=port)
+            ops.append(Op("ADD", owner, 0, None, 0, uses, (summed,)))
+            grads.append(Output(Value("grads", owner, port=port), summed, (0,)))
+        if model.reduction == "count":
+            grads = [grad._replace(value=self.scaled(grad, ops)) for grad in grads]
+        outputs = [
+            Output(Value("loss"), Value("loss", self.last, 0), (0,)),
+            Output(Value("outputs"), Value("y", self.last, 0), (0,)),
+        ]
+        if model.reduction == "count":
+            count = Value("count", self.last, 0)
+            outputs.append(Output(Value("count"), count, (0,)))
+        outputs += [Output(Value("state", s), Value("state", s, 0), (0,)) for s in range(n) if self.has_state(s)]
+        names = sorted({v for op in ops for v in op.reads if v.microbatch is None}, key=_input_order)
+        return Program(
+            tuple(Input(name, (0,)) for name in names), tuple(ops), tuple(outputs + sorted(grads, key=lambda g: g.name))
+        )
+
+    def scaled(self, grad: Output, ops: list[Op]) -> Value:
+        made = grad.name._replace(name="scaled")
+        ops.append(Op("SCALE", grad.name.stage, None, None, 0, (grad.value, Value("count", self.last, 0)), (made,)))
+        return made
+
+    def has_state(self, stage: int) -> bool:
+        return bool(self.model.stages) and self.model.stages[stage].update is not None
+
+    def asks(self, stage: int, word: str) -> bool:
+        return bool(self.model.stages) and word in self.model.stages[stage].asks
+
+    def params(self, stage: int) -> tuple[Value, ...]:
+        tied = tuple(Value("params", owner, port=port) for owner, port, _ in self.model.tied(stage))
+        return (Value("params", stage), *tied)
+
+    def bundle(self, stage: int, leaf: str) -> int:
+        """Which of a stage's parameter bundles a tied leaf is: 0 is its own, then its tied leaves in order."""
+        return 1 + [name for _, _, name in self.model.tied(stage)].index(leaf)
+
+    def taken(self, stage: int) -> tuple[Value, ...]:
+        return tuple(Value("inputs") if s == "batch" else Value("y", s, 0) for s in self.model.sources(stage))
+
+    def forward(self, stage: int) -> Op:
+        reads = [*self.params(stage), *self.taken(stage)]
+        if self.asks(stage, "state"):
+            reads.append(Value("state", stage))
+        if self.asks(stage, "key"):
+            reads.append(Value("key"))
+        writes = [Value("y", stage, 0)]
+        if stage == self.last:
+            reads.append(Value("target"))
+            writes.append(Value("loss", stage, 0))
+            if self.model.reduction == "count":
+                writes.append(Value("count", stage, 0))
+        return Op("F", stage, 0, None, 0, tuple(reads), (*writes, Value("res", stage, 0)))
+
+    def backward(self, stage: int) -> list[Op]:
+        ops: list[Op] = []
+        if self.has_state(stage):
+            reads = (Value("state", stage), *self.taken(stage))
+            ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),)))
+        cotangents = tuple(Value("dx", reader, 0, port=k) for reader, k in sorted(self.readers[stage], reverse=True))
+        if len(cotangents) > 1:
+            summed = Value("dy", stage, 0)
+            ops.append(Op("ADD", stage, 0, None, 0, cotangents, (summed,)))
+            cotangents = (summed,)
+        dx = tuple(
+            Value("dx", stage, 0, port=k) for k, source in enumerate(self.model.sources(stage)) if source != "batch"
+        )
+        grads = tuple(Value("g", stage, 0, port=k) for k in range(len(self.params(stage))))
+        reads = (*self.params(stage), Value("res", stage, 0), *cotangents)
+        return [*ops, Op("B", stage, 0, None, 0, reads, (*dx, *grads))]
+
+
+def _input_order(value: Value) -> tuple[int, int, int]:
+    return (("params", "state", "key", "inputs", "target").index(value.name), value.stage or 0, value.port)

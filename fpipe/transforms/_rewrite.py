@@ -1,0 +1,175 @@
+"""What the transforms share: rebuild a program from a rewritten list of ops, and say where unscheduled ops belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from fpipe.order import arrange, held_kinds, scheduled_kinds
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, parts_of
+
+Transform = Callable[[Program], Program]
+
+_new = tuple.__new__
+
+
+def moved(op: Op, rank: int) -> Op:
+    """The same op on another rank."""
+    if op.rank == rank:
+        return op
+    parts = tuple(moved(part, rank) for part in op.parts)
+    return _new(Op, (op.kind, op.stage, op.microbatch, op.slice, rank, op.reads, op.writes, parts, op.how))
+
+
+def rebuilt(
+    program: Program,
+    ops: Sequence[Op],
+    *,
+    inputs: tuple[Input, ...] | None = None,
+    outputs: tuple[Output, ...] | None = None,
+) -> Program:
+    """A program from rewritten ops: those a schedule named keep their order, the rest find their place."""
+    refuse_freed(program)
+    inputs = program.inputs if inputs is None else inputs
+    outputs = program.outputs if outputs is None else outputs
+    return arrange(inputs, ops, outputs, held_kinds(program))
+
+
+def refuse_freed(program: Program) -> None:
+    """Rewrites come before free(): a freed value has no readers to add."""
+    if any(op.kind == "FREE" for op in program.ops):
+        raise ProgramError(
+            "this program already frees its values; apply fpipe.free() last, after every other transform."
+        )
+
+
+def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
+    """Results in their one order, so that equal programs are equal whatever road led to them."""
+    names = ("loss", "losses", "outputs", "count", "state", "grads")
+
+    def key(end: Output) -> tuple[int, str, int, int, int]:
+        name = end.name
+        rank = names.index(name.name) if name.name in names else len(names)
+        return rank, name.name, -1 if name.stage is None else name.stage, name.microbatch or 0, name.port
+
+    return tuple(sorted(outputs, key=key))
+
+
+def homes_of(program: Program) -> dict[int, tuple[int, ...]]:
+    """Where each stage's parameters live."""
+    return {
+        end.value.stage: end.homes
+        for end in program.inputs
+        if end.value.name == "params" and end.value.stage is not None
+    }
+
+
+def keep_to_data(
+    inputs: tuple[Input, ...],
+    ops: Sequence[Op],
+    outputs: tuple[Output, ...],
+    homes: Mapping[int, tuple[int, ...]] | None = None,
+) -> tuple[tuple[Input, ...], list[Op], tuple[Output, ...]]:
+    """Give every op that no schedule names its rank, and every input and output its homes.
+
+    The ranks of scheduled ops are as they stand. A stage's parameters and state live where `homes` says, else on the
+    ranks of its ops. SPLIT and R go where their reader is. An op that adds, scales or merges goes where its inputs were
+    made if that is one rank and a home of its stage, else to the stage's first home.
+    """
+    where = _Where(ops)
+    for stage, found in where.ranks.items():
+        if len(found) > 1 and stage not in (homes or {}):
+            raise ProgramError(_on_several(stage, ops))
+    home = {stage: tuple(sorted(found)) for stage, found in where.ranks.items()} | dict(homes or {})
+    placed: list[Op] = []
+    used: dict[Value, set[int]] = {end.value: set() for end in inputs if end.value.stage is None}
+    for op in ops:
+        kind, stage = KINDS[op.kind], op.stage
+        if kind.place != "table" and kind.lane == "main" and stage is not None:
+            if op.kind == "SPLIT":
+                rank = where.reader("F", op)
+            elif op.kind == "R" or (op.writes and op.writes[0].name == "dy"):
+                rank = where.reader("B", op)
+            elif len(home[stage]) == 1:
+                rank = home[stage][0]
+            else:
+                found = {where.made(value) for value in op.reads} - {None}
+                first = found.pop() if len(found) == 1 else None
+                rank = first if first in home[stage] else home[stage][0]
+            if rank != op.rank:
+                op = moved(op, rank or 0)
+            where.note(op)
+        for value in op.reads:
+            if value[1] is None and value in used:
+                used[value].add(op.rank)
+        placed.append(op)
+
+    def belongs(value: Value, otherwise: Iterable[int]) -> tuple[int, ...]:
+        if value.name in ("params", "state", "grads") and value.stage is not None:
+            return home[value.stage]
+        return tuple(sorted(otherwise)) or (0,)
+
+    def writers(end: Output) -> Iterable[int]:
+        rank = where.made(end.value)
+        return end.homes if rank is None else (rank,)
+
+    return (
+        tuple(Input(end.value, belongs(end.value, used.get(end.value, ()))) for end in inputs),
+        placed,
+        tuple(Output(end.name, end.value, belongs(end.name, writers(end))) for end in outputs),
+    )
+
+
+def _on_several(stage: int, ops: Sequence[Op]) -> str:
+    first = {op.rank: op for op in reversed(list(parts_of(ops))) if op.stage == stage and op.kind in scheduled_kinds()}
+    cells = " and ".join(f"{op.cell} on rank {rank}" for rank, op in sorted(first.items()))
+    return (
+        f"stage {stage} is on several ranks: {cells}. If they are to hold replicas of its parameters, say so by "
+        f"homes={{{stage}: {sorted(first)}}} (from_table: replicated=True)."
+    )
+
+
+class _Where:
+    """Which rank does what: looked up by stage where a stage is on one rank, else by microbatch and by value."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = ops
+        self.ranks: dict[int, set[int]] = {}
+        self.readers: dict[tuple[str, int | None, int | None, int | None], int] = {}
+        self.late: dict[Value, int] = {}  # what unscheduled ops write
+        table = scheduled_kinds()
+        for op in parts_of(ops):
+            stage = op[1]
+            if op[0] in table and stage is not None:
+                if stage in self.ranks:
+                    self.ranks[stage].add(op[4])
+                else:
+                    self.ranks[stage] = {op[4]}
+
+    def reader(self, direction: str, op: Op) -> int:
+        """The rank of the forward or backward of a stage for a microbatch (and slice)."""
+        found = self.ranks[op.stage or 0]
+        if len(found) == 1:
+            return next(iter(found))
+        if not self.readers:
+            for other in parts_of(self.ops):
+                if other.kind in "FBI":
+                    self.readers["F" if other.kind == "F" else "B", *other[1:4]] = other.rank
+        return self.readers[direction, *op[1:4]]
+
+    def note(self, op: Op) -> None:
+        """Remember where an unscheduled op has gone."""
+        self.late.update((value, op.rank) for value in op.writes)
+
+    def made(self, value: Value) -> int | None:
+        """The rank that writes a value."""
+        if value in self.late:
+            return self.late[value]
+        found = self.ranks.get(-1 if value.stage is None else value.stage, set())
+        if len(found) == 1 and value.microbatch is not None:
+            return next(iter(found))
+        return self._scheduled.get(value)
+
+    @cached_property
+    def _scheduled(self) -> dict[Value, int]:
+        return {value: op.rank for op in self.ops for value in op.writes}

@@ -1,0 +1,33 @@
+"""The only glue: transforms one after the other are a transform."""
+
+from __future__ import annotations
+
+from fpipe.program import Program
+from fpipe.transforms._rewrite import Transform
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Apply transforms from left to right.
+
+    >>> import fpipe
+    >>> both = fpipe.chain(fpipe.split(2), fpipe.split_backward())
+    >>> print(fpipe.plot(both(fpipe.program(1))))
+    rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
+    """
+
+    def transform(program: Program) -> Program:
+        for step in transforms:
+            program = step(program)
+        return program
+
+    return transform
+
+
+def identity() -> Transform:
+    """Leave a program as it is.
+
+    >>> import fpipe
+    >>> fpipe.identity()(fpipe.program(2)) == fpipe.program(2)
+    True
+    """
+    return lambda program: program

@@ -1,0 +1,97 @@
+"""Trade time for memory: drop what the forward keeps, and compute it once more just before it is used.
+
+    0F0 1F0 1B0 0B0        --> checkpoint("always") -->        0F0 1F0 1R0 1B0 0R0 0B0
+
+F writes no residuals then; an R of its own, which reads what F read, does. R keeps to its data: it stands just before
+the op that reads the residuals, wherever a schedule puts that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from fpipe.program import Op, Program, Value
+from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt
+
+Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
+
+
+def checkpoint(
+    policy: Policy = "always", grain: Literal["stage"] = "stage", *, groups: Sequence[Iterable[int]] = ()
+) -> Transform:
+    """Recompute residuals instead of keeping them.
+
+    Args:
+        policy: for which forwards: "always", "except_last" (all microbatches but the last), "never", or
+            `f(stage, microbatch) -> bool`.
+        grain: "stage": one R for a whole stage.
+        groups: groups of adjacent stages of which only what enters the group is kept; inside, R passes its outputs on.
+
+    Returns:
+        A transform; what is recomputed already stays so.
+
+    >>> import fpipe
+    >>> print(fpipe.plot(fpipe.checkpoint("always")(fpipe.program(2))))
+    rank 0 | 0F0 1F0 1R0 1B0 0R0 0B0
+    """
+    if grain != "stage":
+        raise ValueError(f"grain is 'stage', found {grain!r}; recomputing layer by layer is not supported yet.")
+    if not callable(policy) and policy not in ("always", "except_last", "never"):
+        raise ValueError(
+            f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
+        )
+    group_of = {stage: number for number, group in enumerate(groups) for stage in group}
+
+    def transform(program: Program) -> Program:
+        last = program.microbatches - 1
+
+        def chosen(op: Op) -> bool:
+            if op.kind != "F" or op.stage is None or op.microbatch is None:
+                return False
+            if callable(policy):
+                return policy(op.stage, op.microbatch)
+            return policy == "always" or (policy == "except_last" and op.microbatch != last)
+
+        recomputed: list[Op] = []
+
+        def change(op: Op) -> Op:
+            if op.parts:
+                parts = tuple(map(change, op.parts))
+                return op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
+            kept = tuple(value for value in op.writes if value.name != "res")
+            if not chosen(op) or kept == op.writes:
+                return op
+            residuals = tuple(value for value in op.writes if value.name == "res")
+            recomputed.append(op._replace(kind="R", writes=residuals))
+            return op._replace(writes=kept)
+
+        ops = [change(op) for op in program.ops]
+        if not recomputed:
+            return program
+        again = _inside_groups(recomputed, group_of)
+        _, placed, _ = keep_to_data(program.inputs, [*ops, *again], program.outputs, homes_of(program))
+        return rebuilt(program, placed)
+
+    return transform
+
+
+def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:
+    """Inside a group an R reads what the R before it recomputed, so that only what enters the group is kept."""
+    by_output = {Value("y", op.stage, op.microbatch, op.slice): op for op in recomputed}
+    renamed: set[Value] = set()
+    changed: list[Op] = []
+    for op in recomputed:
+        inner = {
+            value
+            for value in op.reads
+            if value in by_output and op.stage in group_of and group_of.get(value.stage or 0) == group_of[op.stage]
+        }
+        renamed |= inner
+        changed.append(op._replace(reads=tuple(v._replace(name="again") if v in inner else v for v in op.reads)))
+    return [
+        op._replace(writes=(value._replace(name="again"), *op.writes))
+        if (value := Value("y", op.stage, op.microbatch, op.slice)) in renamed
+        else op
+        for op in changed
+    ]

@@ -1,0 +1,94 @@
+"""Send values: a SEND and a RECV for each value that is read on a rank where it is not.
+
+    1F0 reads y[0,0] of rank 0        -->        y[0,0]>1 = SEND y[0,0] @ 0,  y[0,0]@1 = RECV y[0,0]>1 @ 1,
+                                                 1F0 reads y[0,0]@1
+
+SEND goes as soon as the value is there, RECV stands just before the first reader. A value goes to a rank once, whoever
+reads it there, and through nobody between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fpipe.order import arrange, held_kinds
+from fpipe.program import Op, Output, Program, Value
+from fpipe.transforms._rewrite import Transform, refuse_freed
+
+
+def communicate(*, again: Iterable[str] = ()) -> Transform:
+    """Make every transfer an op.
+
+    Args:
+        again: names of values (such as "params") that travel once for each reader instead of once for each rank, so
+            that no copy stays there in between.
+
+    Returns:
+        A transform; what travels already is left as it is.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.place("linear"), fpipe.communicate())(fpipe.program(2))
+    >>> print(*(op for op in program.ops if op.kind in ("SEND", "RECV")), sep="\\n")
+    y[0,0]>1 = SEND[0,0] y[0,0] @ 0
+    y[0,0]@1 = RECV[0,0] y[0,0]>1 @ 1
+    dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
+    dx[1,0]@0 = RECV[1,0] dx[1,0]>0 @ 0
+    """
+    repeated = frozenset(again)
+
+    def transform(program: Program) -> Program:
+        refuse_freed(program)
+        sender = _Sender(program, repeated)
+        ops = [sender.local(op) for op in program.ops]
+        outputs = tuple(sender.delivered(end) for end in program.outputs)
+        if not sender.transfers:
+            return program
+        return arrange(program.inputs, [*ops, *sender.transfers], outputs, held_kinds(program))
+
+    return transform
+
+
+class _Sender:
+    """Knows where each value is, and adds a transfer where it is wanted elsewhere."""
+
+    def __init__(self, program: Program, again: frozenset[str]) -> None:
+        self.again = again
+        self.transfers: list[Op] = []
+        self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
+        self.copies: dict[tuple[Value, int], Value] = {}
+        self.trips: dict[tuple[Value, int], int] = {}
+        for op in program.ops:
+            for value in op.writes:
+                self.at[value] = {op.rank}
+
+    def local(self, op: Op) -> Op:
+        """The op, reading copies on its own rank."""
+        if op.kind == "RECV":
+            return op
+        if op.parts:
+            parts = tuple(self.local(part) for part in op.parts)
+            return op._replace(parts=parts, reads=tuple(dict.fromkeys(v for part in parts for v in part.reads)))
+        if all(op.rank in self.at[value] for value in op.reads):
+            return op
+        return op._replace(reads=tuple(self.copy(value, op.rank) for value in op.reads))
+
+    def copy(self, value: Value, rank: int) -> Value:
+        """The value as rank `rank` reads it."""
+        if rank in self.at[value]:
+            return value
+        known = self.copies.get((value, rank))
+        if known is not None and value.name not in self.again:
+            return known
+        trip = self.trips[value, rank] = self.trips.get((value, rank), -1) + 1
+        tail = f"{rank}.{trip}" if trip else f"{rank}"
+        flight, landed = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
+        place = (value.stage, value.microbatch, value.slice)
+        self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,)))
+        self.transfers.append(Op("RECV", *place, rank, (flight,), (landed,)))
+        self.copies[value, rank] = landed
+        return landed
+
+    def delivered(self, end: Output) -> Output:
+        """An output that is wanted on a rank where it is not travels there; its first home names the value."""
+        there = {rank: self.copy(end.value, rank) for rank in end.homes}
+        return end._replace(value=there[end.homes[0]])

@@ -1,0 +1,149 @@
+"""Join what `split` cut: add gradients, reduce the loss, put the outputs together again.
+
+    g[0,0]  g[0,1]  g[0,2]        --> merge() -->        sum[0,1] = g[0,0] + g[0,1],  sum[0,2] = sum[0,1] + g[0,2]
+
+The order of additions is part of the result's bits, so it is fixed: microbatches ascending, and after that the uses of
+a tied leaf by stage. A schedule may compute gradients in any order; the sums wait for their turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from fpipe.program import Op, Output, Program, Value
+from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt
+
+
+def merge(
+    spec: object = None,
+    *,
+    order: Literal["microbatch", "schedule"] = "microbatch",
+    outputs: bool = True,
+    losses: bool = False,
+) -> Transform:
+    """Join the results of all microbatches; the inverse of `split`.
+
+    Args:
+        spec: how outputs are joined: None (rows of dim 0; 0-d tensors by weighted mean; equal non-tensors),
+            `Chunk(dim)` or a prefix tree of it.
+        order: "microbatch" adds gradients in microbatch order, so that the bits do not depend on the schedule;
+            "schedule" adds them as the program computes them, on each replica first, then across (apply it last).
+        outputs: False drops the model's outputs, so that no logits are kept.
+        losses: True also keeps the loss of each microbatch, as `Result.losses`.
+
+    Returns:
+        A transform. What is not split, or merged already, it leaves as it is.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(3), fpipe.merge(outputs=False))(fpipe.program(1))
+    >>> print(*(op for op in program.ops if op.kind in ("ADD", "MERGE")), sep="\\n")
+    sum[0,1] = ADD[0,1] g[0,0] g[0,1] @ 0
+    loss = MERGE[0] loss[0,0] loss[0,1] loss[0,2] w[0,0] w[0,1] w[0,2] @ 0
+    sum[0,2] = ADD[0,2] sum[0,1] g[0,2] @ 0
+    """
+    if order not in ("microbatch", "schedule"):
+        raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
+    how = () if spec is None else (("spec", spec),)
+
+    def transform(program: Program) -> Program:
+        parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
+        ends: list[Output] = []
+        for end in program.outputs:
+            if end.name.microbatch is None or end.name.name == "losses":
+                ends.append(end)
+            else:
+                parts[end.name._replace(microbatch=None)].append(end)
+        ends = [end for end in ends if outputs or end.name.name != "outputs"]
+        if not outputs:
+            parts.pop(Value("outputs"), None)
+        if losses:
+            ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
+        adder = _Adder(program, order)
+        joined = _join([name for name in parts if name.name != "grads"], parts, how)
+        count = Value("count") if Value("count") in parts else None
+        for name, found in parts.items():
+            value = name if name.name != "grads" else adder.total(name, [end.value for end in found], count)
+            ends.append(Output(name, value, found[0].homes))
+        kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
+        ops = _without_unread([*kept, *adder.ops, *joined], ends)
+        _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
+        return rebuilt(program, placed, outputs=wanted)
+
+    return transform
+
+
+def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[tuple[str, object], ...]) -> list[Op]:
+    """One MERGE for the loss (by weight), the counts and the outputs, on the stage that wrote the loss."""
+    if not names:
+        return []
+    found = parts[Value("loss")]
+    weights = [Value("w", end.value.stage, end.value.microbatch) for end in found]
+    rest = [end.value for name in names if name != Value("loss") for end in parts[name]]
+    reads = (*(end.value for end in found), *weights, *rest)
+    return [Op("MERGE", found[0].value.stage, None, None, 0, reads, tuple(names), (), how)]
+
+
+def _without_unread(ops: Iterable[Op], ends: Iterable[Output]) -> list[Op]:
+    """Model outputs that nobody wants any more are not written."""
+    ops = list(ops)
+    read = {value for op in ops for value in op.reads if value.name == "y"}.union(end.value for end in ends)
+    kept: list[Op] = []
+    for op in ops:
+        if op.parts:
+            parts = tuple(_without_unread(op.parts, [Output(v, v, ()) for v in read]))
+            op = op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
+        elif any(value.name == "y" and value not in read for value in op.writes):
+            op = op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in read))
+        kept.append(op)
+    return kept
+
+
+class _Adder:
+    """Makes the ADD (and SCALE) ops of gradients, in the order asked for."""
+
+    def __init__(self, program: Program, order: str) -> None:
+        self.program, self.order = program, order
+        self.ops: list[Op] = []
+        self.replaced: set[Value] = set()  # the sums per microbatch of a tied leaf's uses
+
+    def total(self, name: Value, values: list[Value], count: Value | None) -> Value:
+        """A parameter bundle's gradient, summed over uses and microbatches, divided by the count if there is one."""
+        uses = zip(*(self._uses(value) for value in values), strict=True)
+        sums = [self._over_microbatches(list(use)) for use in uses]
+        total = self._add(name._replace(name="sum"), sums)
+        if count is None:
+            return total
+        scaled = name._replace(name="scaled")
+        self.ops.append(Op("SCALE", name.stage, None, None, 0, (total, count), (scaled,)))
+        return scaled
+
+    def _uses(self, value: Value) -> tuple[Value, ...]:
+        if value.name != "sum":
+            return (value,)
+        op = self.program.ops[self.program.index.writer[value]]
+        self.replaced.add(value)
+        return op.reads
+
+    def _over_microbatches(self, values: list[Value]) -> Value:
+        if self.order == "microbatch":
+            return self._chain(values)
+        writer, ops = self.program.index.writer, self.program.ops
+        replicas: defaultdict[int, list[Value]] = defaultdict(list)
+        for value in sorted(values, key=writer.__getitem__):
+            replicas[ops[writer[value]].rank].append(value)
+        sums = [self._chain(replicas[rank]) for rank in sorted(replicas)]
+        return self._add(values[0]._replace(name="replicas", microbatch=None), sums)
+
+    def _chain(self, values: list[Value]) -> Value:
+        total = values[0]
+        for value in values[1:]:
+            total = self._add(value._replace(name="sum"), [total, value])
+        return total
+
+    def _add(self, made: Value, values: list[Value]) -> Value:
+        if len(values) == 1:
+            return values[0]
+        self.ops.append(Op("ADD", made.stage, made.microbatch, None, 0, tuple(values), (made,)))
+        return made

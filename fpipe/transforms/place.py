@@ -1,0 +1,123 @@
+"""Say where: the rank of every op.
+
+    0F0 1F0 1B0 0B0        --> place("linear") -->        rank 0 | 0F0  .   .  0B0
+                                                          rank 1 |  .  1F0 1B0  .
+
+Ops that no schedule names follow their data, and a stage's parameters live where its ops are. A stage on two ranks is
+an error unless `homes` says so: two homes are replicas whose gradients meet, a home elsewhere means weights that
+travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fpipe.program import Op, Program, ProgramError, kind_of
+from fpipe.transforms._rewrite import Transform, keep_to_data, moved, rebuilt
+
+Rule = Callable[[str, int, int], int]
+Homes = Mapping[int, Iterable[int]] | Callable[[int], Iterable[int]]
+_NAMED = ("linear", "looped", "v", "bidirectional")
+
+
+def place(
+    policy: str | Sequence[int] | Rule = "linear", homes: Homes | None = None, *, ranks: int | None = None
+) -> Transform:
+    """Put each stage on a rank.
+
+    Args:
+        policy: "linear" (stage s on rank s; more stages than ranks: neighbours share one), "looped" (s mod ranks), "v"
+            (0 1 .. p-1 p-1 .. 1 0 and again), "bidirectional" (the first half of the microbatches goes down, the second
+            up; both directions hold the parameters), a list with the rank of each stage, or
+            `f(kind, stage, microbatch) -> rank`.
+        homes: `{stage: ranks}` or `f(stage) -> ranks` where parameters live, if not on the rank of the stage's ops.
+        ranks: how many; by default as many as stages.
+
+    Raises:
+        ProgramError: a stage on two ranks without `homes`; more ranks than stages; transfers are placed already.
+
+    >>> import fpipe
+    >>> fpipe.place("looped", ranks=2)(fpipe.program(4)).placement
+    (0, 1, 0, 1)
+    >>> fpipe.place("v", ranks=2)(fpipe.program(4)).placement
+    (0, 1, 1, 0)
+    """
+    if isinstance(policy, str) and policy not in _NAMED:
+        raise ValueError(
+            f"{policy!r} is not a placement; known: {', '.join(_NAMED)}, a list, or f(kind, stage, microbatch) -> rank."
+        )
+
+    def transform(program: Program) -> Program:
+        rule, homed = _rule(policy, program, ranks), homes
+        if policy == "bidirectional" and homes is None:
+            count = ranks or program.stages
+            homed = {
+                stage: {stage * count // program.stages, count - 1 - stage * count // program.stages}
+                for stage in range(program.stages)
+            }
+        return rebuilt_at(program, [_at(op, rule) for op in program.ops], homed)
+
+    return transform
+
+
+def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
+    """A program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
+    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, homes_said(program, homes))
+    if any(kind_of(op.kind).lane == "copy" for op in ops) and any(
+        a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)
+    ):
+        raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
+    return rebuilt(program, placed, inputs=inputs, outputs=outputs)
+
+
+def homes_said(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
+    """Where stages live, as far as it was said."""
+    said = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes or {}
+    return {stage: tuple(sorted(found)) for stage, found in said.items()}
+
+
+def _at(op: Op, rule: Rule) -> Op:
+    if kind_of(op.kind).place != "table" or op.stage is None:
+        return op
+    if op.parts:
+        parts = {_at(part, rule).rank for part in op.parts}
+        if len(parts) > 1:
+            raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(parts)}; a PAIR is on one rank.")
+        return moved(op, parts.pop())
+    return moved(op, rule(op.kind, op.stage, op.microbatch or 0))
+
+
+def _rule(policy: str | Sequence[int] | Rule, program: Program, ranks: int | None) -> Rule:
+    if callable(policy):
+        return policy
+    if policy == "bidirectional":
+        half, p = program.microbatches // 2, ranks or program.stages
+        down = stage_ranks("linear", program.stages, ranks)
+        return lambda kind, stage, microbatch: down[stage] if microbatch < half else p - 1 - down[stage]
+    listed = stage_ranks(policy, program.stages, ranks)
+    return lambda kind, stage, microbatch: listed[stage]
+
+
+def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = None) -> list[int]:
+    """The rank of each stage, for the placements that need not know the microbatch.
+
+    >>> stage_ranks("v", 12, 4)
+    [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+    """
+    if not isinstance(policy, str):
+        if len(policy) != stages:
+            raise ProgramError(f"the placement lists {len(policy)} ranks for {stages} stages; give one rank a stage.")
+        return list(policy)
+    p = stages if ranks is None else ranks
+    if p < 1:
+        raise ValueError(f"ranks is at least 1, found {p}.")
+    if p > stages:
+        raise ProgramError(
+            f"{p} ranks for {stages} stages: each rank needs a stage. Cut the model finer, or use fewer ranks."
+        )
+    if policy == "looped":
+        return [stage % p for stage in range(stages)]
+    if policy == "v":
+        wave = [*range(p), *reversed(range(p))]
+        return [wave[stage % (2 * p)] for stage in range(stages)]
+    return [stage * p // stages for stage in range(stages)]

@@ -1,0 +1,79 @@
+"""Cut the backward in two: I gives the stage before what it waits for, W can wait.
+
+    2B0        --> split_backward() -->        2I0 2W0
+    2I0 2W0    --> merge_backward() -->        2B0
+
+I reads what B read and writes the input gradient and what the weight gradient still needs; W turns that into gradients.
+The first stage has an I too: it writes what its W reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fpipe.program import Op, Program, Value, kind_of, pair
+from fpipe.transforms._rewrite import Transform, rebuilt
+
+Where = Callable[[int, int], bool]
+
+
+def split_backward(where: Where | None = None) -> Transform:
+    """Turn each full backward B into an input gradient I and a weight gradient W.
+
+    Args:
+        where: `f(stage, microbatch) -> bool`, which ones; all by default.
+
+    >>> import fpipe
+    >>> print(fpipe.plot(fpipe.split_backward()(fpipe.program(2))))
+    rank 0 | 0F0 1F0 1I0 1W0 0I0 0W0
+    """
+
+    def change(op: Op) -> Iterator[Op]:
+        if op.parts and any(part.kind == "B" for part in op.parts):
+            yield from _split_in_pair(op, change)
+        elif op.kind == "B" and (where is None or where(op.stage or 0, op.microbatch or 0)):
+            gradients = tuple(value for value in op.writes if value.name == "g")
+            cotangents = tuple(value for value in op.writes if value.name != "g")
+            handed = Value("wres", op.stage, op.microbatch, op.slice)
+            params = tuple(value for value in op.reads if value.name == "params")
+            yield op._replace(kind="I", writes=(*cotangents, handed))
+            yield op._replace(kind="W", reads=(*params, handed), writes=gradients)
+        else:
+            yield op
+
+    return lambda program: rebuilt(program, [made for op in program.ops for made in change(op)])
+
+
+def _split_in_pair(op: Op, change: Callable[[Op], Iterator[Op]]) -> Iterator[Op]:
+    """The I of a paired backward stays in the pair; its W follows."""
+    made = [new for part in op.parts for new in change(part)]
+    yield pair(*(part for part in made if part.kind != "W"))
+    yield from (part for part in made if part.kind == "W")
+
+
+def merge_backward() -> Transform:
+    """Put I and W back together where nothing that a schedule names stands between them on their rank.
+
+    >>> import fpipe
+    >>> program = fpipe.program(2)
+    >>> fpipe.merge_backward()(fpipe.split_backward()(program)) == program
+    True
+    """
+
+    def transform(program: Program) -> Program:
+        merged: dict[int, Op | None] = {}
+        open_at: dict[int, int] = {}  # rank -> position of an I that its next scheduled op may close
+        for position, op in enumerate(program.ops):
+            if not kind_of(op.kind).time:
+                continue
+            before = open_at.pop(op.rank, None)
+            if op.kind == "I":
+                open_at[op.rank] = position
+            elif op.kind == "W" and before is not None and program.ops[before].writes[-1] in op.reads:
+                first = program.ops[before]
+                merged[before] = first._replace(kind="B", writes=(*first.writes[:-1], *op.writes))
+                merged[position] = None
+        ops = (merged.get(position, op) for position, op in enumerate(program.ops))
+        return rebuilt(program, [op for op in ops if op is not None])
+
+    return transform

@@ -1,0 +1,78 @@
+"""Take nested containers apart and put them together again: pytrees with torch's registry and torch's order.
+
+Dicts keep the order they were written in and None is a leaf, as torch has it, so that leaves line up with a state_dict.
+What `torch.utils._pytree.register_pytree_node` knows is a container here; what it does not know is a leaf, and so is
+not lost. This is the one file that imports optree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch.utils._cxx_pytree  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+Spec = optree.PyTreeSpec
+
+# The import of torch's own module is what tells optree of torch's containers, and of dicts in the order written.
+_TORCH: Any = {"namespace": "torch", "none_is_leaf": True}
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    """The leaves in order, and the containers around them.
+
+    >>> flatten({"b": 1, "a": (None, {})})[0]
+    [1, None]
+    """
+    return optree.tree_flatten(tree, **_TORCH)
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
+    """Containers with new leaves in them; the inverse of `flatten`."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves in order."""
+    return optree.tree_leaves(tree, **_TORCH)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """The same containers with `fn` of each leaf, or of the leaves that stand in one place of several trees."""
+    return optree.tree_map(fn, tree, *rest, **_TORCH)
+
+
+def paths(tree: Any) -> list[tuple[str, Any]]:
+    """Each leaf with its place, as one would write it in Python.
+
+    >>> paths({"a": [1, 2], "b": None})
+    [("['a'][0]", 1), ("['a'][1]", 2), ("['b']", None)]
+    """
+    places, found, _ = optree.tree_flatten_with_accessor(tree, **_TORCH)
+    return [(place.codify(""), leaf) for place, leaf in zip(places, found, strict=True)]
+
+
+def difference(one: Any, other: Any) -> str | None:
+    """The first place where only one of two trees has a leaf; None where their leaves stand in the same places."""
+    ones, others = [dict.fromkeys(place for place, _ in paths(tree)) for tree in (one, other)]
+    return next((place for place in [*ones, *others] if place not in ones or place not in others), None)
+
+
+def like(tree: Any, other: Any) -> Any:
+    """`other` with its dicts in the order of `tree`'s, leaves of `tree` standing for any value.
+
+    >>> like({"a": 0, "b": 0}, {"b": 1, "a": 2})
+    {'a': 2, 'b': 1}
+    """
+    spec = flatten(tree)[1]
+    return unflatten(spec, spec.flatten_up_to(other))
+
+
+def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
+    """For each leaf of `tree` the leaf of `prefix` at or above its place.
+
+    >>> broadcast_prefix(("p", "q"), ([1, 2], 3))
+    ['p', 'p', 'q']
+    """
+    return optree.broadcast_prefix(prefix, tree, **_TORCH)

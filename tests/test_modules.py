@@ -1,0 +1,457 @@
+import copy
+import itertools
+import pickle
+import re
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from fpipe.models import from_functions
+from fpipe.modules import _balanced, assign_grads, from_sequential, join_params, split_params
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+        self.down = nn.Linear(3, 3, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+class Writer(nn.Module):
+    """Writes a buffer that no rule knows of: in place, or by putting another in its place."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.how == "in place":
+            self.seen += 1
+        elif self.how == "rebound":
+            self.seen = self.seen + 1
+        elif self.how == "new":
+            self.register_buffer("more", torch.zeros(()), persistent=False)
+        return x + self.seen
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return checkpoint(lambda h: self.inner(h).sin(), x, use_reentrant=False)
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def mlp(**more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), **more)
+
+
+def kinds():
+    """Nets of many kinds, and an input for each."""
+    torch.manual_seed(0)
+    image, word, sequence = torch.randn(4, 3, 6, 6), torch.randint(5, (4, 7)), torch.randn(4, 7, 8)
+    attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return {
+        "mlp": (mlp(), torch.randn(4, 3)),
+        "tied": (nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 1)), torch.randn(4, 3)),
+        "conv": (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2)),
+            image,
+        ),
+        "batchnorm": (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(), nn.Linear(64, 2)),
+            image,
+        ),
+        "attention": (nn.Sequential(nn.Embedding(5, 8), attention, nn.Linear(8, 5)), word),
+        "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval(), sequence),
+        "frozen": (nn.Sequential(nn.Linear(8, 8), frozen(nn.Linear(8, 8)), nn.Linear(8, 1)), sequence),
+        "weight norm": (nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 3))), sequence),
+        "pruned": (nn.Sequential(nn.Linear(8, 8), prune.l1_unstructured(nn.Linear(8, 3), "weight", 0.5)), sequence),
+        "rnn": (nn.Sequential(nn.Linear(8, 8), _First(nn.LSTM(8, 3, batch_first=True)), nn.Linear(3, 1)), sequence),
+        "named": (nn.Sequential(_ordered()), torch.randn(4, 3)),
+        "recomputed": (nn.Sequential(nn.Linear(3, 3), Recomputed(), nn.Linear(3, 1)), torch.randn(4, 3)),
+    }
+
+
+class _First(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def _ordered():
+    return OrderedDict(embed=nn.Linear(3, 4), act=nn.ReLU(), head=nn.Linear(4, 1))
+
+
+KINDS = sorted(kinds())
+
+
+def run(model, params, x):
+    """Loss and gradients of sum(y * y), stage by stage, as a pipeline computes them."""
+    own = [{name: leaf.detach().requires_grad_() for name, leaf in stage.items()} for stage in params]
+    taken, made = [], []
+    for stage, leaves in zip(model.stages, own, strict=True):
+        x = x.detach().requires_grad_(x.is_floating_point())
+        taken.append(x)
+        x = stage.forward(leaves, x)
+        made.append(x)
+    y, grads, dy = x, [], 2 * x.detach()
+    for stage, leaves, x, out in reversed(list(zip(model.stages, own, taken, made, strict=True))):
+        wanted = [x, *leaves.values()] if x.requires_grad else [*leaves.values()]
+        found = stage.forward.within(leaves, lambda out=out, wanted=wanted, dy=dy: torch.autograd.grad(out, wanted, dy))
+        dy = found[0]
+        grads.append(dict(zip(leaves, found[len(wanted) - len(leaves) :], strict=True)))
+    return y, tuple(reversed(grads))
+
+
+def everything(net):
+    """What a user could see of a module."""
+    seen = {}
+    for path, module in net.named_modules():
+        seen[path, "module"] = id(module)
+        for name, value in vars(module).items():
+            simple = isinstance(value, dict)
+            seen[path, name] = {key: id(entry) for key, entry in value.items()} if simple else value
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        seen[name] = (tensor.requires_grad, tensor.grad, tensor._version, tensor.tolist())
+    return repr(seen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_give_the_gradients_of_the_net(kind):
+    net, x = kinds()[kind]
+    model, params, state = from_sequential(net, stages=2)
+    y, grads = run(model, params, x)
+    whole = net(x)
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad((whole * whole).sum(), list(trained.values()))
+    assert torch.equal(y, whole)
+    assert state == ({}, {})
+    joined = join_params(model, grads)
+    assert all(torch.equal(joined[name], grad) for name, grad in zip(trained, found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_users_module_is_never_changed(kind):
+    net, x = kinds()[kind]
+    before = everything(net)
+    run(*from_sequential(net, stages=2)[:2], x)
+    assert everything(net) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_compute_with_the_params_they_are_given(kind):
+    net, x = kinds()[kind]
+    model, params, _ = from_sequential(net, stages=2)
+    torch.manual_seed(1)
+    other = tuple({name: torch.randn_like(leaf) for name, leaf in stage.items()} for stage in params)
+    y, grads = run(model, other, x)
+    net.load_state_dict(join_params(model, other), strict=False)
+    again, grads_again = run(model, params, x)
+    assert torch.equal(y, again)
+    assert all(torch.equal(one[name], two[name]) for one, two in zip(grads, grads_again, strict=True) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_params_undoes_join_params(kind):
+    net, _ = kinds()[kind]
+    model, params, _ = from_sequential(net, stages=2)
+    whole = join_params(model, params)
+    assert whole.keys() == {name for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    assert all(whole[name].data_ptr() == net.state_dict()[name].data_ptr() for name in whole)
+    back = split_params(model, whole)
+    assert [list(stage.items()) for stage in back] == [list(stage.items()) for stage in params]
+    assert join_params(model, back) == whole
+
+
+def test_params_and_grads_of_functions_are_joined_by_stage():
+    def f(params, x):
+        return x
+
+    model = from_functions([f] * 3, ties=[[(0, "e"), (2, "head")]])
+    e, w = torch.randn(2), torch.randn(3)
+    params = ({"e": e, "more": [w]}, (w, None), {"b": w})
+    whole = join_params(model, params)
+    assert whole == {0: {"e": e, "more": [w]}, 1: (w, None), 2: {"b": w, "head": e}}
+    assert split_params(model, whole) == params
+    with pytest.raises(
+        ValueError, match=re.escape("[0]['e'] and [2]['head'] are one parameter, but have different values.")
+    ):
+        split_params(model, {**whole, 2: {"b": w, "head": e + 1}})
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_an_optimizer_of_the_params_trains_the_module(optimizer):
+    x = torch.randn(4, 3)
+    net, plain = mlp(), mlp()
+    model, params, _ = from_sequential(net, stages=3)
+    ours = optimizer((leaf for stage in params for leaf in stage.values()), lr=0.1)
+    theirs = optimizer(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        _, grads = run(model, params, x)
+        ours.zero_grad()
+        assign_grads(params, grads)
+        ours.step()
+        theirs.zero_grad()
+        (plain(x) ** 2).sum().backward()
+        theirs.step()
+    assert torch.equal(net(x), plain(x))
+    assert not torch.equal(net(x), mlp()(x))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_gradients_of_another_structure_are_refused():
+    _, params, _ = from_sequential(mlp(), stages=2)
+    grads = tuple({name: torch.zeros_like(leaf) for name, leaf in stage.items()} for stage in params)
+    short = (grads[0], {name: grad for name, grad in grads[1].items() if name != "2.bias"})
+    with pytest.raises(ValueError, match=re.escape("only one of them has a leaf at [1]['2.bias'].")):
+        assign_grads(params, short)
+    with pytest.raises(ValueError, match=re.escape("at [0]['0.weight'] has shape (2,), its parameter (8, 3).")):
+        assign_grads(params, ({**grads[0], "0.weight": torch.zeros(2)}, grads[1]))
+    assert all(leaf.grad is None for stage in params for leaf in stage.values())
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_the_largest_stage_is_as_small_as_can_be(costs, parts):
+    if parts > len(costs):
+        return
+    sizes = _balanced(costs, parts)
+
+    def largest(cuts):
+        return max(sum(costs[start:end]) for start, end in itertools.pairwise([0, *cuts, len(costs)]))
+
+    assert sum(sizes) == len(costs)
+    assert len(sizes) == parts
+    assert min(sizes) >= 1
+    best = min(map(largest, itertools.combinations(range(1, len(costs)), parts - 1)))
+    assert largest(list(itertools.accumulate(sizes))[:-1]) == best
+
+
+def test_stages_are_balanced_by_bytes():
+    assert _balanced([1, 2, 3, 4, 5, 6], 2) == (4, 2)
+    assert _balanced([0] * 7, 3) == (3, 2, 2)
+    model, params, _ = from_sequential(mlp(), stages=3)
+    assert [stage.name for stage in model.stages] == ["0, 1", "2, 3", "4"]
+    assert [list(stage) for stage in params] == [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]
+
+
+def test_sizes_say_how_many_children_each_stage_has():
+    model, params, _ = from_sequential(mlp(), sizes=[1, 1, 3])
+    assert [stage.name for stage in model.stages] == ["0", "1", "2, 3, 4"]
+    assert params[1] == {}
+
+
+def test_frozen_parameters_and_buffers_are_constants_read_at_each_call():
+    net = nn.Sequential(frozen(nn.Linear(3, 3)), nn.BatchNorm1d(3).eval())
+    model, params, _ = from_sequential(net, stages=1)
+    assert list(params[0]) == ["1.weight", "1.bias"]
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        net[0].weight.fill_(2.0)
+        net[1].running_mean.fill_(3.0)
+    assert torch.equal(model.stages[0].forward(params[0], x), net(x))
+
+
+def test_the_mode_is_read_at_each_call():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+    model, params, _ = from_sequential(net, stages=1)
+    net.train()
+    sentence = "module '1' (Dropout): random numbers in training are not supported yet; call .eval() or set p=0."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        model.stages[0].forward(params[0], torch.zeros(2, 3))
+
+
+def test_hooks_of_children_run():
+    net, x, seen = mlp(), torch.randn(4, 3), []
+    net[2].register_forward_hook(lambda module, args, y: seen.append("forward") or 2 * y)
+    net[0].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    net[4].register_full_backward_hook(lambda module, dx, dy: seen.append("backward") or (3 * dx[0],))
+    net[2].register_full_backward_pre_hook(lambda module, dy: (5 * dy[0],))
+    model, params, _ = from_sequential(net, stages=3)
+    y, grads = run(model, params, x)
+    assert seen == ["before", "forward", "backward"]
+    whole = net(x)
+    found = torch.autograd.grad((whole * whole).sum(), list(net.parameters()))
+    assert torch.equal(y, whole)
+    assert all(map(torch.equal, join_params(model, grads).values(), found))
+
+
+@pytest.mark.parametrize("how", ["in place", "rebound", "new"])
+def test_a_written_buffer_does_not_pass_silently(how):
+    model, params, _ = from_sequential(nn.Sequential(nn.Linear(3, 3), Writer(how)), sizes=[1, 1])
+    name = "1.more" if how == "new" else "1.seen"
+    sentence = f"stage 1 wrote buffer '{name}' of its module as it ran, and the buffer stays changed"
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        model.stages[1].forward(params[1], torch.zeros(2, 3))
+
+
+def test_threads_that_run_one_stage_do_not_mix_their_params():
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    model, params, _ = from_sequential(net, stages=1)
+    x, wrong = torch.randn(8, 16), []
+
+    def work(number):
+        own = {name: torch.full_like(leaf, number) for name, leaf in params[0].items()}
+        want = (x @ own["0.weight"].T + own["0.bias"]).tanh() @ own["2.weight"].T + own["2.bias"]
+        wrong.extend(number for _ in range(50) if not torch.allclose(model.stages[0].forward(own, x), want))
+
+    threads = [threading.Thread(target=work, args=(number / 10,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_model_can_be_copied_and_sent_to_another_process():
+    model, params, _ = from_sequential(mlp(), stages=2)
+    x = torch.randn(4, 3)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(other, params, x)[0], run(model, params, x)[0])
+
+
+def test_one_module_may_stand_twice_in_a_stage():
+    block = nn.Linear(3, 3)
+    model, params, _ = from_sequential(nn.Sequential(block, nn.Tanh(), block), stages=1)
+    assert join_params(model, params).keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert list(params[0]) == ["0.weight", "0.bias"]
+
+
+def hooked(register):
+    net = mlp()
+    register(net)
+    return net
+
+
+def shared(weight):
+    net = mlp()
+    net[2].weight = nn.Parameter(torch.zeros(8, 8))
+    net.append(nn.Linear(8, 8))
+    net[5].weight = weight(net[2].weight)
+    return net
+
+
+class Odd(nn.Sequential):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+class Owner(nn.Sequential):
+    def __init__(self, *children):
+        super().__init__(*children)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+RANDOM = ": random numbers in training are not supported yet; call .eval() or set p=0."
+WRITTEN = ": buffers written in training are not supported yet; call .eval()."
+HOOKS = "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them."
+SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share their memory; from_sequential cannot share a parameter"
+GRADIENT_HOOK = (
+    "parameter '2.weight' has a gradient hook; stages differentiate detached aliases of parameters, which no hook"
+)
+REFUSED = [
+    (f"module '1' (Dropout){RANDOM}", lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))),
+    (f"module '1' (AlphaDropout){RANDOM}", lambda: nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout(0.1))),
+    (
+        f"module '0.self_attn' (MultiheadAttention){RANDOM}",
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2), Tied()),
+    ),
+    (f"module '0' (LSTM){RANDOM}", lambda: nn.Sequential(nn.LSTM(2, 2, num_layers=2, dropout=0.1), Tied())),
+    (f"module '1.0' (RReLU){RANDOM}", lambda: nn.Sequential(Tied(), nn.Sequential(nn.RReLU()))),
+    (f"module '1' (BatchNorm1d){WRITTEN}", lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    (
+        f"module '1' (InstanceNorm1d){WRITTEN}",
+        lambda: nn.Sequential(Tied(), nn.InstanceNorm1d(2, track_running_stats=True)),
+    ),
+    (
+        f"module '0.parametrizations.weight.0' (_SpectralNorm){WRITTEN}",
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(2, 2)), Tied()),
+    ),
+    (f"module '0' (Linear){WRITTEN}", lambda: nn.Sequential(spectral_norm(nn.Linear(2, 2)), Tied())),
+    ("'0.weight' is not initialised yet (a lazy module)", lambda: nn.Sequential(nn.LazyLinear(2), Tied())),
+    (HOOKS, lambda: hooked(lambda net: net.register_forward_hook(print))),
+    (HOOKS, lambda: hooked(lambda net: net.register_forward_pre_hook(print))),
+    (HOOKS, lambda: hooked(lambda net: net.register_full_backward_hook(print))),
+    (HOOKS, lambda: hooked(lambda net: net.register_full_backward_pre_hook(print))),
+    (GRADIENT_HOOK, lambda: hooked(lambda net: net[2].weight.register_hook(print))),
+    (GRADIENT_HOOK, lambda: hooked(lambda net: net[2].weight.register_post_accumulate_grad_hook(print))),
+    (SHARE, lambda: shared(lambda weight: weight)),
+    (SHARE, lambda: shared(lambda weight: nn.Parameter(weight.detach().T))),
+    ("from_sequential cuts an nn.Sequential with its own forward, found Odd.", lambda: Odd(nn.Tanh(), nn.Tanh())),
+    ("from_sequential cuts an nn.Sequential with its own forward, found Linear.", lambda: nn.Linear(2, 2)),
+    ("'scale' belongs to the Sequential itself and to none of its children", lambda: Owner(nn.Tanh(), nn.Tanh())),
+]
+
+
+@pytest.mark.parametrize(("sentence", "net"), REFUSED)
+def test_what_a_stage_cannot_be_is_refused_by_name(sentence, net):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        from_sequential(net(), stages=2)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "how"),
+    [
+        ("5 children can make 1 to 5 stages, found stages=6.", {"stages": 6}),
+        ("5 children can make 1 to 5 stages, found stages=0.", {"stages": 0}),
+        ("sizes=[2, 2] sum to 4, the net has 5 children; a stage has at least one.", {"sizes": [2, 2]}),
+        ("sizes=[5, 0] sum to 5, the net has 5 children; a stage has at least one.", {"sizes": [5, 0]}),
+        ("stages=3, but sizes=[2, 3] are 2 stages; say one of the two.", {"stages": 3, "sizes": [2, 3]}),
+        ("say the number of stages, or sizes= with the number of children in each.", {}),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(sentence, how):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        from_sequential(mlp(), **how)
+
+
+def test_params_of_another_model_are_refused():
+    model, params, _ = from_sequential(mlp(), stages=2)
+    whole = join_params(model, params)
+    with pytest.raises(ValueError, match=re.escape("params of stage 0 must have '0.weight', which is missing.")):
+        model.stages[0].forward({"0.bias": params[0]["0.bias"]}, torch.zeros(2, 3))
+    with pytest.raises(
+        ValueError, match=re.escape("the whole has 'running', which is not a parameter of it that trains.")
+    ):
+        split_params(model, {**whole, "running": torch.zeros(1)})
+    tied, params, _ = from_sequential(nn.Sequential(Tied()), stages=1)
+    whole = join_params(tied, params)
+    assert split_params(tied, nn.Sequential(Tied()).state_dict())
+    sentence = "'0.up.weight' and '0.down.weight' are one parameter, but have different values."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        split_params(tied, {**whole, "0.down.weight": whole["0.down.weight"] + 1})
+
+
+def test_what_is_switched_off_is_accepted():
+    net = nn.Sequential(
+        nn.Dropout(0.0), nn.BatchNorm1d(3, track_running_stats=False), nn.LSTM(3, 3, dropout=0.0), nn.InstanceNorm1d(3)
+    )
+    assert len(from_sequential(net, stages=4)[0].stages) == 4
+    eval_spectral = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3))).eval()
+    model, params, _ = from_sequential(eval_spectral, stages=1)
+    x = torch.randn(2, 3)
+    assert parametrize.is_parametrized(eval_spectral[0])
+    assert torch.equal(model.stages[0].forward(params[0], x), eval_spectral(x))

@@ -1,0 +1,36 @@
+"""The code blocks of the documentation run, and print what stands below them."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\b[^\n]*\n(?P<code>.*?)^```[ ]*$(?:\s*^```text\n(?P<output>.*?)^```[ ]*$)?", re.M | re.S)
+
+
+def rstripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
+    text = page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)  # blocks may write files
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        # Empty lines in front keep the page's line numbers, so a traceback shows the line of the page.
+        above = text.count("\n", 0, block.start("code"))
+        code = compile("\n" * above + block["code"], str(page), "exec", dont_inherit=True)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        if block["output"] is not None:
+            assert rstripped(printed.getvalue()) == rstripped(block["output"]), f"{page.name}, line {above}"
+
+
+def test_the_readme_shows_code():
+    assert BLOCK.search(README.read_text(encoding="utf-8")), "README.md has no ```python block"
