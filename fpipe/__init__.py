@@ -5,7 +5,8 @@ from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.microbatch import Chunk, Replicate
 from fpipe.models import Model, Stage, from_functions
-from fpipe.modules import assign_grads, from_sequential, join_params, split_params
+from fpipe.modules import from_sequential
+from fpipe.params import assign_grads, join_params, split_params
 from fpipe.plot import plot
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.reference import reference

@@ -9,6 +9,7 @@ them, or what torch.distributed.pipelining has for it.
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,3 +200,46 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
     if isinstance(what, str) or not isinstance(tree, tuple) or len(tree) != len(what):
         what, tree = (what if isinstance(what, str) else what[0],), (tree,)
     return [(word + place, leaf) for word, part in zip(what, tree, strict=True) for place, leaf in trees.paths(part)]
+
+
+def spec_text(spec: Any) -> str:
+    """A spec as a program carries it: text, so that the program stays hashable and its own text round-trips.
+
+    >>> spec_text({"x": Chunk(1), "n": Replicate()})
+    "{'x': Chunk(dim=1), 'n': Replicate()}"
+    """
+
+    def in_our_words(leaf: Any) -> Any:
+        if callable(leaf) and not isinstance(leaf, type):
+            raise ValueError("a program is data, so a function cannot be its spec; say Chunk(dim) and Replicate().")
+        return leaf if leaf is None else _kind(leaf)
+
+    return repr(trees.tree_map(in_our_words, spec))
+
+
+@functools.lru_cache
+def spec_of(text: str | None) -> Any:
+    """The spec that a text says.
+
+    >>> spec_of("(Chunk(dim=1), Replicate())")
+    (Chunk(dim=1), Replicate())
+    """
+
+    def read(node: ast.expr) -> Any:
+        match node:
+            case ast.Tuple(elts=inner):
+                return tuple(map(read, inner))
+            case ast.List(elts=inner):
+                return list(map(read, inner))
+            case ast.Dict(keys=keys, values=values):
+                return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
+            case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
+                return Chunk(ast.literal_eval(dim))
+            case ast.Call(func=ast.Name(id="Replicate")):
+                return Replicate()
+            case ast.Constant(value=None):
+                return None
+            case _:
+                raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
+
+    return None if text is None else read(ast.parse(text, mode="eval").body)

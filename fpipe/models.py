@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
+
+from fpipe import tree
 
 Source = int | Literal["batch"]
 Reduction = Literal["mean", "sum", "count"]
@@ -27,7 +31,9 @@ class Stage:
         update: `update(state, x) -> state`, the module state after a microbatch, for a stage that has one.
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
-        together.
+            together.
+        within: `within(params, thunk)` runs the thunk while `params` are in the place of a module's own, which a
+            backward pass needs where it computes something again.
     """
 
     forward: Callable[..., Any]
@@ -35,6 +41,7 @@ class Stage:
     update: Callable[[Any, Any], Any] | None = None
     name: str = ""
     names: tuple[tuple[str, ...], ...] | None = None
+    within: Callable[[Any, Callable[[], Any]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,3 +214,20 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
             )
         seen.update(group)
     return groups
+
+
+@contextmanager
+def unchanged(values: Any, who: str) -> Generator[None]:
+    """Refuse a change in place of what a caller handed in, and put it back as it was."""
+    tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
+    before = [(leaf._version, leaf.clone()) for leaf in tensors]
+    yield
+    changed = [(leaf, copy) for leaf, (version, copy) in zip(tensors, before, strict=True) if leaf._version != version]
+    with torch.no_grad():
+        for leaf, copy in changed:
+            leaf.copy_(copy)
+    if changed:
+        raise RuntimeError(
+            f"{who} changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
+            "inplace=False."
+        )

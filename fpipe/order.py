@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from fpipe.check import excerpt, phrase
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, building
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
 
 _ANCHORED = 1 << 24  # levels within one tick: first the ops that are there at once, then those just before a reader
 
@@ -55,45 +55,69 @@ def by_rank(ops: Iterable[Op]) -> dict[int, list[Op]]:
 
 
 def arrange(
-    inputs: tuple[Input, ...], ops: Sequence[Op], outputs: tuple[Output, ...], named: frozenset[str] | None = None
+    inputs: tuple[Input, ...],
+    ops: Sequence[Op],
+    outputs: tuple[Output, ...],
+    named: frozenset[str] | None = None,
+    sources: list[Sources] | None = None,
 ) -> Program:
     """Put ops into the one global order. Those of the `named` kinds keep the order they have here on their rank.
+
+    Naming more kinds than a schedule must changes nothing where these stand as the data would put them.
+
+    `sources` are those of `ops` where they are known; looking them up is a quarter of the work on a million ops.
 
     Raises:
         ProgramError: the ranks' orders have no common global order.
     """
     named = scheduled_kinds() if named is None else named
     with building():
-        made = Program.trusted(inputs, _Clock(ops, named).run(), outputs)
+        sources = _sources_anyhow(inputs, ops) if sources is None else sources
+        order = _Clock(ops, named, sources).run()
+        made = Program.trusted(inputs, tuple([ops[at] for at in order]), outputs, permuted(sources, order))
     if named == scheduled_kinds():
         made.__dict__["held"] = named
-    return made
+        return made
+    natural = arrange(inputs, made.ops, outputs, sources=made.sources)
+    return natural if by_rank(natural.ops) == by_rank(made.ops) else made
+
+
+def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
+    """The sources of ops that stand in a new order, `order[i]` being the place where the i-th stood."""
+    now = [0] * len(order) + [-1]  # an input stays -1
+    for position, before in enumerate(order):
+        now[before] = position
+    return [tuple([now[source] for source in sources[before]]) for before in order]
+
+
+def _sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
+    """The sources of ops that are in no order yet."""
+    writer = {given.value: -1 for given in inputs}
+    for position, op in enumerate(ops):
+        for value in op[6]:
+            writer[value] = position
+    return [tuple(map(writer.__getitem__, op[5])) for op in ops]
 
 
 class _Clock:
     """The walk along all ranks at once. Positions are places in `ops`; a time below 0 means not known yet."""
 
-    def __init__(self, ops: Sequence[Op], named: frozenset[str]) -> None:
-        self.ops = ops
-        writer: dict[Value, int] = {}
+    def __init__(self, ops: Sequence[Op], named: frozenset[str], sources: list[Sources]) -> None:
+        self.ops, self.sources = ops, sources
         rows: defaultdict[int, list[int]] = defaultdict(list)
         self.loose: list[int] = []  # the ops that no row names
-        self.is_loose = bytearray(len(ops))
+        self.is_loose = bytearray(len(ops) + 1)  # the last is for inputs, which are at -1
         for position, op in enumerate(ops):
-            for value in op[6]:
-                writer[value] = position
             if op[0] in named:
                 rows[op[4]].append(position)
             else:
                 self.loose.append(position)
                 self.is_loose[position] = 1
-        find = writer.get
-        self.sources = [tuple(map(find, op[5])) for op in ops]  # None: an input
         self.rows = [rows[rank] for rank in range(1 + max(rows, default=-1))]
         time = {name: kind.time for name, kind in KINDS.items()}
         self.ticks = [time[op[0]] for op in ops]
         self.start = [-1] * len(ops)
-        self.end = [-1] * len(ops)
+        self.end = [-1] * len(ops) + [0]  # inputs are there from the start
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
         self.instant: list[int] = []  # ops without duration, as their times become known
@@ -101,8 +125,8 @@ class _Clock:
             self.rows = [self._with_those_before(row) for row in self.rows]
         self.needs = self._needs()
 
-    def run(self) -> tuple[Op, ...]:
-        """All ops in the one order."""
+    def run(self) -> list[int]:
+        """The positions of all ops in the one order."""
         self._walk_rows()
         extra: list[int] = []  # timed ops in no row: an R whose reader is on another rank
         for position in self.loose:
@@ -120,7 +144,7 @@ class _Clock:
             for position in row:
                 if ticks[position]:
                     columns[start[position]].append(position)
-        return tuple([ops[position] for column in columns for position in column])
+        return [position for column in columns for position in column]
 
     def _with_those_before(self, row: list[int]) -> list[int]:
         """Attach to each op of a row the loose ops it is the first reader of; those that take time join the row."""
@@ -128,8 +152,9 @@ class _Clock:
         full: list[int] = []
 
         def attach(position: int, reader: int) -> None:
-            for source in sources[position]:
-                if source is None or not is_loose[source] or source in self.anchor:
+            # An R first: it is read before its reader, and so is what both of them read.
+            for source in sorted(sources[position], key=lambda at: at >= 0 and not KINDS[ops[at].kind].time):
+                if not is_loose[source] or source in self.anchor:
                     continue
                 kind = KINDS[ops[source].kind]
                 if kind.place != "before" or ops[source].rank != ops[reader].rank:
@@ -145,13 +170,13 @@ class _Clock:
 
         for position in row:
             for source in sources[position]:
-                if source is not None and is_loose[source]:
+                if is_loose[source]:
                     attach(position, position)
                     break
             full.append(position)
         return full
 
-    def _needs(self) -> list[tuple[int | None, ...]]:
+    def _needs(self) -> list[Sources]:
         """What each op waits for: its sources, with those anchored to itself replaced by theirs."""
         needs = self.sources
         if self.anchored:
@@ -176,8 +201,6 @@ class _Clock:
                 position = row[cell]
                 begin = now
                 for source in needs[position]:
-                    if source is None:
-                        continue
                     time = end[source]
                     if time < 0:
                         time = self._settle(source) if is_loose[source] else ~source
@@ -212,8 +235,6 @@ class _Clock:
             return ~position
         begin = 0
         for source in self.sources[position]:
-            if source is None:
-                continue
             time = self.end[source]
             if time < 0:
                 time = self._settle(source) if self.is_loose[source] else ~source
@@ -237,7 +258,7 @@ class _Clock:
             level = _ANCHORED if position in self.anchor else 0
             if not level and not self.is_loose[position]:
                 rank = self.ops[position].rank
-                before = (*before, last.get(rank))
+                before = (*before, last.get(rank, -1))
                 last[rank] = position
             for source in before:
                 if source in levels and start[source] == now and levels[source] >= level:

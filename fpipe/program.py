@@ -40,10 +40,11 @@ import csv
 import gc
 import io
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 
@@ -177,15 +178,9 @@ def kind_of(name: str) -> Kind:
     return KINDS[name]
 
 
-class Index(NamedTuple):
-    """Who writes what, found once per program and shared by check, order and simulate.
-
-    `writer`: the position of each value's writer, -1 for an input. `sources`: for each op the positions of the writers
-    of its reads, in the order of the reads; None where nothing above writes the value.
-    """
-
-    writer: dict[Value, int]
-    sources: list[tuple[int | None, ...]]
+Sources = tuple[int, ...]
+"""The positions of the writers of what an op reads, in that order: -1 for an input, `NOWHERE` if nothing above does."""
+NOWHERE = -2
 
 
 ENTRY_RULES: list[Callable[[Program], None]] = []
@@ -217,24 +212,32 @@ class Program:
             rule(self)
 
     @staticmethod
-    def trusted(inputs: tuple[Input, ...], ops: tuple[Op, ...], outputs: tuple[Output, ...]) -> Program:
+    def trusted(
+        inputs: tuple[Input, ...],
+        ops: tuple[Op, ...],
+        outputs: tuple[Output, ...],
+        sources: list[Sources] | None = None,
+    ) -> Program:
         """A program that a rewrite of ours has made: the same value, without checking it again."""
         made = object.__new__(Program)
         made.__dict__.update(inputs=inputs, ops=ops, outputs=outputs)
+        if sources is not None:
+            made.__dict__["sources"] = sources
         return made
 
     @cached_property
-    def index(self) -> Index:
-        """Who writes what; the one table of dependencies that every reading uses."""
-        writer: dict[Value, int] = {given.value: -1 for given in self.inputs}
-        sources: list[tuple[int | None, ...]] = []
-        find, note = writer.get, sources.append
-        with building():
-            for position, op in enumerate(self.ops):
-                note(tuple(map(find, op.reads)))
-                for value in op.writes:
-                    writer[value] = position
-        return Index(writer, sources)
+    def sources(self) -> list[Sources]:
+        """For each op where what it reads was written: the one index that check, order and simulate share."""
+        return sources_of(self.inputs, self.ops)
+
+    @cached_property
+    def writer(self) -> dict[Value, int]:
+        """The position of the op that writes each value, -1 for an input."""
+        writer = {given.value: -1 for given in self.inputs}
+        for position, op in enumerate(self.ops):
+            for value in op[6]:
+                writer[value] = position
+        return writer
 
     @cached_property
     def stages(self) -> int:
@@ -373,15 +376,17 @@ def _parse_op(text: str, rank: int) -> Op:
         return pair(*(_parse_op(part, rank) for part in text[1:-1].split(" ; ")))
     left, _, right = text.partition(" = ")
     right, _, how = right.partition(" {")
-    head, *reads = right.split()
+    head, *reads = right.split() or [text]
     found = _HEAD.fullmatch(head)
     if not found:
-        raise ProgramError(f"{head!r} is not an op; an op reads like F[2,0] or ADD[1,3]")
+        raise ProgramError(f"{head!r} is not an op; an op reads like y[2,0] = F[2,0] params[2] y[1,0]")
     kind, stage, microbatch, piece = found.groups()
     kind_of(kind)
     writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
     place = (_number(stage), _number(microbatch), _number(piece))
-    return Op(kind, *place, rank, tuple(map(_parse_value, reads)), writes, (), _parse_how(how.rstrip("} ")))
+    return Op(
+        kind, *place, rank, tuple(map(_parse_value, reads)), writes, (), _parse_how(how.rstrip().removesuffix("}"))
+    )
 
 
 def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
@@ -395,17 +400,45 @@ def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def pair(*parts: Op) -> Op:
-    """Two ops of one rank as one op of kind PAIR, which overlaps them."""
+    """Two ops of one rank as one op of kind PAIR, which overlaps them; they may not read each other."""
+    for part in parts:
+        made = {value: other for other in parts if other is not part for value in other.writes}
+        both = next((value for value in part.reads if value in made), None)
+        if both is not None:
+            cells = ";".join(other.cell for other in parts)
+            raise ProgramError(
+                f"inside the PAIR ({cells}), {part.cell} reads {both} of {made[both].cell}; pair ops that do not need "
+                "each other."
+            )
     reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
     writes = tuple(value for part in parts for value in part.writes)
     first = parts[0]
     return Op("PAIR", first.stage, first.microbatch, first.slice, first.rank, reads, writes, parts)
 
 
-def parts_of(ops: Iterable[Op]) -> Iterable[Op]:
+class _Writers(dict[Value, int]):
+    def __missing__(self, value: Value) -> int:
+        return NOWHERE
+
+
+def sources_of(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
+    """The sources of ops in the order of a list; a read that stands above its writer finds it nowhere."""
+    writer = _Writers({given.value: -1 for given in inputs})
+    sources: list[Sources] = []
+    find, note = writer.__getitem__, sources.append
+    with building():
+        for position, op in enumerate(ops):
+            note(tuple(map(find, op[5])))
+            for value in op[6]:
+                writer[value] = position
+    return sources
+
+
+def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
     """All ops, with a PAIR given as its parts."""
-    for op in ops:
-        yield from op.parts or (op,)
+    if not any(map(itemgetter(7), ops)):
+        return ops
+    return [part for op in ops for part in op.parts or (op,)]
 
 
 @contextmanager

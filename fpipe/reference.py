@@ -8,15 +8,16 @@ The uses of a tied leaf are summed after that, by stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import cut, join, rows
-from fpipe.models import Model, loss_of, with_ties
+from fpipe.microbatch import cut, join
+from fpipe.models import Model, loss_of, unchanged, with_ties
 from fpipe.result import Result
 
 
@@ -49,37 +50,55 @@ def reference(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    whole = rows(batch)
+    cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
+    return over_parts(model, params, cuts, state=state, key=key)
+
+
+def over_parts(
+    model: Model,
+    params: Sequence[Any],
+    parts: Sequence[tuple[tuple[Any, Any], int]],
+    *,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+) -> Result:
+    """The same for a batch that is cut already: `parts` are the microbatches, each with its rows."""
+    whole = sum(size for _, size in parts)
     states = list(state) if state is not None else [None] * len(model.stages)
     losses: list[Tensor] = []
     counts: list[Any] = []
     outputs: list[Any] = []
     sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
     loss = torch.tensor(0.0)
-    for index in range(microbatches):
-        part, size = cut(batch, index, microbatches)
+    for index, (part, size) in enumerate(parts):
         own = [_aliases(full) for full in with_ties(model, params)]
-        each, count, output = _forward(model, own, part, states, index, key)
+        with unchanged(part, "a stage"):
+            each, count, output = _forward(model, own, part, states, index, key)
         weight = size / whole if model.reduction == "mean" else 1.0
         weighted = each * weight
-        found = _gradients(weighted, own)
+        found = _gradients(model, weighted, own)
         sums = [list(map(_added, *pair)) for pair in zip(sums, found, strict=True)] if index else found
         loss = loss + weighted.detach() if index else weighted.detach()
         losses.append(each.detach())
         counts.append(count)
         outputs.append(tree.tree_map(_detached, output))
+    grads = _handed_back(model, params, sums)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
         divisor = total if total != 0 else 1
         loss = loss / divisor
-        sums = [[grad if grad is None else grad / divisor for grad in stage] for stage in sums]
+        grads = tree.tree_map(partial(_divided, divisor), grads)
     return Result(
         loss=loss,
-        grads=_handed_back(model, params, sums),
-        outputs=join(outputs),
+        grads=grads,
+        outputs=join(outputs, [size for _, size in parts]),
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )
+
+
+def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None else grad / divisor
 
 
 def _aliases(full: Any) -> Any:
@@ -122,13 +141,16 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _gradients(loss: Tensor, own: list[Any]) -> list[list[Tensor | None]]:
+def _gradients(model: Model, loss: Tensor, own: list[Any]) -> list[list[Tensor | None]]:
     """The gradient for each leaf of each stage; None where the loss does not depend on it."""
     leaves = [tree.leaves(stage) for stage in own]
     wanted = [leaf for stage in leaves for leaf in stage if _trains(leaf)]
-    found = iter(
-        torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad and wanted else [None] * len(wanted)
-    )
+    found: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if loss.requires_grad and wanted:
+        backward: Callable[[], Any] = partial(torch.autograd.grad, loss, wanted, allow_unused=True)
+        for stage, params in zip(model.stages, own, strict=True):
+            backward = backward if stage.within is None else partial(stage.within, params, backward)
+        found = iter(backward())
     return [[next(found) if _trains(leaf) else None for leaf in stage] for stage in leaves]
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.program import Op, Program, kind_of, parts_of
+from fpipe.program import Op, Program, building, kind_of, parts_of
 
 
 class Event(NamedTuple):
@@ -97,32 +97,39 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan, timeline.bubble, timeline.peak
     (15.0, 0.2, (2.0, 1.0))
     """
-    costs = costs or Costs()
+    with building():
+        return Timeline(_events(program, costs or Costs()), program.ranks, *_peaks(program))
+
+
+def _events(program: Program, costs: Costs) -> tuple[Event, ...]:
     transfer, ops = costs.transfer, program.ops
     seconds: dict[tuple[str, int | None], float] = {}
     lanes = {kind: kind_of(kind).lane for kind in {op.kind for op in ops}}
+    away = {end.value: end.homes for end in program.inputs if transfer and len(end.homes) < program.ranks}
     free = [0.0] * program.ranks
     ends: list[float] = []
     events: list[Event] = []
-    for op, sources in zip(ops, program.index.sources, strict=True):
-        kind, stage, rank = op.kind, op.stage, op.rank
+    for op, sources in zip(ops, program.sources, strict=True):
+        kind, stage, rank = op[0], op[1], op[4]
         start = free[rank]
         for source in sources:
-            if source is not None and source >= 0:
+            if source >= 0:
                 ready = ends[source]
                 if transfer and ops[source].rank != rank:
                     ready += transfer
                 if ready > start:
                     start = ready
+        if away and any(rank not in away.get(value, (rank,)) for value in op[5]):
+            start = max(start, transfer)
         cost = seconds.get((kind, stage))
-        if cost is None or op.parts:
+        if cost is None or op[7]:
             cost = seconds[kind, stage] = costs.seconds(op)
         end = start + cost
         if cost and lanes[kind] == "main":
             free[rank] = end
         ends.append(end)
         events.append(_new(Event, (op, start, end)))
-    return Timeline(tuple(events), program.ranks, *_peaks(program))
+    return tuple(events)
 
 
 _new = tuple.__new__
@@ -139,7 +146,7 @@ def _peaks(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
     peak, peak_released = [0] * program.ranks, [0] * program.ranks
     for op in parts_of(program.ops):
         rank = op.rank
-        if any(value.name == "res" for value in op.writes):
+        if op[0] in "FR" and any(value[0] == "res" for value in op[6]):
             held[rank] += 1
             released[rank] += 1
             peak[rank] = max(peak[rank], held[rank])

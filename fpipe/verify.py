@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.microbatch import cut, spec_of
 from fpipe.models import Model
 from fpipe.program import Program
-from fpipe.reference import reference
+from fpipe.reference import over_parts
 from fpipe.result import Result
 from fpipe.runtimes.build import build
 from fpipe.transforms.merge import merge
@@ -90,7 +91,10 @@ def verify(
     if any(end.name.microbatch is not None for end in program.outputs):
         program = merge()(program)
     found = build(program, model)(params, batch, state=state, key=key)
-    expected = reference(model, params, batch, microbatches=program.microbatches, state=state, key=key)
+    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    spec, size = spec_of(how.get("spec")), how.get("size")
+    parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
+    expected = over_parts(model, params, parts, state=state, key=key)
     return compare(found, expected, rtol=rtol, atol=atol)
 
 

@@ -18,6 +18,7 @@ FLOORS = {
     1: {
         "models",
         "modules",
+        "params",
         "training",
         "reference",
         "result",

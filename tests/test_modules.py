@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.models import from_functions
-from fpipe.modules import _balanced, assign_grads, from_sequential, join_params, split_params
+from fpipe.modules import _balanced, from_sequential
+from fpipe.params import assign_grads, join_params, split_params
 
 
 class Tied(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fpipe.models import Model
-from fpipe.program import Program
+from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.local import Step, local
 from fpipe.training import program as program_of
 
@@ -53,7 +53,22 @@ def _check_match(program: Program, model: Model) -> None:
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
             f"fpipe.program(model)."
         )
-    odd = {end.value for end in program_of(model).inputs} ^ {end.value for end in program.inputs}
-    if odd:
-        named = ", ".join(sorted(map(str, odd)))
-        raise ValueError(f"the program and the model differ in {named}; start from fpipe.program(model).")
+    wanted, found = _taken(program_of(model)), _taken(program)
+    for stage, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
+        if mine != theirs:
+            raise ValueError(
+                f"stage {stage} of the model takes {' '.join(mine)}, in the program it takes {' '.join(theirs)}; start "
+                f"from fpipe.program(model)."
+            )
+
+
+def _taken(program: Program) -> list[list[str]]:
+    """What each stage's forward reads, whichever the microbatch and wherever the copy."""
+    words = {"x": "inputs", "t": "target"}
+    found: list[list[str]] = [[] for _ in range(program.stages)]
+    for op in parts_of(program.ops):
+        if op.kind == "F" and op.stage is not None and not found[op.stage]:
+            whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
+            named = (Value(words[v.name]) if v.name in words else v for v in whole)
+            found[op.stage] = [str(value) for value in named if value.name != "carry"]
+    return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import rows
+from fpipe.microbatch import rows, spec_of
 from fpipe.models import Model
 from fpipe.program import Op, Output, Program, Value
 from fpipe.result import Result
@@ -30,11 +30,12 @@ def local(program: Program, model: Model, *, record: bool = False, check_finite:
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
     drops = _drops(program)
+    spec = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
-        run = Run(model, _check_batch(batch), watch_saved=record)
+        run = Run(model, _check_batch(batch, spec_of(spec)), watch_saved=record)
         values = _handed_in(program, model, params, batch, state, key)
         book = _Book(values, program.ranks) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
@@ -76,10 +77,10 @@ def _place(op: Op, model: Model) -> str:
     return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
 
 
-def _check_batch(batch: Any) -> int:
+def _check_batch(batch: Any, spec: Any) -> int:
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.")
-    return rows(batch)
+    return rows(batch, spec)
 
 
 def _handed_in(

@@ -7,16 +7,18 @@ residuals are the stage's own autograd graph, cut off from all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
-from fpipe.microbatch import cut, join
-from fpipe.models import Model, loss_of
+from fpipe.microbatch import cut, join, spec_of
+from fpipe.models import Model, loss_of, unchanged
 from fpipe.program import Op
 
 Leaves = list[Any]
@@ -36,7 +38,10 @@ Rule = Callable[[Op, Sequence[Any], Run], Sequence[Any]]
 
 @dataclass
 class Residuals:
-    """A stage's graph: from the leaves it was given to what it returned; `saved` only for a run that watches."""
+    """A stage's graph: from the leaves it was given to what it returned; `saved` only for a run that watches.
+
+    `around` runs a thunk while the stage's parameters are in place, which a backward needs that computes things again.
+    """
 
     params: list[Leaves]
     inputs: list[Leaves]
@@ -45,62 +50,76 @@ class Residuals:
     carried: Leaves
     loss: Tensor | None
     saved: list[Tensor]
+    around: Callable[[Callable[[], Any]], Any]
+
+
+class _Given:
+    """What an F or R reads, as its stage takes it: leaves of a graph of its own, on the storage of what came in."""
+
+    def __init__(self, op: Op, args: Sequence[Any], run: Run) -> None:
+        number = op.stage or 0
+        self.stage = run.model.stages[number]
+        self.who = self.stage.name or f"stage {number}"
+        named: dict[str, list[Any]] = {}
+        self.taken: list[Any] = []
+        self.inputs: list[Leaves] = []  # of each source, the leaves that want a cotangent: none for the batch
+        for value, arg in zip(op.reads, args, strict=True):
+            named.setdefault(value.name, []).append(arg)
+            if value.name in ("x", "inputs"):
+                self.taken.append(arg)
+                self.inputs.append([])
+            elif value.name in ("y", "again"):
+                self.taken.append(tree.tree_map(_same_leaf, arg))
+                self.inputs.append(tree.leaves(self.taken[-1]))
+        self.bundles = [tree.tree_map(_own_leaf, bundle) for bundle in named["params"]]
+        ties = {leaf: bundle for (_, _, leaf), bundle in zip(run.model.tied(number), self.bundles[1:], strict=True)}
+        self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
+        self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
+        said = {"microbatch": op.microbatch, "carry": self.carry}
+        said |= {word: named[word][0] for word in ("state", "key") if word in named}
+        self.said = {word: said[word] for word in self.stage.asks}
+        self.x = tuple(self.taken) if isinstance(run.model.inputs[number], tuple) else self.taken[0]
+        self.has_loss = "t" in named or "target" in named
+        self.target = (named.get("t") or named.get("target") or [None])[0]
 
 
 def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """F and R: run the stage on leaves of its own and keep the graph. Being one code, they give the same bits."""
-    number = op.stage or 0
-    stage = run.model.stages[number]
-    named: dict[str, list[Any]] = {}
-    taken: list[Any] = []
-    for value, arg in zip(op.reads, args, strict=True):
-        named.setdefault(value.name, []).append(arg)
-        if value.name in ("x", "inputs"):
-            taken.append(arg)
-        elif value.name in ("y", "again"):
-            taken.append(tree.tree_map(_same_leaf, arg))
-    bundles = [tree.tree_map(_own_leaf, bundle) for bundle in named["params"]]
-    ties = {leaf: bundle for (_, _, leaf), bundle in zip(run.model.tied(number), bundles[1:], strict=True)}
-    params = {**bundles[0], **ties} if ties else bundles[0]
-    said = {word: named[word][0] for word in ("state", "key") if word in named}
-    carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
-    said |= {"microbatch": op.microbatch, "carry": carry}
-    target = (named.get("t") or named.get("target") or [None])[0]
-    guard = _Guard(stage.name or f"stage {number}", named, taken)
+    given = _Given(op, args, run)
+    stage, params = given.stage, given.params
     saved: list[Tensor] = []
-    with torch.enable_grad(), _Watch(saved) if run.watch_saved else _Watch.nobody():
-        x = tuple(taken) if isinstance(run.model.inputs[number], tuple) else taken[0]
-        y = stage.forward(params, x, **{word: said[word] for word in stage.asks})
+    with torch.enable_grad(), _watching(saved) if run.watch_saved else nullcontext():
+        with unchanged(given.taken, given.who):
+            y = stage.forward(params, given.x, **given.said)
         y, carried = y if "carry" in stage.asks else (y, None)
-        with_loss = any(value.name in ("t", "target") for value in op.reads)
-        loss, count = loss_of(run.model, y, target) if with_loss else (None, None)
-    guard.check()
+        with unchanged(given.target, "the loss"):
+            loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
     outputs = tree.leaves(y)
     if not any(isinstance(leaf, Tensor) for leaf in outputs):
-        raise TypeError(
-            f"{stage.name or f'stage {number}'} returned {type(y).__name__} without any tensor; a stage returns a "
-            "pytree of tensors."
-        )
-    inputs = [
-        [] if value.name in ("x", "inputs") else tree.leaves(arg)
-        for value, arg in zip(_sources(op), taken, strict=True)
-    ]
-    residuals = Residuals(
-        list(map(tree.leaves, bundles)), inputs, tree.leaves(carry), outputs, tree.leaves(carried), loss, saved
-    )
+        found = type(y).__name__
+        raise TypeError(f"{given.who} returned {found} without any tensor; a stage returns a pytree of tensors.")
+
+    def around(what: Callable[[], Any]) -> Any:
+        return what() if stage.within is None else stage.within(params, what)
+
     made = {
-        "y": lambda: tree.tree_map(_handed_on, y),
-        "again": lambda: tree.tree_map(_handed_on, y),
-        "carry": lambda: tree.tree_map(_handed_on, carried),
+        "y": lambda: tree.tree_map(_same_leaf, y),
+        "again": lambda: tree.tree_map(_same_leaf, y),
+        "carry": lambda: tree.tree_map(_same_leaf, carried),
         "loss": lambda: detached(loss),
         "count": lambda: detached(count),
-        "res": lambda: residuals,
+        "res": lambda: Residuals(
+            params=[tree.leaves(bundle) for bundle in given.bundles],
+            inputs=given.inputs,
+            carry=tree.leaves(given.carry),
+            outputs=outputs,
+            carried=tree.leaves(carried),
+            loss=loss,
+            saved=saved,
+            around=around,
+        ),
     }
     return [made[value.name]() for value in op.writes]
-
-
-def _sources(op: Op) -> list[Any]:
-    return [value for value in op.reads if value.name in ("x", "inputs", "y", "again")]
 
 
 def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
@@ -134,9 +153,9 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
             seeds.append(seed)
     groups = [*residuals.inputs, residuals.carry, *residuals.params]
     wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
-    found = iter(
-        torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else [None] * len(wanted)
-    )
+    found: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if roots and wanted:
+        found = iter(residuals.around(lambda: torch.autograd.grad(roots, wanted, seeds, allow_unused=True)))
     grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
     inputs, carry, params = (
         grads[: len(residuals.inputs)],
@@ -166,7 +185,9 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     made: dict[str, Any] = {}
     share = 1.0
     for value, arg in zip(op.reads, args, strict=True):
-        part, rows = cut(arg, how["index"], how["count"], how.get("spec"), size=how.get("size"), total=run.rows)
+        spec = spec_of(how.get("spec"))
+        spec = spec[value.name == "target"] if isinstance(spec, tuple) else spec
+        part, rows = cut(arg, how["index"], how["count"], spec, size=how.get("size"), total=run.rows)
         if "slices" in how:
             whole = tree.leaves(part)[0].shape[1]
             leaves, spec = tree.flatten(part)
@@ -207,7 +228,7 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         loss = loss / (count if count != 0 else 1)
     made["loss"] = loss
     if "y" in named:
-        made["outputs"] = join(named["y"], spec=dict(op.how).get("spec"))
+        made["outputs"] = join(named["y"], spec=spec_of(dict(op.how).get("spec")))
     return [made[value.name] for value in op.writes]
 
 
@@ -258,40 +279,14 @@ def register_meaning(kind: str, rule: Rule) -> None:
     RULES[kind] = rule
 
 
-class _Guard:
-    """Sees whether a stage changed what it was given in place, and puts the caller's batch back if it did."""
+def _watching(saved: list[Tensor]) -> saved_tensors_hooks:
+    """List the tensors that autograd saves."""
 
-    def __init__(self, who: str, named: dict[str, list[Any]], taken: list[Any]) -> None:
-        batch = [leaf for name in ("x", "inputs", "t", "target") for leaf in tree.leaves(named.get(name, []))]
-        self.who = who
-        self.batch = [(leaf, leaf._version, leaf.clone()) for leaf in batch if isinstance(leaf, Tensor)]
-        self.rest = [(leaf, leaf._version) for leaf in tree.leaves(taken) if isinstance(leaf, Tensor)]
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
 
-    def check(self) -> None:
-        changed = [(leaf, copy) for leaf, version, copy in self.batch if leaf._version != version]
-        with torch.no_grad():
-            for leaf, copy in changed:
-                leaf.copy_(copy)
-        if changed or any(leaf._version != version for leaf, version in self.rest):
-            raise RuntimeError(
-                f"{self.who} changed its input in place; a stage is a pure function. Work on a copy, or use "
-                "inplace=False."
-            )
-
-
-class _Watch(torch.autograd.graph.saved_tensors_hooks):
-    """Lists the tensors that autograd saves."""
-
-    def __init__(self, saved: list[Tensor]) -> None:
-        def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        super().__init__(pack, lambda tensor: tensor)
-
-    @staticmethod
-    def nobody() -> Any:
-        return torch.enable_grad()
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _wants(leaf: Any) -> bool:
@@ -306,11 +301,7 @@ def _own_leaf(leaf: Any) -> Any:
 
 
 def _same_leaf(leaf: Any) -> Any:
-    """An activation as a leaf of this stage's graph; it wants a gradient if the stage that made it depends on one."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _handed_on(leaf: Any) -> Any:
+    """An activation cut off from its graph; it wants a gradient if what it was computed from does."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

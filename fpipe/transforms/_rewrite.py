@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from fpipe.order import arrange, held_kinds, scheduled_kinds
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, parts_of
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, parts_of
 
 Transform = Callable[[Program], Program]
 
@@ -17,8 +17,10 @@ def moved(op: Op, rank: int) -> Op:
     """The same op on another rank."""
     if op.rank == rank:
         return op
-    parts = tuple(moved(part, rank) for part in op.parts)
-    return _new(Op, (op.kind, op.stage, op.microbatch, op.slice, rank, op.reads, op.writes, parts, op.how))
+    kind, stage, microbatch, piece, _, reads, writes, parts, how = op
+    if parts:
+        parts = tuple([moved(part, rank) for part in parts])
+    return _new(Op, (kind, stage, microbatch, piece, rank, reads, writes, parts, how))
 
 
 def rebuilt(
@@ -27,12 +29,13 @@ def rebuilt(
     *,
     inputs: tuple[Input, ...] | None = None,
     outputs: tuple[Output, ...] | None = None,
+    sources: list[Sources] | None = None,
 ) -> Program:
     """A program from rewritten ops: those a schedule named keep their order, the rest find their place."""
     refuse_freed(program)
     inputs = program.inputs if inputs is None else inputs
     outputs = program.outputs if outputs is None else outputs
-    return arrange(inputs, ops, outputs, held_kinds(program))
+    return arrange(inputs, ops, outputs, held_kinds(program), sources)
 
 
 def refuse_freed(program: Program) -> None:
@@ -104,20 +107,20 @@ def keep_to_data(
                 used[value].add(op.rank)
         placed.append(op)
 
-    def belongs(value: Value, otherwise: Iterable[int]) -> tuple[int, ...]:
-        if value.name in ("params", "state", "grads") and value.stage is not None:
-            return home[value.stage]
-        return tuple(sorted(otherwise)) or (0,)
+    def given(end: Input) -> Input:
+        stage = end.value.stage
+        return end._replace(homes=home[stage] if stage is not None else tuple(sorted(used[end.value])) or (0,))
 
-    def writers(end: Output) -> Iterable[int]:
-        rank = where.made(end.value)
-        return end.homes if rank is None else (rank,)
+    def wanted(end: Output) -> Output:
+        (kind, stage, *_), value, homes = end
+        if stage is not None and kind in ("grads", "state"):
+            now = home[stage]
+        else:
+            rank = where.made(value)
+            now = homes if rank is None else (rank,)
+        return end if now == homes else _new(Output, (end[0], value, now))
 
-    return (
-        tuple(Input(end.value, belongs(end.value, used.get(end.value, ()))) for end in inputs),
-        placed,
-        tuple(Output(end.name, end.value, belongs(end.name, writers(end))) for end in outputs),
-    )
+    return tuple(map(given, inputs)), placed, tuple([wanted(end) for end in outputs])
 
 
 def _on_several(stage: int, ops: Sequence[Op]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.program import Program
+from fpipe.program import Program, building
 from fpipe.transforms._rewrite import Transform
 
 
@@ -16,8 +16,9 @@ def chain(*transforms: Transform) -> Transform:
     """
 
     def transform(program: Program) -> Program:
-        for step in transforms:
-            program = step(program)
+        with building():
+            for step in transforms:
+                program = step(program)
         return program
 
     return transform

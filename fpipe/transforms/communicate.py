@@ -9,7 +9,7 @@ reads it there, and through nobody between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Output, Program, Value
@@ -40,7 +40,7 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
         refuse_freed(program)
         sender = _Sender(program, repeated)
         ops = [sender.local(op) for op in program.ops]
-        outputs = tuple(sender.delivered(end) for end in program.outputs)
+        outputs = tuple(made for end in program.outputs for made in sender.delivered(end))
         if not sender.transfers:
             return program
         return arrange(program.inputs, [*ops, *sender.transfers], outputs, held_kinds(program))
@@ -88,7 +88,9 @@ class _Sender:
         self.copies[value, rank] = landed
         return landed
 
-    def delivered(self, end: Output) -> Output:
-        """An output that is wanted on a rank where it is not travels there; its first home names the value."""
-        there = {rank: self.copy(end.value, rank) for rank in end.homes}
-        return end._replace(value=there[end.homes[0]])
+    def delivered(self, end: Output) -> Iterator[Output]:
+        """An output that is wanted on a rank where it is not travels there, and is an output there too."""
+        homes: dict[Value, list[int]] = {}
+        for rank in end.homes:
+            homes.setdefault(self.copy(end.value, rank), []).append(rank)
+        yield from (Output(end.name, value, tuple(ranks)) for value, ranks in homes.items())

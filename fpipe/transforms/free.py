@@ -30,7 +30,7 @@ def free() -> Transform:
         for value, position in last.items():
             if value not in kept and not (value.at and ">" in value.at):
                 dead[position].append(value)
-        writer = program.index.writer
+        writer = program.writer
         ops: list[Op] = []
         for position, op in enumerate(program.ops):
             ops.append(op)

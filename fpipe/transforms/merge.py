@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from fpipe.program import Op, Output, Program, Value
+from fpipe.microbatch import spec_text
+from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt
 
 
@@ -45,7 +46,7 @@ def merge(
     """
     if order not in ("microbatch", "schedule"):
         raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
-    how = () if spec is None else (("spec", spec),)
+    how = () if spec is None else (("spec", spec_text(spec)),)
 
     def transform(program: Program) -> Program:
         parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
@@ -60,6 +61,8 @@ def merge(
             parts.pop(Value("outputs"), None)
         if losses:
             ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
+        if any(len({end.name.microbatch for end in found}) < len(found) for found in parts.values()):
+            raise ProgramError("results of this program travel to several homes already; merge before communicate().")
         adder = _Adder(program, order)
         joined = _join([name for name in parts if name.name != "grads"], parts, how)
         count = Value("count") if Value("count") in parts else None
@@ -122,14 +125,14 @@ class _Adder:
     def _uses(self, value: Value) -> tuple[Value, ...]:
         if value.name != "sum":
             return (value,)
-        op = self.program.ops[self.program.index.writer[value]]
+        op = self.program.ops[self.program.writer[value]]
         self.replaced.add(value)
         return op.reads
 
     def _over_microbatches(self, values: list[Value]) -> Value:
         if self.order == "microbatch":
             return self._chain(values)
-        writer, ops = self.program.index.writer, self.program.ops
+        writer, ops = self.program.writer, self.program.ops
         replicas: defaultdict[int, list[Value]] = defaultdict(list)
         for value in sorted(values, key=writer.__getitem__):
             replicas[ops[writer[value]].rank].append(value)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from fpipe.check import ranks_are_whole
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, rebuilt
 
@@ -67,7 +68,9 @@ def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Prog
         a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)
     ):
         raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
-    return rebuilt(program, placed, inputs=inputs, outputs=outputs)
+    made = rebuilt(program, placed, inputs=inputs, outputs=outputs)
+    ranks_are_whole(made)
+    return made
 
 
 def homes_said(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:

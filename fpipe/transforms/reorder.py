@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
-from fpipe.order import arrange, scheduled_kinds
+from fpipe.order import arrange, permuted, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, building, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed
 from fpipe.transforms.place import Homes, homes_said, stage_ranks
@@ -65,14 +66,18 @@ def in_rows(policy: str | Sequence[int], ranks: int | None, rows: Callable[[Prog
 def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = None) -> Program:
     """The program in the order of a table; with `move`, on the ranks of its rows too."""
     refuse_freed(program)
+    empty = next((rank for rank, row in enumerate(rows) if not row), None)
+    if empty is not None:
+        raise ProgramError(f"rank {empty} has no ops in the table: ranks are 0..n-1, and each has a row of cells.")
     program = _split_where_named(program, rows)
     found = _Finder(program)
     named = [op for rank, row in enumerate(rows) for op in found.row(rank, row, move)]
-    rest = found.rest(rows)
+    rest = found.rest()
     inputs, ops, outputs = program.inputs, [*named, *rest], program.outputs
     if move:
         inputs, ops, outputs = keep_to_data(inputs, ops, outputs, homes_said(program, homes))
-    return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds)
+    sources = None if found.repaired else permuted(program.sources, found.order)
+    return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources)
 
 
 def parse_cell(text: str) -> tuple[Key, ...]:
@@ -137,23 +142,34 @@ class _Finder:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.listed = parts_of(program.ops)
+        self.repaired = self.listed is not program.ops  # pairs taken apart or put together: positions no longer match
+        self.order: list[int] = []  # positions, as they are found
+        self.left: dict[Key, int] = {}  # what is still to be named
+        self.others: dict[str, int] = {}
         table = scheduled_kinds()
-        self.ops: dict[Key, Op] = {}
-        self.others: dict[str, Op] = {}
-        for op in parts_of(program.ops):
+        for position, op in enumerate(self.listed):
             if op[0] in table or op[0] == "R":
-                self.ops[op[:4]] = op
+                self.left[op[:4]] = position
             else:
-                self.others[op.cell] = op
-        self.left = dict(self.ops)
+                self.others[op.cell] = position
         self.kinds: frozenset[str] = frozenset()
 
+    @cached_property
+    def ops(self) -> dict[Key, Op]:
+        """All ops that a table may name, for errors that say what became of one."""
+        return {op[:4]: op for op in self.listed if op.kind in scheduled_kinds() or op.kind == "R"}
+
     def row(self, rank: int, row: Sequence[Cell], move: bool) -> Iterator[Op]:
-        take = self.left.pop
+        take, listed, note = self.left.pop, self.listed, self.order.append
         for step, cell in enumerate(row):
-            op = take(cell, None) if isinstance(cell, tuple) else None
-            made = (op,) if op is not None else self.slowly(cell, rank, step)
-            for op in made:
+            position = take(cell, None) if isinstance(cell, tuple) else None
+            if position is None:
+                found = self.slowly(cell, rank, step)
+            else:
+                found = (listed[position],)
+                note(position)
+            for op in found:
                 if op.rank == rank:
                     yield op
                 elif move:
@@ -170,7 +186,7 @@ class _Finder:
         if isinstance(cell, str) and _is_general(cell):
             if cell not in self.others:
                 raise ProgramError(f"{place}: the program has no op {cell}.")
-            op = self.others.pop(cell)
+            op = self.taken(self.others.pop(cell))
             self.kinds |= {op.kind}
             return (op,)
         try:
@@ -181,20 +197,25 @@ class _Finder:
         if len(keys) == 1:
             return groups[0]
         rest = [op for group in groups for op in group[1:]]
+        self.repaired = True
         return (pair(*(group[0] for group in groups)), *rest)
 
     def one(self, key: Key, place: str) -> tuple[Op, ...]:
         """The op of a key; I and W for the B of a split backward."""
-        op = self.left.pop(key, None)
-        if op is not None:
-            if op.kind == "R":
+        if key in self.left:
+            if key[0] == "R":
                 self.kinds |= {"R"}
-            return (op,)
+            return (self.taken(self.left.pop(key)),)
         kind, stage, microbatch, piece = key
         halves = [(half, stage, microbatch, piece) for half in "IW"]
         if kind == "B" and all(half in self.left for half in halves):
-            return tuple(self.left.pop(half) for half in halves)
+            return tuple(self.taken(self.left.pop(half)) for half in halves)
         raise ProgramError(f"{place}: {self.explain(key)}")
+
+    def taken(self, position: int) -> Op:
+        """The op of a position, which is now used."""
+        self.order.append(position)
+        return self.listed[position]
 
     def explain(self, key: Key) -> str:
         kind, stage, microbatch, _ = key
@@ -216,26 +237,26 @@ class _Finder:
             return f"{show(key)} stands beside {show(('B', *key[1:]))}: a backward is B, or I and W, never both."
         return f"this program has no {show(key)}."
 
-    def rest(self, rows: Rows) -> list[Op]:
+    def rest(self) -> list[Op]:
         """The ops that keep to their data, once nothing is missing."""
-        for key, op in self.left.items():
-            if op.kind != "R":
-                raise ProgramError(self.missing(key, rows))
+        for key in self.left:
+            if key[0] != "R":
+                raise ProgramError(self.missing(key))
             if "R" in self.kinds:
                 raise ProgramError(f"the table names some R but not {show(key)}: name all of them, or none.")
-        rest = [*self.left.values(), *self.others.values()]
+        rest = [self.taken(position) for position in (*self.left.values(), *self.others.values())]
         for op in rest:
             if op.kind in self.kinds:
                 raise ProgramError(f"the table names some {op.kind} but not {op.cell}: name all of them, or none.")
         return rest
 
-    def missing(self, key: Key, rows: Rows) -> str:
+    def missing(self, key: Key) -> str:
         kind, stage, microbatch, piece = key
-        empty = next((rank for rank, row in enumerate(rows) if not row), None)
         named = self.ops.keys() - self.left.keys()
         forward = ("F", stage, microbatch, piece)
-        if empty is not None:
-            return f"rank {empty} has no ops in the table, and {show(key)} is missing."
+        if kind == "I" and ("W", *key[1:]) in named:
+            half = show(("W", *key[1:]))
+            return f"the table has {half} without {show(key)}, which makes what it reads. Add {show(key)} before it."
         if kind in "BI" and forward in named:
             backward = f"{stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
             return f"the table has {show(forward)} without its backward: add {backward}."

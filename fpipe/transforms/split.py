@@ -9,10 +9,13 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import count, repeat
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from fpipe.program import Op, Output, Program, ProgramError, Value, building, kind_of, pair, parts_of
+from fpipe.microbatch import spec_text
+from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, building, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, rebuilt
 
 _new = tuple.__new__
@@ -45,9 +48,9 @@ def split(
     >>> print(fpipe.plot(fpipe.split(2)(fpipe.program(2))))
     rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
     """
-    count, how = _sizes(microbatches, size, rows, allow_fewer)
+    many, how = _sizes(microbatches, size, rows, allow_fewer)
     if spec is not None:
-        how = (*how, ("spec", spec))
+        how = (*how, ("spec", spec_text(spec)))
 
     def transform(program: Program) -> Program:
         if any(op.kind == "SPLIT" for op in program.ops) or program.microbatches > 1:
@@ -55,12 +58,12 @@ def split(
                 f"this program is split into {program.microbatches} microbatches already; split it once."
             )
         with building():
-            outputs = tuple([made for end in program.outputs for made in _labels(program, end, count)])
-            ops = _copies(program, count, how)
+            outputs = tuple([made for end in program.outputs for made in _labels(program, end, many)])
+            ops, sources = _copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
             # One rank and nothing but timed ops: each copy is in order, and they follow each other.
-            return Program.trusted(program.inputs, tuple(ops), outputs)
-        return rebuilt(program, ops, outputs=outputs)
+            return Program.trusted(program.inputs, tuple(ops), outputs, sources)
+        return rebuilt(program, ops, outputs=outputs, sources=sources)
 
     return transform
 
@@ -89,98 +92,134 @@ def _sizes(
     return count, ()
 
 
-class _Stamp:
-    """The values of one microbatch after another, by number: those of the base program renamed, and the SPLITs'.
+class _Form(NamedTuple):
+    """An op of the base program with numbers for its values."""
 
-    Numbers instead of names, since a program of a million ops is stamped out here: 1.7 us an op against 9 us.
+    kind: str
+    stage: int | None
+    indexed: bool
+    slice: int | None
+    rank: int
+    reads: list[int]
+    writes: list[int]
+    parts: tuple[_Form, ...] = ()
+    how: tuple[tuple[str, Any], ...] = ()
+
+
+class _Stamp:
+    """The values of one microbatch after another, by number: from 0 on those of the microbatch itself, and from -1 down
+    those that are the same for all and those of the microbatch before.
+
+    Numbers instead of names, since a program of a million ops is stamped out here: 1.5 us an op against 9 us.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Value, int] = {}
-        self.shapes: list[tuple[str, int | None, int | None, int, str, int]] = []  # a value, its microbatch left out
-        self.fixed: list[Value] = []  # values that are the same for all microbatches
+        self.own: list[Value] = []
+        self.others: list[Value] = []
 
-    def number(self, value: Value, shift: int = 0) -> int:
-        """The number of a value of the base program; `shift` -1 for the same value of the microbatch before."""
-        key = value._replace(microbatch=None if value.microbatch is None else shift)
-        if key not in self.numbers:
-            self.numbers[key] = len(self.shapes)
-            microbatch = 1 if value.microbatch is None else shift
-            self.shapes.append((value.name, value.stage, value.slice, value.port, value.at, microbatch))
-            self.fixed.append(value._replace(microbatch=None) if shift < 0 else value)
-        return self.numbers[key]
+    def number(self, value: Value) -> int:
+        """The number of a value of the base program."""
+        if value not in self.numbers:
+            if value.microbatch is None:
+                self.others.append(value)
+                self.numbers[value] = -len(self.others)
+            else:
+                self.numbers[value] = len(self.own)
+                self.own.append(value)
+        return self.numbers[value]
 
-    def values(self, index: int) -> list[Value]:
-        """All values of one microbatch."""
-        return [
-            fixed if shift > 0 or index + shift < 0 else _new(Value, (name, stage, index + shift, piece, port, at))
-            for (name, stage, piece, port, at, shift), fixed in zip(self.shapes, self.fixed, strict=True)
-        ]
+    def before(self, value: Value) -> int | None:
+        """For a value of the microbatch before (a state that was handed in, for the first), the number it has there."""
+        return self.numbers.get(value._replace(microbatch=0)) if value.name == "state" else None
+
+    def values(self) -> Iterator[list[Value]]:
+        """All values, microbatch by microbatch."""
+        names, stages, _, pieces, ports, places = zip(*self.own, strict=True)
+        last: list[Value] = []
+        for index in count():
+            own = map(_new, repeat(Value), zip(names, stages, repeat(index), pieces, ports, places, strict=False))
+            values = [*own, *reversed(self.others)]
+            for number, other in enumerate(self.others, 1):
+                twin = self.before(other)
+                if last and twin is not None:
+                    values[-number] = last[twin]
+            yield values
+            last = values
 
 
-def _copies(program: Program, count: int, how: tuple[tuple[str, object], ...]) -> list[Op]:
-    """The ops of all microbatches, one after the other, each with a SPLIT before it where it takes from the batch.
+def _getter(numbers: list[int]) -> Callable[[list[Value]], tuple[Value, ...]]:
+    """`values -> (values[n] for n in numbers)`, as fast as Python has it."""
+    if len(numbers) == 1:
+        only = numbers[0]
+        return lambda values: (values[only],)
+    return itemgetter(*numbers) if numbers else lambda values: ()
+
+
+def _copies(program: Program, many: int, how: tuple[tuple[str, object], ...]) -> tuple[list[Op], list[Sources] | None]:
+    """The ops of all microbatches, one after the other, each with a SPLIT before it where it takes from the batch, and
+    where each finds what it reads.
 
     SCALE is left out: gradients per microbatch are of totals; `merge` divides once, by the count of them all.
     """
     stamp = _Stamp()
     targets = {op.stage for op in parts_of(program.ops) if any(value.name == "target" for value in op.reads)}
     forms = [form for op in program.ops if op.kind != "SCALE" for form in _forms(op, stamp, targets)]
+    made = [(form, _getter(form.reads), _getter(form.writes)) for form in forms]
     ops: list[Op] = []
-    for index in range(count):
-        values = stamp.values(index)
-        rule = (("index", index), ("count", count), *how)
-        for form in forms:
-            kind, stage, indexed, piece, rank, reads, writes, parts, own = form
-            made = (
-                kind,
-                stage,
-                index if indexed else None,
-                piece,
-                rank,
-                tuple([values[number] for number in reads]),
-                tuple([values[number] for number in writes]),
-                parts,
-                rule if kind == "SPLIT" else own,
-            )
-            ops.append(_new(Op, made) if not parts else _stamped_pair(parts, values, index))
-    return ops
+    for index, values in zip(range(many), stamp.values(), strict=False):
+        rule = (("index", index), ("count", many), *how)
+        for (kind, stage, indexed, piece, rank, _, _, parts, own), reads, writes in made:
+            if parts:
+                ops.append(_stamped_pair(parts, values, index))
+                continue
+            at = index if indexed else None
+            said = rule if kind == "SPLIT" else own
+            ops.append(_new(Op, (kind, stage, at, piece, rank, reads(values), writes(values), (), said)))
+    return ops, _sources(forms, stamp, many)
 
 
-_Form = tuple[str, "int | None", bool, "int | None", int, list[int], list[int], tuple[Any, ...], tuple[Any, ...]]
+def _sources(forms: list[_Form], stamp: _Stamp, many: int) -> list[Sources] | None:
+    """The sources of all copies, without looking up a single value: they lie as far apart in each copy."""
+    if any(form.parts for form in forms):
+        return None
+    size = len(forms)
+    writer = {number: at for at, form in enumerate(forms) for number in form.writes}
+    twins = {-number: stamp.before(other) for number, other in enumerate(stamp.others, 1)}
+    far = -size * many  # an input: so far before the first op that it is one in every copy
+    steps = [
+        [writer[n] if n >= 0 else far if (twin := twins[n]) is None else writer[twin] - size for n in form.reads]
+        for form in forms
+    ]
+    return [
+        tuple([found if (found := base + step) >= 0 else -1 for step in reads])
+        for base in range(0, size * many, size)
+        for reads in steps
+    ]
 
 
 def _forms(op: Op, stamp: _Stamp, targets: set[int | None]) -> Iterator[_Form]:
-    """An op with numbers for its values, and before it the SPLIT it needs."""
+    """The form of an op, and before it that of the SPLIT it needs."""
     if op.parts:
         inner = [form for part in op.parts for form in _forms(part, stamp, targets)]
-        yield from (form for form in inner if form[0] == "SPLIT")
-        parts = tuple(form for form in inner if form[0] != "SPLIT")
-        yield ("PAIR", op.stage, True, op.slice, op.rank, [], [], parts, ())
+        yield from (form for form in inner if form.kind == "SPLIT")
+        yield _Form("PAIR", op.stage, True, op.slice, op.rank, [], [], tuple(f for f in inner if f.kind != "SPLIT"))
         return
     taken = [value for value in op.reads if value.name in _BATCH]
     slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in taken}
     weight = [Value("w", op.stage, 0)] if op.stage in targets else []
     if taken and op.kind == "F":
         made = [stamp.number(value) for value in (*slices.values(), *weight)]
-        yield ("SPLIT", op.stage, True, op.slice, op.rank, [stamp.number(value) for value in taken], made, (), ())
-    if op.kind not in "BI":
-        weight = []
-
-    def number(value: Value) -> int:
-        if value.name == "state" and value.microbatch is None:
-            return stamp.number(value._replace(microbatch=0), -1)
-        return stamp.number(slices.get(value, value))
-
-    reads = [*map(number, op.reads), *map(stamp.number, weight)]
-    writes = [stamp.number(value) for value in op.writes]
-    yield (op.kind, op.stage, op.microbatch is not None, op.slice, op.rank, reads, writes, (), op.how)
+        yield _Form("SPLIT", op.stage, True, op.slice, op.rank, [stamp.number(value) for value in taken], made)
+    reads = [slices.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
+    numbers = [stamp.number(value) for value in reads], [stamp.number(value) for value in op.writes]
+    yield _Form(op.kind, op.stage, op.microbatch is not None, op.slice, op.rank, *numbers, (), op.how)
 
 
 def _stamped_pair(parts: tuple[_Form, ...], values: list[Value], index: int) -> Op:
     made: list[Op] = []
     for kind, stage, indexed, piece, rank, reads, writes, _, own in parts:
-        read, written = tuple([values[number] for number in reads]), tuple([values[number] for number in writes])
+        read, written = _getter(reads)(values), _getter(writes)(values)
         made.append(Op(kind, stage, index if indexed else None, piece, rank, read, written, (), own))
     return pair(*made)
 
@@ -189,7 +228,7 @@ def _labels(program: Program, end: Output, count: int) -> Iterator[Output]:
     """A result of each microbatch, where the base program has one; a gradient before it is divided by the count."""
     name, value, homes = end
     if value.name == "scaled":
-        value = program.ops[program.index.writer[value]].reads[0]
+        value = program.ops[program.writer[value]].reads[0]
     if value.name == "state":
         yield Output(name, value._replace(microbatch=count - 1), homes)
         return

@@ -1,0 +1,115 @@
+"""Parameters as stages have them, as a state_dict has them, and as an optimizer wants their gradients.
+
+({"0.weight": w0}, {"1.weight": w1})        --> join_params -->        {"0.weight": w0, "1.weight": w1}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.models import Model, with_ties
+
+
+def join_params(model: Model, per_stage: Sequence[Any]) -> dict[Any, Any]:
+    """The parameters of all stages in one dict, or their gradients; `split_params` is its inverse.
+
+    Of a model made from a module: by the names of its state_dict, a parameter with several names under each of them.
+    Frozen parameters and buffers are not among them. Of a model made from functions: {stage: its parameters}, a tied
+    leaf with each of its stages.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2)
+    >>> fpipe.join_params(model, params).keys() == net.state_dict().keys()
+    True
+    """
+    whole: dict[Any, Any] = {}
+    for number, (stage, params) in enumerate(zip(model.stages, with_ties(model, per_stage), strict=True)):
+        if stage.names is None:
+            whole[number] = params
+            continue
+        same_keys(params, [leaf[0] for leaf in stage.names], f"params of stage {number}")
+        whole.update({name: params[leaf[0]] for leaf in stage.names for name in leaf})
+    return whole
+
+
+def split_params(model: Model, whole: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Parameters, or gradients, per stage; the inverse of `join_params`.
+
+    Raises:
+        ValueError: a name too many or too few, or one parameter with different values under its names.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2)
+    >>> [list(stage) for stage in fpipe.split_params(model, net.state_dict())]
+    [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+    said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
+    same_keys(whole, [name for stage in said for leaf in stage for name in leaf], "the whole")
+    split: list[Any] = []
+    for number, stage in enumerate(model.stages):
+        if stage.names is None:
+            split.append(whole[number])
+            continue
+        for leaf in stage.names:
+            for name in leaf[1:]:
+                _same_tensor(whole[leaf[0]], whole[name], repr(leaf[0]), repr(name))
+        split.append({leaf[0]: whole[leaf[0]] for leaf in stage.names})
+    for group in model.ties:
+        (owner, first), *others = group
+        for number, leaf in others:
+            if model.stages[number].names is None:
+                _same_tensor(split[owner][first], split[number][leaf], f"[{owner}][{first!r}]", f"[{number}][{leaf!r}]")
+                split[number] = {key: value for key, value in split[number].items() if key != leaf}
+    return tuple(split)
+
+
+def assign_grads(params: Any, grads: Any) -> None:
+    """Set `.grad` of each parameter, as an optimizer reads it.
+
+    Raises:
+        ValueError: gradients of another structure or shape; the first such place is named.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=1)
+    >>> optimizer = torch.optim.SGD((leaf for stage in params for leaf in stage.values()), lr=1.0)
+    >>> before = net[0].bias.item()
+    >>> fpipe.assign_grads(params, ({"0.weight": torch.zeros(1, 2), "0.bias": torch.tensor([2.0])},))
+    >>> optimizer.step()
+    >>> round(before - net[0].bias.item(), 4)
+    2.0
+    """
+    place = tree.difference(params, grads)
+    if place is not None:
+        raise ValueError(f"params and grads differ in structure: only one of them has a leaf at {place}.")
+    pairs = list(zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True))
+    for (place, param), grad in pairs:
+        if getattr(param, "shape", None) != getattr(grad, "shape", None) and grad is not None:
+            raise ValueError(
+                f"the gradient at {place} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+            )
+    for (_, param), grad in pairs:
+        if isinstance(param, Tensor):
+            param.grad = grad
+
+
+def same_keys(found: Mapping[Any, Any], expected: Sequence[Any], who: str) -> None:
+    """A dict has exactly the expected keys."""
+    missing = next((name for name in expected if name not in found), None)
+    if missing is not None:
+        raise ValueError(f"{who} must have {missing!r}, which is missing.")
+    if len(found) != len(expected):
+        extra = next(name for name in found if name not in expected)
+        raise ValueError(f"{who} has {extra!r}, which is not a parameter of it that trains.")
+
+
+def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:
+    if one is not other and not (isinstance(one, Tensor) and (one.is_set_to(other) or torch.equal(one, other))):
+        raise ValueError(f"{name} and {alias} are one parameter, but have different values.")

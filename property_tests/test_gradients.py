@@ -1,0 +1,197 @@
+"""The one promise: loss and gradients are plain autograd's, bit by bit, whatever the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.program import Program
+from fpipe.result import Result
+from fpipe.tree import leaves
+from property_tests.strategies import Net, Plan, legal_tables, nets, plain_autograd, plans
+
+SEED = st.integers(0, 2**16)
+STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
+    "checkpoint()": lambda: fpipe.checkpoint("always"),
+    "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
+    "split_backward()": lambda: fpipe.split_backward(),
+    "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
+    "merge_backward()": lambda: fpipe.merge_backward(),
+    "merge()": lambda: fpipe.merge(),
+}
+LAST = {"communicate()": fpipe.communicate(), "free()": fpipe.free(), "identity()": fpipe.identity()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, a batch of `rows` in `microbatches`, and the chain of transforms that makes the program."""
+
+    net: Net
+    microbatches: int
+    rows: int
+    chain: tuple[str, ...]
+    table: tuple[tuple[str, ...], ...] | str
+    seed: int
+
+    @property
+    def program(self) -> Program:
+        schedule = (
+            getattr(fpipe.schedules, self.table)(min(2, len(self.net.bodies)))
+            if isinstance(self.table, str)
+            else fpipe.schedules.from_table(self.table)
+        )
+        steps = {"schedule": schedule, **{name: make() for name, make in STEPS.items()}, **LAST}
+        return fpipe.chain(fpipe.split(self.microbatches), *(steps[name] for name in self.chain))(
+            fpipe.program(self.net.model)
+        )
+
+    def result(self) -> Result:
+        return fpipe.build(self.program, self.net.model)(
+            self.net.params(self.seed), self.net.batch(self.rows, self.seed)
+        )
+
+
+@st.composite
+def runs(draw: st.DrawFn, models: st.SearchStrategy[Net] | None = None) -> Run:
+    net = draw(nets() if models is None else models)
+    m = draw(st.integers(1, 4))
+    rows = m * draw(st.integers(1, 3)) + draw(st.integers(0, m - 1))
+    split = fpipe.chain(fpipe.split(m), fpipe.split_backward())(fpipe.program(net.model))
+    table = draw(st.one_of(st.sampled_from(["gpipe", "one_f_one_b"]), legal_tables(split)))
+    middle = draw(st.lists(st.sampled_from(sorted({*STEPS} - {"merge()"})), max_size=3))
+    chain = draw(st.permutations(["schedule", "merge()", *middle]))
+    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
+    if not isinstance(table, str):
+        chain = ["split_backward()", *(name for name in chain if name != "merge_backward()")]
+    return Run(net, m, rows, (*chain, *last), table, draw(SEED))
+
+
+def same_bits(found: Result, loss: torch.Tensor, grads) -> bool:
+    """Every leaf, by name."""
+    assert [sorted(stage) for stage in found.grads] == [sorted(stage) for stage in grads]
+    differ = [
+        f"grads[{number}][{name}]"
+        for number, stage in enumerate(grads)
+        for name, grad in stage.items()
+        if not torch.equal(found.grads[number][name], grad)
+    ]
+    if not torch.equal(found.loss, loss):
+        differ.append(f"loss: {found.loss.item()!r} against {loss.item()!r}")
+    assert not differ, differ
+    return True
+
+
+@given(runs())
+def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
+    loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed), run.microbatches)
+    assert same_bits(run.result(), loss, grads)
+
+
+# The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
+@example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, ("schedule", "merge()"), "gpipe", 1))
+@given(runs())
+def test_gradients_are_the_references_bit_by_bit(run: Run):
+    expected = fpipe.reference(
+        run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed), microbatches=run.microbatches
+    )
+    assert same_bits(run.result(), expected.loss, expected.grads)
+
+
+@given(runs())
+def test_outputs_are_the_references_bit_by_bit(run: Run):
+    expected = fpipe.reference(
+        run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed), microbatches=run.microbatches
+    )
+    pairs = zip(leaves(run.result().outputs), leaves(expected.outputs), strict=True)
+    assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
+
+
+@given(runs(nets().map(lambda net: Net(net.bodies, net.takes, net.reduction, "float64"))))
+def test_gradients_are_those_of_the_undivided_batch(run: Run):
+    loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
+    found = run.result()
+    close = lambda one, other: torch.allclose(one, other, rtol=1e-10, atol=1e-12)  # noqa: E731
+    assert close(found.loss, loss)
+    assert all(
+        close(found.grads[number][name], grad) for number, stage in enumerate(grads) for name, grad in stage.items()
+    )
+
+
+@given(plans(), SEED)
+def test_gradients_do_not_depend_on_the_plan(plan: Plan, seed: int):
+    net = Net(("mlp",) * len(plan.takes), plan.takes)
+    loss, grads = plain_autograd(net, net.params(seed), net.batch(7, seed), plan.microbatches)
+    assert same_bits(fpipe.build(plan.program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
+
+
+@given(runs())
+def test_a_step_changes_nothing_it_is_given(run: Run):
+    params, batch = run.net.params(run.seed), run.net.batch(run.rows, run.seed)
+    random = torch.get_rng_state()
+    fpipe.build(run.program, run.net.model)(params, batch)
+    fresh = (run.net.params(run.seed), run.net.batch(run.rows, run.seed), random)
+    assert all(
+        torch.equal(*pair) for pair in zip(leaves((params, batch, torch.get_rng_state())), leaves(fresh), strict=True)
+    )
+
+
+@given(runs())
+def test_two_steps_added_are_twice_one(run: Run):
+    step, params, batch = (
+        fpipe.build(run.program, run.net.model),
+        run.net.params(run.seed),
+        run.net.batch(run.rows, run.seed),
+    )
+    one, other = (leaves(step(params, batch).grads) for _ in range(2))
+    assert all(torch.equal(a + b, 2 * a) for a, b in zip(one, other, strict=True))
+
+
+@given(runs())
+def test_results_per_microbatch_add_up_to_the_merged_ones(run: Run):
+    """Without merge() every microbatch gives its own, in microbatch order."""
+    if run.net.reduction == "count":
+        return
+    apart = Run(
+        run.net, run.microbatches, run.rows, tuple(name for name in run.chain if name != "merge()"), run.table, run.seed
+    )
+    found, whole = apart.result(), run.result()
+    weights = [1.0] * run.microbatches
+    if run.net.reduction == "mean":
+        weights = [len(part) / run.rows for part in torch.empty(run.rows).tensor_split(run.microbatches)]
+    assert len(found.loss) == len(found.grads) == run.microbatches
+    total = sum(loss * weight for loss, weight in zip(found.loss, weights, strict=True))
+    assert torch.equal(torch.as_tensor(total), whole.loss)
+
+
+@st.composite
+def replicated(draw: st.DrawFn) -> tuple[Net, int, tuple[tuple[str, ...], ...]]:
+    """A model, a number of microbatches, and a table that puts a stage on any rank for each of them."""
+    net, m = draw(nets()), draw(st.integers(1, 4))
+    split = fpipe.chain(fpipe.split(m), fpipe.split_backward())(fpipe.program(net.model))
+    return net, m, draw(legal_tables(split, replicas=True))
+
+
+@given(replicated(), st.sampled_from(["never", "except_last", "always"]), SEED)
+def test_gradients_do_not_depend_on_where_replicas_are(
+    found: tuple[Net, int, tuple[tuple[str, ...], ...]], policy, seed: int
+):
+    net, m, table = found
+    schedule = fpipe.schedules.from_table(table, replicated=True)
+    program = fpipe.chain(fpipe.split(m), fpipe.checkpoint(policy), schedule, fpipe.merge())(fpipe.program(net.model))
+    loss, grads = plain_autograd(net, net.params(seed), net.batch(7, seed), m)
+    assert same_bits(fpipe.build(program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
+
+
+@given(replicated(), SEED)
+def test_replicas_that_communicate_give_the_same(found: tuple[Net, int, tuple[tuple[str, ...], ...]], seed: int):
+    net, m, table = found
+    schedule = fpipe.schedules.from_table(table, replicated=True)
+    program = fpipe.chain(fpipe.split(m), schedule, fpipe.merge(), fpipe.communicate())(fpipe.program(net.model))
+    fpipe.check(program)
+    loss, grads = plain_autograd(net, net.params(seed), net.batch(7, seed), m)
+    assert same_bits(fpipe.build(program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)

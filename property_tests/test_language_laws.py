@@ -1,0 +1,280 @@
+"""Laws of the language: they hold for every program, so they are tried on random ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.program import Program, ProgramError, parts_of
+from property_tests.strategies import Plan, dags, legal_tables, plans, tiny
+
+ANY_ROWS = 8
+
+
+def harmless(program: Program, plan: Plan) -> bool:
+    """Whether a program that was not refused still gives plain autograd's gradients, bit by bit."""
+    net = tiny(plan.takes)
+    return fpipe.verify(program, net.model, net.params(), net.batch(ANY_ROWS)).bitwise
+
+
+def timed_events(program: Program, costs: fpipe.Costs) -> set[tuple[str, int, float, float]]:
+    return {
+        (op.cell, op.rank, start, end) for op, start, end in fpipe.simulate(program, costs).events if op.kind in "FBIWR"
+    }
+
+
+@given(plans())
+def test_schedule_merge_split_backward_and_checkpoint_commute(plan: Plan):
+    roads = itertools.permutations(plan.transforms.values())
+    assert {fpipe.chain(plan.split, *road)(plan.base) for road in roads} == {plan.program}
+
+
+@given(plans())
+def test_the_program_of_a_random_legal_order_passes_the_check(plan: Plan):
+    program = plan.program
+    assert Program(program.inputs, program.ops, program.outputs) == program
+
+
+@given(plans())
+def test_text_round_trips(plan: Plan):
+    assert Program.parse(str(plan.program)) == plan.program
+
+
+@given(plans())
+def test_text_with_transfers_and_frees_round_trips(plan: Plan):
+    program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
+    assert Program.parse(str(program)) == program
+
+
+@given(plans())
+def test_csv_round_trips_on_a_base_program(plan: Plan):
+    from_csv = fpipe.schedules.from_table(plan.program.to_csv())
+    others = [plan.split, *(plan.transforms[name] for name in ("checkpoint", "split_backward", "merge"))]
+    assert fpipe.chain(*others, from_csv)(plan.base) == plan.program
+
+
+@given(plans())
+def test_csv_with_transfers_round_trips_on_a_base_program(plan: Plan):
+    program = fpipe.communicate()(plan.program)
+    assert fpipe.schedules.from_table(program.to_csv(comms=True))(program) == program
+
+
+@given(plans())
+def test_the_drawn_grid_round_trips_on_a_base_program(plan: Plan):
+    from_grid = fpipe.schedules.from_table(fpipe.plot(plan.program))
+    others = [plan.split, *(plan.transforms[name] for name in ("checkpoint", "split_backward", "merge"))]
+    assert fpipe.chain(*others, from_grid)(plan.base) == plan.program
+
+
+@given(plans())
+def test_merging_backwards_undoes_splitting_them(plan: Plan):
+    whole = fpipe.chain(plan.split, fpipe.merge())(plan.base)
+    assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(whole) == whole
+
+
+@given(plans())
+def test_splitting_backwards_undoes_merging_them(plan: Plan):
+    """Where I and W stand side by side, of which a program that merge_backward has been through has no others."""
+    merged = fpipe.merge_backward()(plan.program)
+    assert fpipe.merge_backward()(fpipe.split_backward()(merged)) == fpipe.merge_backward()(merged) == merged
+
+
+@given(plans(), st.sampled_from(["checkpoint", "split_backward", "schedule", "merge"]))
+def test_each_transform_does_nothing_the_second_time(plan: Plan, name: str):
+    assert plan.transforms[name](plan.program) == plan.program
+
+
+@given(plans())
+def test_communicate_does_nothing_the_second_time(plan: Plan):
+    once = fpipe.communicate()(plan.program)
+    assert fpipe.communicate()(once) == once
+
+
+@given(plans())
+def test_every_transfer_is_of_one_value_to_one_rank_once(plan: Plan):
+    sent = [op.writes[0] for op in fpipe.communicate()(plan.program).ops if op.kind == "SEND"]
+    assert len(sent) == len(set(sent))
+
+
+@given(plans())
+def test_every_op_reads_only_what_is_on_its_rank_once_everything_is_sent(plan: Plan):
+    program = fpipe.communicate()(plan.program)
+    at = {value: {op.rank} for op in program.ops for value in op.writes if op.kind != "SEND"}
+    at |= {end.value: set(end.homes) for end in program.inputs}
+    assert all(op.rank in at[value] for op in program.ops if op.kind != "RECV" for value in op.reads)
+
+
+@given(plans())
+def test_every_forward_and_backward_has_one_cell(plan: Plan):
+    cells = [cell for row in plan.program.table() for cell in row if "R" not in cell]
+    halves = {f"{stage}{kind}{index}" for stage, index in plan.halved for kind in "IW"}
+    every = set(itertools.product(range(len(plan.takes)), range(plan.microbatches)))
+    wholes = {f"{stage}B{index}" for stage, index in every - plan.halved}
+    assert sorted(cells) == sorted({f"{stage}F{index}" for stage, index in every} | halves | wholes)
+
+
+@given(plans())
+def test_a_rank_keeps_the_order_of_its_table(plan: Plan):
+    kept = tuple(tuple(cell for cell in row if "R" not in cell) for row in plan.program.table())
+    assert kept == plan.table
+
+
+@given(plans())
+def test_a_program_is_equal_to_its_copy_and_hashes_like_it(plan: Plan):
+    program = plan.program
+    copy = Program.parse(str(program))
+    assert (copy == program, hash(copy) == hash(program), copy is program) == (True, True, False)
+
+
+@given(plans(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.sampled_from([0.0, 0.25, 1.0, 4.0]))
+def test_simulation_is_the_same_before_and_after_communicate(
+    plan: Plan, forward: int, inner: int, weight: int, transfer: float
+):
+    costs = fpipe.Costs(forward=forward, backward_input=inner, backward_weight=weight, transfer=transfer)
+    before, after = plan.program, fpipe.communicate()(plan.program)
+    assert timed_events(before, costs) == timed_events(after, costs)
+
+
+@given(plans(), st.sampled_from([0.0, 0.25, 4.0]))
+def test_peaks_and_bubbles_are_the_same_before_and_after_communicate(plan: Plan, transfer: float):
+    costs = fpipe.Costs(transfer=transfer)
+    before, after = (fpipe.simulate(program, costs) for program in (plan.program, fpipe.communicate()(plan.program)))
+    assert (before.span, before.bubble_span, before.peak) == (after.span, after.bubble_span, after.peak)
+
+
+@given(plans())
+def test_no_rank_does_two_things_at_once(plan: Plan):
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for op, start, end in fpipe.simulate(plan.program, fpipe.Costs(transfer=0.5)).events:
+        if end > start:
+            rows.setdefault(op.rank, []).append((start, end))
+    assert all(one[1] <= next_[0] for row in rows.values() for one, next_ in itertools.pairwise(sorted(row)))
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
+def test_gpipe_simulates_to_its_formula(ranks: int, microbatches: int, forward: int, inner: int, weight: int):
+    program = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.gpipe(ranks), fpipe.merge())(fpipe.program(ranks))
+    timeline = fpipe.simulate(program, fpipe.Costs(forward, inner, weight))
+    expected = (microbatches + ranks - 1) * (forward + inner + weight)
+    assert (timeline.makespan, timeline.peak) == (expected, (microbatches,) * ranks)
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
+def test_one_f_one_b_simulates_to_its_formula(ranks: int, microbatches: int, forward: int, inner: int, weight: int):
+    program = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks), fpipe.merge())(
+        fpipe.program(ranks)
+    )
+    timeline = fpipe.simulate(program, fpipe.Costs(forward, inner, weight))
+    expected = (microbatches + ranks - 1) * (forward + inner + weight)
+    assert (timeline.makespan, timeline.peak) == (
+        expected,
+        tuple(min(microbatches, ranks - rank) for rank in range(ranks)),
+    )
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from(["gpipe", "one_f_one_b"]))
+def test_more_stages_than_ranks_share_a_rank_and_count_as_one(ranks: int, each: int, microbatches: int, name: str):
+    schedule = getattr(fpipe.schedules, name)(ranks)
+    made = [
+        fpipe.simulate(
+            fpipe.chain(fpipe.split(microbatches), schedule)(fpipe.program(ranks * v)),
+            fpipe.Costs(12 / v, 12 / v, 12 / v),
+        )
+        for v in (1, each)
+    ]
+    assert made[0].peak == made[1].peak
+    assert made[0].makespan == pytest.approx(made[1].makespan)
+
+
+@given(plans(), st.data())
+def test_removing_an_op_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+    program = fpipe.communicate()(plan.program)
+    gone = data.draw(st.sampled_from(range(len(program.ops))))
+    try:
+        left = Program(program.inputs, program.ops[:gone] + program.ops[gone + 1 :], program.outputs)
+    except ProgramError:
+        return
+    assert harmless(left, plan), program.ops[gone]
+
+
+@given(plans(), st.data())
+def test_duplicating_an_op_is_refused(plan: Plan, data: st.DataObject):
+    program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
+    at = data.draw(st.sampled_from(range(len(program.ops))))
+    to = data.draw(st.sampled_from(range(at, len(program.ops))))
+    with pytest.raises(ProgramError):
+        Program(program.inputs, (*program.ops[: to + 1], program.ops[at], *program.ops[to + 1 :]), program.outputs)
+
+
+@given(plans(), st.data())
+def test_swapping_two_ops_in_a_ranks_order_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+    rows = [list(row) for row in plan.table]
+    row = data.draw(st.sampled_from([row for row in rows if len(row) > 1]))
+    one, other = data.draw(st.lists(st.sampled_from(range(len(row))), min_size=2, max_size=2, unique=True))
+    row[one], row[other] = row[other], row[one]
+    try:
+        swapped = fpipe.reorder(rows)(plan.program)
+    except ProgramError as error:
+        if "comes later" not in str(error):
+            raise
+        return
+    assert harmless(swapped, plan)
+
+
+@given(plans(), st.data())
+def test_moving_an_op_within_the_list_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+    ops = list(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program).ops)
+    places = st.sampled_from(range(len(ops)))
+    ops.insert(data.draw(places), ops.pop(data.draw(places)))
+    try:
+        moved = Program(plan.program.inputs, tuple(ops), fpipe.communicate()(plan.program).outputs)
+    except ProgramError:
+        return
+    assert harmless(moved, plan)
+
+
+@given(plans())
+def test_gradients_do_not_depend_on_the_order(plan: Plan):
+    assert harmless(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program), plan)
+
+
+@given(plans())
+def test_free_drops_every_value_once_and_no_result(plan: Plan):
+    program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
+    freed = [value for op in program.ops if op.kind == "FREE" for value in op.reads]
+    written = {value for op in program.ops if op.kind != "SEND" for value in op.writes}
+    assert sorted(freed) == sorted(written - {end.value for end in program.outputs})
+
+
+@given(dags(), st.integers(1, 5))
+def test_results_are_named_in_one_order(takes, microbatches: int):
+    program = fpipe.chain(fpipe.split(microbatches), fpipe.merge())(fpipe.program(len(takes), inputs=takes))
+    assert [str(end.name) for end in program.outputs] == [
+        "loss",
+        "outputs",
+        *(f"grads[{stage}]" for stage in range(len(takes))),
+    ]
+
+
+@given(plans())
+def test_a_pair_holds_two_ops_that_stand_side_by_side(plan: Plan):
+    """Cells of one rank that do not need each other, put into a PAIR, are still every op once."""
+    program = fpipe.chain(plan.split, plan.transforms["schedule"], fpipe.merge())(plan.base)
+    assert sorted(part.cell for part in parts_of(program.ops)) == sorted(op.cell for op in program.ops)
+
+
+@given(dags(), st.integers(1, 4), st.data())
+def test_the_four_commute_with_replicas_too(takes, microbatches: int, data: st.DataObject):
+    base = fpipe.split(microbatches)(fpipe.program(len(takes), inputs=takes))
+    table = data.draw(legal_tables(fpipe.split_backward()(base), replicas=True), label="table")
+    four = (
+        fpipe.checkpoint("except_last"),
+        fpipe.split_backward(),
+        fpipe.schedules.from_table(table, replicated=True),
+        fpipe.merge(),
+    )
+    assert len({fpipe.chain(*road)(base) for road in itertools.permutations(four)}) == 1

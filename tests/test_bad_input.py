@@ -1,0 +1,344 @@
+"""What is wrong is said, with the stage at fault; what is only unusual works."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from property_tests.strategies import Net, linear, plain_autograd
+
+NET = Net(("linear", "mlp"), ("batch", 0))
+PIPELINE = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())
+STEP = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model)
+PARAMS, BATCH = NET.params(), NET.batch(6)
+EYE = {"w": torch.eye(4), "b": torch.zeros(4)}
+
+
+def total(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def step_of(*stages, loss=total, reduction="mean"):
+    model = fpipe.from_functions(stages, loss, reduction=reduction)
+    return fpipe.build(fpipe.program(model), model)
+
+
+ARGUMENTS = {
+    "params of another number": (
+        (PARAMS[:1], BATCH),
+        "params is a tuple with one pytree for each of the 2 stages, found 1 of them.",
+    ),
+    "params of another type": (
+        ({"w": torch.eye(4)}, BATCH),
+        "params is a tuple with one pytree for each of the 2 stages, found dict.",
+    ),
+    "no pair": ((PARAMS, BATCH[0]), "a batch is a pair (inputs, target), found Tensor."),
+    "fewer rows than microbatches": (
+        (PARAMS, NET.batch(2)),
+        "2 rows cannot fill 3 microbatches; use split(3, rows=2, allow_fewer=True).",
+    ),
+    "zero rows": ((PARAMS, NET.batch(0)), "inputs has 0 rows; a microbatch has at least one."),
+    "other rows in the target": ((PARAMS, (BATCH[0], BATCH[1][:5])), "inputs has 6 rows, target has 5."),
+    "no rows at all": ((PARAMS, (1, "two")), "no leaf of the batch has rows"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS.values(), ids=ARGUMENTS.keys())
+def test_a_step_refuses(arguments, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        STEP(*arguments)
+
+
+MODELS = {
+    "zero stages": (lambda: fpipe.from_functions([]), "a model has at least one stage, found zero stages."),
+    "zero stages in a program": (lambda: fpipe.program(0), "a model has at least one stage, found zero stages."),
+    "a stage that is no function": (
+        lambda: fpipe.from_functions([linear, 3]),
+        "stage 1 is a function f(params, x), found a",
+    ),
+    "a stage that takes itself": (
+        lambda: fpipe.program(2, inputs=("batch", 1)),
+        "stage 1 takes 1; it can take a stage from 0 to 0, or 'batch'.",
+    ),
+    "too few inputs": (
+        lambda: fpipe.program(2, inputs=("batch",)),
+        "inputs says what each stage takes: 2 entries for 2 stages, found 1.",
+    ),
+    "an output that nobody takes": (
+        lambda: fpipe.program(2, inputs=("batch", "batch")),
+        "nobody takes the output of stage 0",
+    ),
+    "a reduction of another name": (
+        lambda: fpipe.from_functions([linear], reduction="avg"),
+        "reduction is 'mean', 'sum' or 'count', found 'avg'.",
+    ),
+    "a tie with nobody": (
+        lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w")]]),
+        "a tie is between leaves of at least two stages",
+    ),
+    "a tie with no stage": (
+        lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w"), (5, "w")]]),
+        "names stage 5; the stages are 0 to 1.",
+    ),
+    "an unknown runtime": (
+        lambda: fpipe.build(fpipe.program(2), NET.model, runtime="mpi"),
+        "runtime 'mpi' is not known; there is",
+    ),
+    "a program of another length": (
+        lambda: fpipe.build(fpipe.program(3), NET.model),
+        "the program has 3 stages and the model 2; start from fpipe.program(model).",
+    ),
+    "a program of another graph": (
+        lambda: fpipe.build(fpipe.program(2, inputs=("batch", (0, "batch"))), NET.model),
+        "start from fpipe.program(model).",
+    ),
+    "a program without the ties": (
+        lambda: fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model),
+        "stage 0 of the model takes params[0] params[0]:1 inputs, in the program it takes params[0] inputs;",
+    ),
+    "zero microbatches": (lambda: fpipe.split(0), "microbatches is at least 1, found 0."),
+    "no size and no number": (lambda: fpipe.split(), "say either the number of microbatches, split(8), or their size"),
+    "a size without rows": (lambda: fpipe.split(size=2), "split(size=2) needs rows=, the rows of a batch"),
+    "more microbatches than rows": (
+        lambda: fpipe.split(4, rows=3),
+        "3 rows cannot fill 4 microbatches; use at most 3, or allow_fewer=True.",
+    ),
+    "zero ranks": (lambda: fpipe.schedules.gpipe(0)(fpipe.program(2)), "ranks is at least 1, found 0."),
+    "a time below zero": (lambda: fpipe.Costs(forward=-1), "forward is a time in seconds, at least 0; found -1."),
+    "too few costs": (
+        lambda: fpipe.simulate(fpipe.program(2), fpipe.Costs(forward=[1])),
+        "forward lists 1 costs, but the program has a stage 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "sentence"), MODELS.values(), ids=MODELS.keys())
+def test_it_is_refused_before_the_first_op(build, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        build()
+
+
+LOSSES = {
+    "not a scalar": (
+        lambda y, t: (y - t).square(),
+        "mean",
+        ValueError,
+        "the loss is a 0-d tensor, found shape (6, 4); reduce it, for instance by .mean().",
+    ),
+    "not a tensor": (lambda y, t: 1.0, "mean", TypeError, "the loss is a 0-d tensor, found float."),
+    "no count": (
+        lambda y, t: y.sum(),
+        "count",
+        TypeError,
+        'with reduction="count" the loss returns (total, count), found Tensor.',
+    ),
+    "no loss": (
+        None,
+        "mean",
+        ValueError,
+        "the last stage's output, which is the loss since no loss= was given, is a 0-d tensor, found shape (6, 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "reduction", "kind", "sentence"), LOSSES.values(), ids=LOSSES.keys())
+def test_a_loss_is_a_scalar(loss, reduction: str, kind: type[Exception], sentence: str):
+    with pytest.raises(kind, match=re.escape(sentence)):
+        step_of(linear, loss=loss, reduction=reduction)((EYE,), BATCH)
+
+
+def shouting(p, x):
+    raise KeyError("boom")
+
+
+NOTES = {
+    "another dtype": (
+        linear,
+        {name: leaf.double() for name, leaf in EYE.items()},
+        RuntimeError,
+        "dtype",
+        "in 1F0: stage 1 (linear), microbatch 0, rank 0",
+    ),
+    "a missing leaf": (linear, {"w": torch.eye(4)}, KeyError, "'b'", "in 1F0: stage 1 (linear), microbatch 0, rank 0"),
+    "an error of its own": (shouting, {}, KeyError, "boom", "in 1F0: stage 1 (shouting), microbatch 0, rank 0"),
+    "no tensor": (
+        lambda p, x: 3,
+        {},
+        TypeError,
+        "without any tensor; a stage returns a pytree of tensors.",
+        "in 1F0: stage 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("stage", "params", "kind", "words", "note"), NOTES.values(), ids=NOTES.keys())
+def test_an_error_in_a_stage_keeps_its_type_and_says_where(stage, params, kind: type[Exception], words: str, note: str):
+    with pytest.raises(kind, match=re.escape(words)) as error:
+        step_of(linear, stage)((EYE, params), BATCH)
+    assert error.value.__notes__[0].startswith(note)
+
+
+def test_a_step_that_raised_leaves_the_next_one_intact():
+    with pytest.raises(ValueError, match="rows"):
+        STEP(PARAMS, NET.batch(2))
+    assert torch.equal(STEP(PARAMS, BATCH).loss, plain_autograd(NET, PARAMS, BATCH, 3)[0])
+
+
+def clamped(p, x: Tensor) -> Tensor:
+    return x.relu_() @ p["w"]
+
+
+def test_a_stage_that_changes_the_batch_is_refused_by_name():
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape("clamped changed what it was given in place; a stage and a loss are pure functions."),
+    ):
+        step_of(clamped)((EYE,), NET.batch(6))
+
+
+def test_the_batch_is_as_it_was_after_a_stage_changed_it():
+    batch = NET.batch(6)
+    with pytest.raises(RuntimeError, match="in place"):
+        step_of(clamped)((EYE,), batch)
+    assert torch.equal(batch[0], BATCH[0])
+
+
+def test_the_batch_is_as_it_was_after_the_reference():
+    batch = NET.batch(6)
+    try:
+        fpipe.reference(fpipe.from_functions([clamped], total), (EYE,), batch)
+    except RuntimeError as error:
+        if "in place" not in str(error):
+            raise
+    assert torch.equal(batch[0], BATCH[0])
+
+
+def test_a_stage_that_changes_what_another_wrote_is_right_or_refused():
+    """As torchgpipe's ReLU(inplace=True) at a cut."""
+    step = step_of(linear, lambda p, x: x.relu_(), linear)
+    try:
+        found = step((EYE, {}, EYE), NET.batch(6)).grads
+    except RuntimeError as error:
+        if "in-place" not in str(error) and "in place" not in str(error):
+            raise
+    else:
+        expected = fpipe.reference(
+            fpipe.from_functions([linear, lambda p, x: x.relu(), linear], total), (EYE, {}, EYE), NET.batch(6)
+        ).grads
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_loss_that_changes_the_target_is_refused_as_the_loss():
+    with pytest.raises(RuntimeError, match=r"loss changed .* in place"):
+        step_of(linear, loss=lambda y, t: t.sub_(y).square().mean())((EYE,), NET.batch(6))
+
+
+def test_a_model_without_parameters_has_a_loss_and_no_gradients():
+    net = Net(("plain", "plain"), ("batch", 0))
+    found = fpipe.build(PIPELINE(fpipe.program(2)), net.model)(({}, {}), BATCH)
+    assert (found.loss.item(), found.grads) == (plain_autograd(net, ({}, {}), BATCH, 3)[0].item(), ({}, {}))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I W"])
+def test_a_stage_without_parameters_passes_gradients_on(place: int, split: bool):
+    bodies = ["linear"] * 3
+    bodies[place] = "plain"
+    net = Net(tuple(bodies), ("batch", 0, 1))  # type: ignore[arg-type]
+    program = fpipe.chain(
+        fpipe.split(3), fpipe.split_backward() if split else fpipe.identity(), fpipe.schedules.gpipe(3), fpipe.merge()
+    )(fpipe.program(3))
+    found = fpipe.build(program, net.model)(net.params(), BATCH).grads
+    expected = plain_autograd(net, net.params(), BATCH, 3)[1]
+    assert all(
+        torch.equal(one[name], other[name]) for one, other in zip(found, expected, strict=True) for name in other
+    )
+
+
+def test_a_frozen_input_of_ints_needs_no_gradient():
+    model = fpipe.from_functions(
+        [lambda p, ids: p["e"][ids], lambda p, x: x @ p["w"]], lambda y, t: (y - t).square().mean()
+    )
+    params = ({"e": torch.randn(5, 4)}, {"w": torch.randn(4, 4)})
+    report = fpipe.verify(
+        PIPELINE(fpipe.program(model)), model, params, (torch.tensor([0, 1, 4, 1, 0, 2]), torch.randn(6, 4))
+    )
+    assert report.bitwise
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_what_is_not_finite_is_so_bit_by_bit(poison: float):
+    inputs = BATCH[0].clone()
+    inputs[3, 1] = poison
+    assert fpipe.verify(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, (inputs, BATCH[1])).bitwise
+
+
+def test_check_finite_names_the_op():
+    step = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, check_finite=True)
+    broken = {name: leaf * math.inf for name, leaf in PARAMS[1].items()}
+    with pytest.raises(FloatingPointError, match=re.escape("1F0 wrote y[1,0] with NaN or infinite numbers.")):
+        step((PARAMS[0], broken), BATCH)
+
+
+def test_check_finite_names_the_microbatch_that_came_with_it():
+    inputs = BATCH[0].clone()
+    inputs[5] = math.nan
+    step = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, check_finite=True)
+    with pytest.raises(FloatingPointError, match=re.escape("SPLIT(x[0,2]) wrote x[0,2] with NaN or infinite numbers.")):
+        step(PARAMS, (inputs, BATCH[1]))
+
+
+def test_check_finite_changes_no_bit():
+    step = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, check_finite=True)
+    assert torch.equal(step(PARAMS, BATCH).grads[0]["w"], STEP(PARAMS, BATCH).grads[0]["w"])
+
+
+def test_a_state_that_is_read_is_asked_for():
+    stage = fpipe.Stage(lambda p, x, *, state: x + state, asks=frozenset({"state"}), update=lambda state, x: state)
+    model = fpipe.Model((stage,), total, ("batch",))
+    with pytest.raises(ValueError, match=re.escape("this program reads state[0]: hand it in as step(..., state=...).")):
+        fpipe.build(fpipe.program(model), model)(({},), BATCH)
+
+
+def test_a_key_that_is_read_is_asked_for():
+    model = fpipe.Model((fpipe.Stage(lambda p, x, *, key: x, asks=frozenset({"key"})),), total, ("batch",))
+    with pytest.raises(ValueError, match=re.escape("this program reads key: hand it in as step(..., key=...).")):
+        fpipe.build(fpipe.program(model), model)(({},), BATCH)
+
+
+def test_a_fully_masked_microbatch_counts_nothing():
+    def masked(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        kept = target[:, 0] > 0
+        return ((y - target).square().sum(1) * kept).sum(), kept.sum()
+
+    model = fpipe.from_functions([linear], masked, reduction="count")
+    batch = (BATCH[0], torch.tensor([[1.0], [-1.0], [-1.0], [-1.0], [1.0], [-1.0]]).expand(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, (EYE,), batch).bitwise
+
+
+def test_a_batch_without_any_count_has_gradients_of_zero():
+    model = fpipe.from_functions([linear], lambda y, t: ((y * 0).sum(), torch.tensor(0)), reduction="count")
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model)((EYE,), BATCH)
+    assert (found.loss.item(), found.grads[0]["w"].abs().max().item()) == (0.0, 0.0)
+
+
+def test_microbatches_may_be_uneven():
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(NET.model))
+    assert fpipe.verify(program, NET.model, PARAMS, NET.batch(7)).bitwise
+
+
+def test_outputs_come_back_in_microbatch_order():
+    rows = [["0F2", "0F0", "0F1", "0B1", "0B2", "0B0"], ["1F2", "1F1", "1B1", "1F0", "1B2", "1B0"]]
+    rows[0] = ["0F2", "0F1", "0F0", "0B1", "0B2", "0B0"]
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(rows), fpipe.merge(losses=True))(
+        fpipe.program(NET.model)
+    )
+    found = fpipe.build(program, NET.model)(PARAMS, BATCH)
+    expected = fpipe.reference(NET.model, PARAMS, BATCH, microbatches=3)
+    assert torch.equal(found.outputs, expected.outputs)
+    assert [loss.item() for loss in found.losses] == [loss.item() for loss in expected.losses]

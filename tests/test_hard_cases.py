@@ -1,0 +1,438 @@
+"""What makes pipelines hard, each as a small program that runs as plain autograd does and that every reading reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.program import Program
+from property_tests.strategies import Net, Takes, plain_autograd
+
+Expected = tuple[Tensor, list[dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the model and values to run it with, and what plain autograd says."""
+
+    program: Program
+    model: fpipe.Model
+    params: tuple[dict[str, Tensor], ...]
+    batch: tuple[Tensor, Tensor]
+    expected: Callable[[], Expected]
+    state: tuple[Any, ...] | None = None
+
+    def run(self, program: Program | None = None) -> Any:
+        return fpipe.build(self.program if program is None else program, self.model)(
+            self.params, self.batch, state=self.state
+        )
+
+    @cached_property
+    def sent(self) -> Program:
+        return fpipe.communicate()(self.program)
+
+
+def of_net(net: Net, *transforms: Callable[[Program], Program], microbatches: int = 4, rows: int = 10) -> Case:
+    program = fpipe.chain(fpipe.split(microbatches), *transforms)(fpipe.program(net.model))
+    return Case(
+        program,
+        net.model,
+        net.params(),
+        net.batch(rows),
+        lambda: plain_autograd(net, net.params(), net.batch(rows), microbatches),
+    )
+
+
+def chain_of(n: int, body: str = "mlp") -> Net:
+    takes: Takes = ("batch", *range(n - 1))
+    return Net((body,) * n, takes)  # type: ignore[arg-type]
+
+
+# Weights on a host, forward and backward cut differently: rank 0 runs 0F 1F 2F, rank 1 3F 3B, ranks 2 and 3 the rest.
+
+
+def roundpipe_rank(kind: str, stage: int, microbatch: int) -> int:
+    return {3: 1}.get(stage, 0) if kind == "F" else {3: 1, 2: 2, 1: 3, 0: 2}[stage]
+
+
+ROUNDPIPE = [
+    fpipe.checkpoint(lambda stage, microbatch: stage < 3),
+    fpipe.place(roundpipe_rank, homes=lambda stage: [4]),
+    fpipe.merge(),
+]
+
+
+# Residuals that leave for the host between F and B
+
+
+def offloaded() -> Program:
+    lines = str(fpipe.program(2)).replace("B[0,0] params[0] res[0,0]", "B[0,0] params[0] res[0,0]@host@0").splitlines()
+    forward = next(number for number, line in enumerate(lines) if "= F[0,0]" in line)
+    lines.insert(forward + 1, "res[0,0]@host = OFFLOAD[0,0] res[0,0] @ 0")
+    backward = next(number for number, line in enumerate(lines) if "= B[0,0]" in line)
+    lines.insert(backward, "res[0,0]@host@0 = LOAD[0,0] res[0,0]@host @ 0")
+    return Program.parse("\n".join(lines))
+
+
+def offloaded_activation() -> Program:
+    """The stage input waits on the host for its recomputation."""
+    lines = str(fpipe.checkpoint()(fpipe.program(2))).splitlines()
+    lines = [line.replace("y[0,0]", "y[0,0]@host@0") if "= R[1,0]" in line else line for line in lines]
+    forward = next(number for number, line in enumerate(lines) if "= F[1,0]" in line)
+    lines.insert(forward, "y[0,0]@host = OFFLOAD[0,0] y[0,0] @ 0")
+    again = next(number for number, line in enumerate(lines) if "= R[1,0]" in line)
+    lines.insert(again, "y[0,0]@host@0 = LOAD[0,0] y[0,0]@host @ 0")
+    return Program.parse("\n".join(lines))
+
+
+# Module state
+
+
+def normed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x - x.mean(0)) @ p["w"] + p["b"]
+
+
+def centred(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> Tensor:
+    return (x - state["mean"]) @ p["w"] + p["b"]
+
+
+def running(state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    return {"mean": 0.75 * state["mean"] + 0.25 * x.mean(0), "seen": state["seen"] + 1}
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum(1).mean()
+
+
+def with_state(reads: bool, *transforms: Callable[[Program], Program], microbatches: int = 4) -> Case:
+    asks = frozenset({"state"}) if reads else frozenset()
+    stage = fpipe.Stage(centred if reads else normed, asks=asks, update=running)
+    model = fpipe.Model((stage, fpipe.Stage(normed), stage), squares, ("batch", 0, 1))
+    net = chain_of(3, "linear")
+    state = ({"mean": torch.zeros(4), "seen": 0}, None, {"mean": torch.ones(4), "seen": 0})
+    program = fpipe.chain(fpipe.split(microbatches), *transforms)(fpipe.program(model))
+    return Case(program, model, net.params(), net.batch(10), lambda: state_by_hand(reads, microbatches)[0], state)
+
+
+def state_by_hand(reads: bool, microbatches: int = 4) -> tuple[Expected, list[Any]]:
+    net = chain_of(3, "linear")
+    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in net.params()]
+    states: list[Any] = [{"mean": torch.zeros(4), "seen": 0}, None, {"mean": torch.ones(4), "seen": 0}]
+    loss: Any = None
+    for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in net.batch(10)), strict=True):
+        h, rows = x, len(x)
+        for number in range(3):
+            taken = h
+            h = centred(own[number], h, state=states[number]) if reads and number != 1 else normed(own[number], h)
+            if number != 1:
+                states[number] = running(states[number], taken.detach())
+        share = squares(h, target) * (rows / 10)
+        share.backward()
+        loss = share.detach() if loss is None else loss + share.detach()
+    return (loss, [{name: leaf.grad for name, leaf in stage.items()} for stage in own]), states  # type: ignore[misc]
+
+
+# Two slices of a sequence: the first hands a sum to the second, whose backward hands its gradient back.
+
+
+def causal(p: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    sums = (x @ p["w"]).cumsum(1)
+    if carry is not None:
+        sums = sums + carry
+    return torch.tanh(sums + p["b"]), sums[:, -1:]
+
+
+def token_squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum(2).mean()
+
+
+SLICED = """
+params[0] @ 0
+params[1] @ 1
+inputs @ 0
+target @ 1
+x[0,0.0] = SPLIT[0,0.0] inputs {index=0, count=1, slices=2} @ 0
+y[0,0.0] carry[0,0.0] res[0,0.0] = F[0,0.0] params[0] x[0,0.0] @ 0
+x[0,0.1] = SPLIT[0,0.1] inputs {index=0, count=1, slices=2} @ 0
+y[0,0.1] res[0,0.1] = F[0,0.1] params[0] x[0,0.1] carry[0,0.0] @ 0
+t[1,0.0] w[1,0.0] = SPLIT[1,0.0] target {index=0, count=1, slices=2} @ 1
+loss[1,0.0] carry[1,0.0] res[1,0.0] = F[1,0.0] params[1] y[0,0.0] t[1,0.0] @ 1
+t[1,0.1] w[1,0.1] = SPLIT[1,0.1] target {index=0, count=1, slices=2} @ 1
+loss[1,0.1] res[1,0.1] = F[1,0.1] params[1] y[0,0.1] t[1,0.1] carry[1,0.0] @ 1
+loss = MERGE[1] loss[1,0.0] loss[1,0.1] w[1,0.0] w[1,0.1] @ 1
+dx[1,0.1] dcarry[1,0.1] g[1,0.1] = B[1,0.1] params[1] res[1,0.1] w[1,0.1] @ 1
+dx[1,0.0] g[1,0.0] = B[1,0.0] params[1] res[1,0.0] w[1,0.0] dcarry[1,0.1] @ 1
+sum[1,0.0] = ADD[1,0.0] g[1,0.1] g[1,0.0] @ 1
+dcarry[0,0.1] g[0,0.1] = B[0,0.1] params[0] res[0,0.1] dx[1,0.1] @ 0
+g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
+sum[0,0.0] = ADD[0,0.0] g[0,0.1] g[0,0.0] @ 0
+loss = loss @ 1
+grads[0] = sum[0,0.0] @ 0
+grads[1] = sum[1,0.0] @ 1
+"""
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(2)
+    return torch.randn(3, 6, 4, generator=make), torch.randn(3, 6, 4, generator=make)
+
+
+def slices_by_hand(slices: int = 2) -> Expected:
+    """One graph over both slices; a parameter is a leaf for each slice, added from the last slice back."""
+    params, (x, target) = chain_of(2, "linear").params(), sequences()
+    own = [
+        [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for _ in range(slices)]
+        for stage in params
+    ]
+    carries: list[Any] = [None, None]
+    losses: list[Tensor] = []
+    for index, (part, wanted) in enumerate(zip(x.tensor_split(slices, 1), target.tensor_split(slices, 1), strict=True)):
+        h = part
+        for number in range(2):
+            h, carries[number] = causal(own[number][index], h, carry=carries[number])
+        losses.append(token_squares(h, wanted) * (1 / slices))
+    sum(losses[1:], losses[0]).backward()
+    grads = [
+        {name: sum(leaves[1:], leaves[0]) for name in params[0] if (leaves := [use[name].grad for use in stage[::-1]])}
+        for stage in own
+    ]
+    return sum(losses[1:], losses[0]).detach(), grads  # type: ignore[return-value]
+
+
+def sliced() -> Case:
+    stage = fpipe.Stage(causal, asks=frozenset({"carry"}))
+    model = fpipe.Model((stage, stage), token_squares, ("batch", 0))
+    return Case(Program.parse(SLICED), model, chain_of(2, "linear").params(), sequences(), slices_by_hand)
+
+
+SKIP = Net(("mlp",) * 4, ("batch", 0, 1, (2, 0)))
+THRICE = Net(("mlp",) * 4, ("batch", 0, (0, 1), (0, 2)))
+THRICE_BY_ONE = Net(("mlp",) * 2, ("batch", (0, 0, 0)))
+TIED = Net(("tied", "mlp", "tied"), ("batch", 0, 1))
+PAIRS = [
+    ["0F0", "0F1", "(0F2;0B0)", "(0F3;0B1)", "0B2", "0B3"],
+    ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"],
+]
+
+CASES: dict[str, Callable[[], Case]] = {
+    "a skip over two stages and ranks": lambda: of_net(SKIP, fpipe.place("linear"), fpipe.merge()),
+    "a skip, recomputed, in halves": lambda: of_net(
+        SKIP, fpipe.checkpoint(), fpipe.split_backward(), fpipe.schedules.one_f_one_b(4), fpipe.merge()
+    ),
+    "a value read by three stages": lambda: of_net(THRICE, fpipe.schedules.one_f_one_b(4), fpipe.merge()),
+    "a value read three times by one stage": lambda: of_net(
+        THRICE_BY_ONE, fpipe.schedules.one_f_one_b(2), fpipe.merge()
+    ),
+    "a tied parameter on two ranks": lambda: of_net(TIED, fpipe.schedules.one_f_one_b(3), fpipe.merge()),
+    "a tied parameter, in halves": lambda: of_net(
+        TIED, fpipe.schedules.one_f_one_b(3), fpipe.split_backward(), fpipe.merge()
+    ),
+    "a tied parameter that counts": lambda: of_net(
+        Net(TIED.bodies, TIED.takes, "count"), fpipe.schedules.gpipe(3), fpipe.merge()
+    ),
+    "two replicas on two ranks": lambda: of_net(chain_of(2), fpipe.place("bidirectional"), fpipe.merge()),
+    "two replicas on three ranks": lambda: of_net(chain_of(3), fpipe.place("bidirectional"), fpipe.merge()),
+    "two replicas on four ranks": lambda: of_net(chain_of(4), fpipe.place("bidirectional"), fpipe.merge()),
+    "two replicas, tied": lambda: of_net(TIED, fpipe.place("bidirectional"), fpipe.merge()),
+    "forward and backward cut differently, weights on a host": lambda: of_net(chain_of(4), *ROUNDPIPE),
+    "weights that travel": lambda: of_net(
+        chain_of(2), fpipe.place("linear", homes=lambda stage: [2]), fpipe.merge(), fpipe.communicate(again=("params",))
+    ),
+    "an update beside its forward": lambda: with_state(False, fpipe.schedules.one_f_one_b(3), fpipe.merge()),
+    "a forward that reads the state": lambda: with_state(True, fpipe.schedules.one_f_one_b(3), fpipe.merge()),
+    "a recomputation that reads the state": lambda: with_state(
+        True, fpipe.checkpoint(), fpipe.schedules.gpipe(3), fpipe.merge()
+    ),
+    "two slices of a sequence": sliced,
+    "pairs": lambda: of_net(chain_of(2), fpipe.schedules.from_table(PAIRS), fpipe.merge()),
+    "pairs, recomputed, in halves": lambda: of_net(
+        chain_of(2), fpipe.checkpoint(), fpipe.schedules.from_table(PAIRS), fpipe.split_backward(), fpipe.merge()
+    ),
+    "residuals on the host": lambda: Case(
+        offloaded(),
+        (net := chain_of(2)).model,
+        net.params(),
+        net.batch(5),
+        lambda: plain_autograd(net, net.params(), net.batch(5)),
+    ),
+    "activations on the host": lambda: Case(
+        offloaded_activation(),
+        (net := chain_of(2)).model,
+        net.params(),
+        net.batch(5),
+        lambda: plain_autograd(net, net.params(), net.batch(5)),
+    ),
+    "groups recomputed as one": lambda: of_net(
+        chain_of(4), fpipe.checkpoint(groups=[(0, 1), (2, 3)]), fpipe.schedules.one_f_one_b(2), fpipe.merge()
+    ),
+}
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def assert_same(found: Any, expected: Expected) -> None:
+    loss, grads = expected
+    pairs = [("loss", found.loss, loss)] + [
+        (f"grads[{number}][{name}]", found.grads[number][name], grad)
+        for number, stage in enumerate(grads)
+        for name, grad in stage.items()
+    ]
+    assert [name for name, one, other in pairs if not torch.equal(one, other)] == []
+
+
+@every_case
+def test_it_runs_as_plain_autograd_does(name: str):
+    case = CASES[name]()
+    assert_same(case.run(), case.expected())
+
+
+@every_case
+def test_it_runs_the_same_when_everything_is_sent_and_freed(name: str):
+    case = CASES[name]()
+    assert_same(case.run(fpipe.free()(case.sent)), case.expected())
+
+
+@every_case
+def test_it_checks(name: str):
+    program = CASES[name]().sent
+    fpipe.check(program)
+
+
+@every_case
+def test_it_prints(name: str):
+    program = CASES[name]().program
+    assert Program.parse(str(program)) == program
+
+
+@every_case
+def test_it_prints_with_its_transfers(name: str):
+    program = CASES[name]().sent
+    assert Program.parse(str(program)) == program
+
+
+@every_case
+def test_it_simulates_the_same_before_and_after_communicate(name: str):
+    case = CASES[name]()
+    costs = fpipe.Costs(forward=3, backward_input=2, backward_weight=1, transfer=0.5)
+    before, after = (fpipe.simulate(program, costs) for program in (case.program, case.sent))
+    work = lambda timeline: {(op.cell, start, end) for op, start, end in timeline.events if end > start}  # noqa: E731
+    assert (work(before), before.peak) == (work(after), after.peak)
+
+
+@every_case
+def test_it_communicates_every_value_read_elsewhere(name: str):
+    program = CASES[name]().sent
+    at = {value: {op.rank} for op in program.ops for value in op.writes if op.kind != "SEND"}
+    at |= {end.value: set(end.homes) for end in program.inputs}
+    assert all(op.rank in at[value] for op in program.ops if op.kind != "RECV" for value in op.reads)
+
+
+@every_case
+def test_it_is_drawn_with_every_scheduled_op(name: str):
+    program = CASES[name]().program
+    drawn = [line.partition("|")[2].replace(" . ", " ").split() for line in fpipe.plot(program).splitlines()]
+    assert [[cell for cell in row if cell != "."] for row in drawn] == program.table()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_replicas_added_as_computed_agree_to_rounding(ranks: int):
+    case = of_net(chain_of(ranks), fpipe.place("bidirectional"), fpipe.merge(order="schedule"))
+    loss, grads = case.expected()
+    found = case.run()
+    assert torch.equal(found.loss, loss)
+    torch.testing.assert_close(found.grads, tuple(grads), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_added_as_computed_cross_once_for_each_stage(ranks: int):
+    program = of_net(
+        chain_of(ranks), fpipe.place("bidirectional"), fpipe.merge(order="schedule"), fpipe.communicate()
+    ).program
+    sent = {op.reads[0].stage for op in program.ops if op.kind == "SEND" and op.reads[0].name in ("g", "sum")}
+    count = sum(op.kind == "SEND" and op.reads[0].name in ("g", "sum") for op in program.ops)
+    assert count == len(sent) == ranks - ranks % 2
+
+
+def test_a_skip_goes_through_nobody_between():
+    program = of_net(SKIP, fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), microbatches=1).program
+    assert [(op.rank, str(op.writes[0])) for op in program.ops if op.kind == "RECV" and op.reads[0].name == "y"] == [
+        (1, "y[0,0]@1"),
+        (2, "y[1,0]@2"),
+        *sorted(
+            [(3, "y[0,0]@3"), (3, "y[2,0]@3")],
+            key=lambda pair: [str(op.writes[0]) for op in program.ops].index(pair[1]),
+        ),
+    ]
+
+
+def test_a_value_read_three_times_on_a_rank_travels_once():
+    program = of_net(THRICE, fpipe.place([0, 1, 1, 1]), fpipe.merge(), fpipe.communicate(), microbatches=1).program
+    assert [str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.rank == 0] == ["y[0,0]"]
+
+
+def test_weights_travel_again_for_each_reader():
+    program = CASES["weights that travel"]().program
+    trips = [
+        str(op.writes[0]) for op in program.ops if op.kind == "RECV" and op.reads[0].name == "params" and op.rank == 0
+    ]
+    readers = [op for op in program.ops if op.kind in "FB" and op.rank == 0]
+    assert len(trips) == len(set(trips)) == len(readers) == 8
+
+
+def test_a_forward_group_holds_no_residuals():
+    program = CASES["forward and backward cut differently, weights on a host"]().program
+    assert fpipe.simulate(program).peak[0] == 0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("schedule", [fpipe.schedules.gpipe, fpipe.schedules.one_f_one_b], ids=["gpipe", "one_f_one_b"])
+def test_the_state_is_that_of_the_microbatches_in_order(reads: bool, schedule):
+    found = with_state(reads, schedule(3), fpipe.merge()).run().state
+    expected = state_by_hand(reads)[1]
+    assert all(
+        (one is None and other is None)
+        or (torch.equal(one["mean"], other["mean"]) and one["seen"] == other["seen"] == 4)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def test_an_order_of_forwards_against_the_state_is_refused():
+    rows = [["0F1", "0F0", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"], ["2F0", "2F1", "2B0", "2B1"]]
+    with pytest.raises(fpipe.ProgramError, match=r"0F1"):
+        with_state(True, fpipe.schedules.from_table(rows), fpipe.merge(), microbatches=2)
+
+
+def test_an_update_that_no_forward_reads_allows_any_order():
+    rows = [["0F1", "0F0", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"], ["2F1", "2F0", "2B0", "2B1"]]
+    case = with_state(False, fpipe.schedules.from_table(rows), fpipe.merge(), microbatches=2)
+    assert_same(case.run(), state_by_hand(False, 2)[0])
+
+
+def test_two_slices_are_the_whole_sequence_to_rounding():
+    loss, grads = slices_by_hand(2)
+    whole, expected = slices_by_hand(1)
+    torch.testing.assert_close((loss, grads), (whole, expected))
+
+
+def test_what_is_offloaded_uses_its_own_lane():
+    program = offloaded()
+    plain = fpipe.program(2)
+    assert fpipe.simulate(program).makespan == fpipe.simulate(plain).makespan
+
+
+def test_a_recomputed_pair_is_one_op_on_its_rank():
+    program = CASES["pairs"]().program
+    assert [op.cell for op in program.ops if op.kind == "PAIR"] == ["(0F2;0B0)", "(0F3;0B1)"]
+
+
+def test_programs_of_all_cases_are_different():
+    programs = [case().program for case in CASES.values()]
+    assert all(one != other for one, other in itertools.combinations(programs, 2))

@@ -1,0 +1,133 @@
+"""A program as time: what starts when, who waits, what is held."""
+
+import pytest
+
+import fpipe
+from fpipe.program import KINDS
+
+GPIPE = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2))
+ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
+
+
+def starts(program: fpipe.Program, costs: fpipe.Costs) -> dict[str, float]:
+    return {op.cell: start for op, start, _ in fpipe.simulate(program, costs).events}
+
+
+def test_an_op_starts_when_its_rank_is_free_and_what_it_reads_is_there():
+    found = starts(
+        fpipe.place("linear")(fpipe.program(2)),
+        fpipe.Costs(forward=[2, 3], backward_input=1, backward_weight=[4, 5], transfer=0.5),
+    )
+    assert {cell: found[cell] for cell in ("0F0", "1F0", "1B0", "0B0")} == {"0F0": 0, "1F0": 2.5, "1B0": 5.5, "0B0": 12}
+
+
+def test_the_input_gradient_leaves_before_the_weight_gradient():
+    program = fpipe.chain(fpipe.place("linear"), fpipe.split_backward())(fpipe.program(2))
+    found = starts(program, fpipe.Costs())
+    assert (found["0I0"], found["1W0"]) == (3, 3)
+
+
+def test_span_is_from_the_first_start_of_a_rank_to_its_last_end():
+    timeline = fpipe.simulate(GPIPE, fpipe.Costs(forward=2, backward_input=1, backward_weight=1))
+    assert (timeline.makespan, timeline.span) == (16, 16)
+
+
+def test_the_span_of_one_rank_alone_is_what_it_works():
+    program = fpipe.chain(fpipe.split(2), fpipe.place([0, 1]))(fpipe.program(2))
+    busy = [(start, end) for op, start, end in fpipe.simulate(program).events if op.rank == 1 and end > start]
+    assert busy[-1][1] - busy[0][0] < fpipe.simulate(program).span
+
+
+def test_idle_is_the_makespan_less_the_mean_work():
+    timeline = fpipe.simulate(GPIPE)
+    assert (timeline.idle, timeline.bubble) == (3, 0.25)
+
+
+def test_residuals_are_held_from_forward_to_the_end_of_the_backward():
+    assert fpipe.simulate(ONE_F_ONE_B).peak == (3, 2, 1)
+
+
+def test_what_is_recomputed_is_held_only_then():
+    program = fpipe.checkpoint()(GPIPE)
+    assert fpipe.simulate(program).peak == (1, 1)
+
+
+def test_residuals_are_let_go_at_the_end_of_i_where_asked():
+    table = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]]
+    timeline = fpipe.simulate(fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table))(fpipe.program(1)))
+    assert (timeline.peak, timeline.peak_released) == ((2,), (2,))
+
+
+def test_a_w_that_waits_holds_its_residuals():
+    table = [["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]]
+    timeline = fpipe.simulate(fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table))(fpipe.program(1)))
+    assert (timeline.peak, timeline.peak_released) == ((2,), (1,))
+
+
+def test_one_microbatch_of_all_stages_of_a_rank_counts_one():
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2))(fpipe.program(6))
+    assert fpipe.simulate(program).peak == (3, 3)
+
+
+def test_a_recomputation_costs_a_forward_unless_said():
+    program = fpipe.checkpoint()(fpipe.program(1))
+    assert [
+        fpipe.simulate(program, costs).makespan
+        for costs in (fpipe.Costs(), fpipe.Costs(recompute=0.5), fpipe.Costs(recompute=0))
+    ] == [4, 3.5, 3]
+
+
+def test_a_transfer_does_not_block_its_sender():
+    found = starts(GPIPE, fpipe.Costs(transfer=10))
+    assert (found["0F1"], found["0F2"], found["1F0"]) == (1, 2, 11)
+
+
+def test_without_costs_every_op_takes_a_second():
+    assert fpipe.simulate(fpipe.program(2)).makespan == 6
+
+
+def test_an_empty_time_has_no_bubble():
+    timeline = fpipe.simulate(GPIPE, fpipe.Costs(0, 0, 0))
+    assert (timeline.makespan, timeline.bubble, timeline.bubble_span) == (0, 0, 0)
+
+
+def test_events_stand_in_the_order_of_the_program():
+    assert [event.op for event in fpipe.simulate(GPIPE).events] == list(GPIPE.ops)
+
+
+@pytest.mark.parametrize("scale", [1, 7, 1e-6])
+def test_time_scales_with_the_costs(scale: float):
+    one, other = (
+        fpipe.simulate(ONE_F_ONE_B, fpipe.Costs(factor, 2 * factor, 3 * factor, transfer=0.5 * factor))
+        for factor in (1, scale)
+    )
+    assert other.makespan == pytest.approx(one.makespan * scale)
+
+
+def test_a_kind_of_ones_own_costs_what_was_said():
+    if "TOLL" not in KINDS:
+        fpipe.register_kind("TOLL", fpipe.Kind("after"))
+    fpipe.register_cost("TOLL", 5.0)
+    lines = [line.replace("= g[0,0] @", "= paid[0] @") for line in str(fpipe.program(1)).splitlines()]
+    lines.insert(-3, "paid[0] = TOLL[0] g[0,0] @ 0")
+    assert fpipe.simulate(fpipe.Program.parse("\n".join(lines))).makespan == 8
+
+
+def test_the_timeline_prints_its_numbers():
+    assert str(fpipe.simulate(GPIPE)) == "makespan 12, span 12, bubble 25.0%, peak per rank [3, 3]"
+
+
+GRID = """
+rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+"""
+
+
+def test_the_grid_is_the_clock():
+    assert fpipe.plot(ONE_F_ONE_B).split() == GRID.split()
+
+
+def test_ranks_of_two_digits_line_up():
+    rows = fpipe.plot(fpipe.place("linear")(fpipe.program(11))).splitlines()
+    assert len({row.index("|") for row in rows}) == 1

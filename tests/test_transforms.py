@@ -1,0 +1,300 @@
+"""Each transform rewrites what it says, says what it refuses, and leaves the rest."""
+
+import re
+
+import pytest
+
+import fpipe
+from fpipe.program import Op, Program, ProgramError
+
+CHAIN = fpipe.program(3)
+SPLIT = fpipe.split(4)(CHAIN)
+DAG = fpipe.program(4, inputs=("batch", 0, (0, 1), (2, 0)))
+
+
+def kinds(program: Program, *names: str) -> list[str]:
+    return [op.cell for op in program.ops if op.kind in names]
+
+
+def count(program: Program, kind: str) -> int:
+    return sum(op.kind == kind for op in program.ops)
+
+
+def test_chain_applies_from_left_to_right():
+    assert fpipe.chain(fpipe.split(2), fpipe.checkpoint("except_last"))(CHAIN) == fpipe.checkpoint("except_last")(
+        fpipe.split(2)(CHAIN)
+    )
+
+
+def test_chain_of_chains_is_one_chain():
+    a, b, c = fpipe.split(2), fpipe.checkpoint(), fpipe.merge()
+    assert (
+        fpipe.chain(fpipe.chain(a, b), c)(CHAIN)
+        == fpipe.chain(a, fpipe.chain(b, c))(CHAIN)
+        == fpipe.chain(a, b, c)(CHAIN)
+    )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [fpipe.chain(), fpipe.identity(), fpipe.checkpoint("never"), fpipe.merge_backward(), fpipe.communicate()],
+)
+def test_what_has_nothing_to_do_changes_nothing(transform):
+    assert transform(SPLIT) == SPLIT
+
+
+def test_split_into_one_is_a_program_of_one_microbatch():
+    assert fpipe.split(1)(CHAIN).microbatches == 1
+
+
+def test_split_by_size_makes_as_many_as_the_rows_need():
+    assert fpipe.split(size=3, rows=10)(CHAIN).microbatches == 4
+
+
+def test_split_with_allow_fewer_makes_one_for_each_row():
+    assert fpipe.split(8, rows=5, allow_fewer=True)(CHAIN).microbatches == 5
+
+
+def test_split_twice_is_refused():
+    with pytest.raises(ProgramError, match=r"this program is split into 4 microbatches already; split it once."):
+        fpipe.split(2)(SPLIT)
+
+
+def test_each_stage_that_takes_from_the_batch_gets_its_own_slice():
+    program = fpipe.split(2)(fpipe.program(3, inputs=("batch", 0, (1, "batch"))))
+    assert kinds(program, "SPLIT") == ["SPLIT(x[0,0])", "SPLIT(x[2,0])", "SPLIT(x[0,1])", "SPLIT(x[2,1])"]
+
+
+def test_merge_gives_one_result_of_each_name():
+    assert [str(end.name) for end in fpipe.merge()(SPLIT).outputs] == [
+        "loss",
+        "outputs",
+        "grads[0]",
+        "grads[1]",
+        "grads[2]",
+    ]
+
+
+def test_without_merge_every_result_is_there_for_each_microbatch():
+    assert [str(end.name) for end in SPLIT.outputs if end.name.name == "loss"] == [
+        f"loss[,{index}]" for index in range(4)
+    ]
+
+
+def test_merge_without_outputs_writes_no_logits():
+    program = fpipe.merge(outputs=False)(SPLIT)
+    assert not any(value.name == "y" and value.stage == 2 for op in program.ops for value in op.writes)
+
+
+def test_merge_with_losses_keeps_each():
+    assert [str(end.name) for end in fpipe.merge(losses=True)(SPLIT).outputs][1:5] == [
+        f"losses[,{index}]" for index in range(4)
+    ]
+
+
+def test_merge_adds_in_microbatch_order():
+    table = [["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]]
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(table), fpipe.merge())(fpipe.program(1))
+    assert [list(map(str, op.reads)) for op in program.ops if op.kind == "ADD"] == [
+        ["g[0,0]", "g[0,1]"],
+        ["sum[0,1]", "g[0,2]"],
+    ]
+
+
+def test_merge_in_schedule_order_adds_as_computed():
+    table = [["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]]
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(table), fpipe.merge(order="schedule"))(
+        fpipe.program(1)
+    )
+    assert [str(op.reads[-1]) for op in program.ops if op.kind == "ADD"] == ["g[0,1]", "g[0,0]"]
+
+
+def test_merge_knows_two_orders():
+    with pytest.raises(ValueError, match=r"order is 'microbatch' or 'schedule', found 'random'."):
+        fpipe.merge(order="random")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("always", 4), ("except_last", 3), ("never", 0), (lambda stage, index: index == 1, 1)]
+)
+def test_checkpoint_recomputes_by_real_microbatches(policy, expected: int):
+    assert count(fpipe.checkpoint(policy)(SPLIT), "R") == expected * 3
+
+
+@pytest.mark.parametrize("policy", ["always", "except_last"])
+def test_a_recomputed_forward_keeps_no_residuals(policy: str):
+    program = fpipe.chain(fpipe.checkpoint(policy), fpipe.split_backward())(SPLIT)
+    writers = [op.kind for op in program.ops for value in op.writes if value.name == "res" and value.microbatch == 0]
+    assert writers == ["R", "R", "R"]
+
+
+def test_a_split_backward_recomputes_once():
+    program = fpipe.chain(fpipe.checkpoint(), fpipe.split_backward())(SPLIT)
+    assert (count(program, "R"), count(program, "I"), count(program, "W")) == (12, 12, 12)
+
+
+def test_a_checkpoint_of_another_name_is_refused():
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found 'sometimes'."
+        ),
+    ):
+        fpipe.checkpoint("sometimes")
+
+
+def test_inside_a_group_only_what_enters_it_is_kept():
+    program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[(0, 1), (2,)]), fpipe.merge())(CHAIN)
+    read = {op.cell: [str(value) for value in op.reads] for op in program.ops if op.kind == "R"}
+    assert (read["1R0"], read["2R0"]) == (["params[1]", "again[0,0]"], ["params[2]", "y[1,0]", "t[2,0]"])
+
+
+def test_groups_commute_with_the_rest():
+    group = fpipe.checkpoint(groups=[(0, 1), (2, 3)])
+    steps = [fpipe.split_backward(), fpipe.schedules.one_f_one_b(2), fpipe.merge()]
+    base = fpipe.split(3)(DAG)
+    assert fpipe.chain(group, *steps)(base) == fpipe.chain(*steps, group)(base)
+
+
+def test_splitting_where_said():
+    program = fpipe.split_backward(lambda stage, index: stage == 1)(SPLIT)
+    assert (count(program, "B"), kinds(program, "W")) == (8, [f"1W{index}" for index in range(4)])
+
+
+def test_merging_backwards_leaves_those_apart():
+    table = [["0F0", "0F1", "0I0", "0W0", "0I1", "0F2", "0W1", "0B2"]]
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(table), fpipe.merge_backward())(fpipe.program(1))
+    assert program.table() == [["0F0", "0F1", "0B0", "0I1", "0F2", "0W1", "0B2"]]
+
+
+def test_merging_backwards_leaves_a_recomputation_where_it_stands():
+    base = fpipe.chain(fpipe.split(2), fpipe.checkpoint(), fpipe.merge())(CHAIN)
+    assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(base) == base
+
+
+PLACES = {
+    "linear": (0, 0, 1, 1, 2, 2),
+    "looped": (0, 1, 2, 0, 1, 2),
+    "v": (0, 1, 2, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), PLACES.items(), ids=PLACES)
+def test_placements_by_name(name: str, ranks):
+    assert fpipe.place(name, ranks=3)(fpipe.program(6)).placement == ranks
+
+
+def test_a_v_goes_on():
+    assert fpipe.place("v", ranks=4)(fpipe.program(12)).placement == (0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3)
+
+
+def test_bidirectional_sends_half_of_the_microbatches_each_way():
+    program = fpipe.chain(fpipe.split(4), fpipe.place("bidirectional"))(CHAIN)
+    assert [[op.rank for op in program.ops if op.kind == "F" and op.microbatch == index] for index in range(4)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [2, 1, 0],
+        [2, 1, 0],
+    ]
+
+
+def test_parameters_live_where_their_stage_is():
+    program = fpipe.place([1, 0, 1])(CHAIN)
+    assert [end.homes for end in program.inputs if end.value.name == "params"] == [(1,), (0,), (1,)]
+
+
+def test_parameters_live_where_it_is_said():
+    program = fpipe.place([0, 1, 0], homes={0: [2], 1: [2], 2: [2]})(CHAIN)
+    assert {end.homes for end in program.inputs if end.value.name == "params"} == {(2,)}
+    assert {end.homes for end in program.outputs if end.name.name == "grads"} == {(2,)}
+
+
+NO_PLACES = {
+    "another name": (lambda: fpipe.place("star"), "'star' is not a placement; known: linear, looped, v, bidirectional"),
+    "too short a list": (
+        lambda: fpipe.place([0, 1])(CHAIN),
+        "the placement lists 2 ranks for 3 stages; give one rank a stage.",
+    ),
+    "too many ranks": (lambda: fpipe.place("linear", ranks=4)(CHAIN), "4 ranks for 3 stages: each rank needs a stage."),
+    "a pair torn apart": (
+        lambda: fpipe.place([0, 1, 0])(fpipe.chain(fpipe.split(2), fpipe.reorder(PAIRED))(CHAIN)),
+        "the parts of (0F1;1B0) would be on ranks [0, 1]; a PAIR is on one rank.",
+    ),
+    "after communicate": (
+        lambda: fpipe.chain(fpipe.place([0, 1, 1]), fpipe.communicate(), fpipe.place([1, 0, 0]))(CHAIN),
+        "this program has its transfers already; place it before fpipe.communicate().",
+    ),
+}
+PAIRED = [["0F0", "1F0", "2F0", "2B0", "(0F1;1B0)", "0B0", "1F1", "2F1", "2B1", "1B1", "0B1"]]
+
+
+@pytest.mark.parametrize(("build", "sentence"), NO_PLACES.values(), ids=NO_PLACES)
+def test_a_placement_is_refused(build, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        build()
+
+
+def test_reorder_keeps_ops_on_their_rank():
+    with pytest.raises(
+        ProgramError,
+        match=re.escape("rank 0, cell 1: 1F0 is on rank 1 in this program. reorder() keeps ops on their rank;"),
+    ):
+        fpipe.reorder([["0F0", "1F0", "0B0"], ["1B0"]])(fpipe.place("linear")(fpipe.program(2)))
+
+
+def test_reorder_takes_a_function_of_the_program():
+    turned = fpipe.reorder(
+        lambda program: [
+            [cell for cell in row if "F" in cell] + [cell for cell in row if "F" not in cell] for row in program.table()
+        ]
+    )
+    assert turned(fpipe.split(2)(fpipe.program(1))).table() == [["0F0", "0F1", "0B0", "0B1"]]
+
+
+def test_a_cell_b_names_i_and_w_of_a_split_backward():
+    program = fpipe.chain(fpipe.split_backward(), fpipe.reorder([["0F0", "0B0"]]))(fpipe.program(1))
+    assert program.table() == [["0F0", "0I0", "0W0"]]
+
+
+def test_cells_i_and_w_split_a_full_backward():
+    assert fpipe.reorder([["0F0", "0I0", "0W0"]])(fpipe.program(1)) == fpipe.split_backward()(fpipe.program(1))
+
+
+def test_a_value_travels_once_to_a_rank():
+    program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.communicate())(DAG)
+    assert kinds(program, "SEND") == ["SEND(y[0,0]>1)", "SEND(dx[3,0]:1>0)", "SEND(dx[2,0]>0)", "SEND(dx[1,0]>0)"]
+
+
+def test_what_stays_on_its_rank_is_not_sent():
+    assert fpipe.communicate()(DAG) == DAG
+
+
+def test_free_comes_last():
+    with pytest.raises(
+        ProgramError,
+        match=re.escape("this program already frees its values; apply fpipe.free() last, after every other transform."),
+    ):
+        fpipe.merge()(fpipe.free()(SPLIT))
+
+
+def test_free_twice_is_refused():
+    with pytest.raises(ProgramError, match="already frees its values"):
+        fpipe.free()(fpipe.free()(SPLIT))
+
+
+def test_every_value_is_freed_right_after_its_last_read():
+    program = fpipe.free()(SPLIT)
+    last: dict[object, Op] = {}
+    for before, op in zip(program.ops, program.ops[1:], strict=False):
+        last.update({value: before for value in before.reads if before.kind != "FREE"})
+        if op.kind == "FREE" and before.kind != "FREE":
+            assert all(last[value] is before for value in op.reads)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parameters_that_travel_do_so_for_each_reader(order):
+    program = fpipe.chain(
+        fpipe.split(2), fpipe.place("linear", homes=lambda stage: [3]), fpipe.communicate(again=("params",))
+    )(CHAIN)
+    trips = [op for op in program.ops if op.kind == "SEND" and op.reads[0].name == "params"]
+    assert len(trips) == count(program, "F") + count(program, "B")
