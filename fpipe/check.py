@@ -62,9 +62,9 @@ def check(program: Program) -> None:
         for op in program.ops:
             if op[7]:
                 pair(*op[7])
-        _written_once(program)
-        _written_before_read(program)
-        _read_or_wanted(program)
+        written = _written_once(program)
+        _written_before_read(program, written)
+        _read_or_wanted(program, written)
         kinds = {op.kind for op in program.ops}
         if kinds & {"SEND", "RECV"}:
             _flights_land(program)
@@ -118,11 +118,12 @@ def _mend(value: Value, otherwise: str) -> str:
     return _fill(_MENDS.get(value.name, f"Add the op that writes it, or {otherwise}."), value)
 
 
-def _written_once(program: Program) -> None:
-    written = [op[6] for op in program.ops]
-    names = set(chain.from_iterable(written)).union([end.value for end in program.inputs])
-    if len(names) == len(program.inputs) + sum(map(len, written)):
-        return
+def _written_once(program: Program) -> set[Value]:
+    """All values of the program, each written by one op or handed in."""
+    writes = [op[6] for op in program.ops]
+    written = set(chain.from_iterable(writes)).union([end.value for end in program.inputs])
+    if len(written) == len(program.inputs) + sum(map(len, writes)):
+        return written
     given = {end.value for end in program.inputs}
     times = Counter(end.value for end in program.inputs)
     first: dict[Value, Op] = {}
@@ -141,9 +142,9 @@ def _written_once(program: Program) -> None:
     raise ProgramError(f"{next(v for v, n in times.items() if n > 1)} is handed in twice; list each input once.")
 
 
-def _written_before_read(program: Program) -> None:
+def _written_before_read(program: Program, written: set[Value]) -> None:
     if not any(NOWHERE in found for found in program.sources):
-        lost = next((end for end in program.outputs if end.value not in program.writer), None)
+        lost = next((end for end in program.outputs if end[1] not in written), None)
         if lost is None:
             return
         mend = _mend(lost.value, "leave the output out")
@@ -166,13 +167,9 @@ def _written_before_read(program: Program) -> None:
     )
 
 
-def _read_or_wanted(program: Program) -> None:
-    # By identity first: what a writer and a reader share is one object in every program that we make, and a set of
-    # numbers is built in a third of the time of a set of values.
-    read = set(map(id, chain.from_iterable([op[5] for op in program.ops])))
-    odd = {value for op in program.ops for value in op[6] if id(value) not in read}
-    odd.difference_update([end[1] for end in program.outputs])
-    unread = odd.difference(*[op[5] for op in program.ops]) if odd else odd
+def _read_or_wanted(program: Program, written: set[Value]) -> None:
+    unread = written - set(chain.from_iterable([op[5] for op in program.ops]))
+    unread.difference_update([end[1] for end in program.outputs], [end[0] for end in program.inputs])
     if not unread:
         return
     position = min(program.writer[value] for value in unread)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 from fpipe.check import excerpt, phrase
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
@@ -60,12 +61,17 @@ def arrange(
     outputs: tuple[Output, ...],
     named: frozenset[str] | None = None,
     sources: list[Sources] | None = None,
+    rows: list[list[int]] | None = None,
 ) -> Program:
     """Put ops into the one global order. Those of the `named` kinds keep the order they have here on their rank.
 
     Naming more kinds than a schedule must changes nothing where these stand as the data would put them.
 
-    `sources` are those of `ops` where they are known; looking them up is a quarter of the work on a million ops.
+    Args:
+        inputs, ops, outputs: the parts of the program.
+        named: the kinds whose order is given; those that a schedule always names by default.
+        sources: those of `ops`, if they are known; to look them up is a quarter of the work on a million ops.
+        rows: for each rank the positions of its named ops, if not those of `ops` in their order.
 
     Raises:
         ProgramError: the ranks' orders have no common global order.
@@ -73,13 +79,21 @@ def arrange(
     named = scheduled_kinds() if named is None else named
     with building():
         sources = _sources_anyhow(inputs, ops) if sources is None else sources
-        order = _Clock(ops, named, sources).run()
+        order = _Clock(ops, _rows(ops, named) if rows is None else rows, sources).run()
         made = Program.trusted(inputs, tuple([ops[at] for at in order]), outputs, permuted(sources, order))
     if named == scheduled_kinds():
         made.__dict__["held"] = named
         return made
     natural = arrange(inputs, made.ops, outputs, sources=made.sources)
     return natural if by_rank(natural.ops) == by_rank(made.ops) else made
+
+
+def _rows(ops: Sequence[Op], named: frozenset[str]) -> list[list[int]]:
+    rows: defaultdict[int, list[int]] = defaultdict(list)
+    for position, op in enumerate(ops):
+        if op[0] in named:
+            rows[op[4]].append(position)
+    return [rows[rank] for rank in range(1 + max(rows, default=-1))]
 
 
 def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
@@ -102,18 +116,13 @@ def _sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Source
 class _Clock:
     """The walk along all ranks at once. Positions are places in `ops`; a time below 0 means not known yet."""
 
-    def __init__(self, ops: Sequence[Op], named: frozenset[str], sources: list[Sources]) -> None:
-        self.ops, self.sources = ops, sources
-        rows: defaultdict[int, list[int]] = defaultdict(list)
-        self.loose: list[int] = []  # the ops that no row names
-        self.is_loose = bytearray(len(ops) + 1)  # the last is for inputs, which are at -1
-        for position, op in enumerate(ops):
-            if op[0] in named:
-                rows[op[4]].append(position)
-            else:
-                self.loose.append(position)
-                self.is_loose[position] = 1
-        self.rows = [rows[rank] for rank in range(1 + max(rows, default=-1))]
+    def __init__(self, ops: Sequence[Op], rows: list[list[int]], sources: list[Sources]) -> None:
+        self.ops, self.rows, self.sources = ops, rows, sources
+        self.is_loose = bytearray(b"\1") * len(ops) + b"\0"  # in no row; the last is for inputs, which are at -1
+        for row in rows:
+            for position in row:
+                self.is_loose[position] = 0
+        self.loose = list(compress(range(len(ops)), self.is_loose))
         time = {name: kind.time for name, kind in KINDS.items()}
         self.ticks = [time[op[0]] for op in ops]
         self.start = [-1] * len(ops)
@@ -121,7 +130,9 @@ class _Clock:
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
         self.instant: list[int] = []  # ops without duration, as their times become known
-        if any(KINDS[ops[position].kind].place == "before" for position in self.loose):
+        kinds = {ops[position].kind for position in self.loose}
+        self.recomputes = any(KINDS[kind].time for kind in kinds)
+        if any(KINDS[kind].place == "before" for kind in kinds):
             self.rows = [self._with_those_before(row) for row in self.rows]
         self.needs = self._needs()
 
@@ -152,8 +163,10 @@ class _Clock:
         full: list[int] = []
 
         def attach(position: int, reader: int) -> None:
-            # An R first: it is read before its reader, and so is what both of them read.
-            for source in sorted(sources[position], key=lambda at: at >= 0 and not KINDS[ops[at].kind].time):
+            found = sources[position]
+            if self.recomputes:  # an R first: it stands before its reader, and so does what both of them read
+                found = sorted(found, key=lambda at: at >= 0 and not KINDS[ops[at].kind].time)
+            for source in found:
                 if not is_loose[source] or source in self.anchor:
                     continue
                 kind = KINDS[ops[source].kind]
@@ -270,7 +283,8 @@ class _Clock:
         """Ties within a level and rank: gradients first, then stage, then microbatch."""
         op = self.ops[position]
         place = tuple(-1 if part is None else part for part in (op.stage, op.microbatch, op.slice))
-        return (op.kind != "ADD", *place, op.kind, str((op.writes or op.reads)[0]))
+        first = (op.writes or op.reads)[0]
+        return (op.kind != "ADD", *place, op.kind, first.name, first.port, first.at)
 
     def _stuck(self, at_cell: list[int], blocked: dict[int, int]) -> ProgramError:
         """Name the ops that wait for each other in a circle, and draw where their ranks stand."""

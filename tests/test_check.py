@@ -211,11 +211,11 @@ TABLES = {
     ),
     "I without W": (
         [["0F0", "0F1", "0I0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "the table has 0I0 without 0W0: the weight gradient is never computed. Add 0W0.",
+        "the table has 0I0 without 0W0: the weight gradient is never computed. Add it.",
     ),
     "W without I": (
         [["0F0", "0F1", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "the table has 0W0 without 0I0, which makes what it reads. Add 0I0 before it.",
+        "the table has 0W0 without 0I0, which makes what it reads. Add it before.",
     ),
     "B and then I, W": (
         [["0F0", "0F1", "0B0", "0I0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],

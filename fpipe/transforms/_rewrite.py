@@ -11,6 +11,7 @@ from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sourc
 Transform = Callable[[Program], Program]
 
 _new = tuple.__new__
+_BACKWARD = frozenset("BIW")
 
 
 def moved(op: Op, rank: int) -> Op:
@@ -84,11 +85,14 @@ def keep_to_data(
         if len(found) > 1 and stage not in (homes or {}):
             raise ProgramError(_on_several(stage, ops))
     home = {stage: tuple(sorted(found)) for stage, found in where.ranks.items()} | dict(homes or {})
-    placed: list[Op] = []
+    placed = list(ops)
+    table = scheduled_kinds()
     used: dict[Value, set[int]] = {end.value: set() for end in inputs if end.value.stage is None}
-    for op in ops:
-        kind, stage = KINDS[op.kind], op.stage
-        if kind.place != "table" and kind.lane == "main" and stage is not None:
+    for position, op in enumerate(ops):
+        kind, stage = op[0], op[1]
+        if kind in _BACKWARD:  # most ops: they stay, and read nothing of the batch
+            continue
+        if kind not in table and stage is not None and KINDS[kind].lane == "main":
             if op.kind == "SPLIT":
                 rank = where.reader("F", op)
             elif op.kind == "R" or (op.writes and op.writes[0].name == "dy"):
@@ -100,12 +104,11 @@ def keep_to_data(
                 first = found.pop() if len(found) == 1 else None
                 rank = first if first in home[stage] else home[stage][0]
             if rank != op.rank:
-                op = moved(op, rank or 0)
+                placed[position] = op = moved(op, rank or 0)
             where.note(op)
         for value in op.reads:
             if value[1] is None and value in used:
                 used[value].add(op.rank)
-        placed.append(op)
 
     def given(end: Input) -> Input:
         stage = end.value.stage

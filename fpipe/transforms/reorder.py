@@ -9,10 +9,11 @@ split backward, and naming 2I0 and 2W0 splits 2B0. A table that names one R (or 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
-from fpipe.order import arrange, permuted, scheduled_kinds
+from fpipe.order import arrange, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, building, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed
 from fpipe.transforms.place import Homes, homes_said, stage_ranks
@@ -71,13 +72,14 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
         raise ProgramError(f"rank {empty} has no ops in the table: ranks are 0..n-1, and each has a row of cells.")
     program = _split_where_named(program, rows)
     found = _Finder(program)
-    named = [op for rank, row in enumerate(rows) for op in found.row(rank, row, move)]
-    rest = found.rest()
-    inputs, ops, outputs = program.inputs, [*named, *rest], program.outputs
+    positions = [found.row(rank, row, move) for rank, row in enumerate(rows)]
+    found.finish()
+    inputs, ops, outputs, sources = program.inputs, found.ops, program.outputs, program.sources
+    if found.repaired:
+        ops, positions, sources = *found.without_gaps(positions), None
     if move:
         inputs, ops, outputs = keep_to_data(inputs, ops, outputs, homes_said(program, homes))
-    sources = None if found.repaired else permuted(program.sources, found.order)
-    return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources)
+    return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources, positions)
 
 
 def parse_cell(text: str) -> tuple[Key, ...]:
@@ -138,57 +140,50 @@ def _is_general(cell: str) -> bool:
 
 
 class _Finder:
-    """Finds the op of each cell, each once, and knows what was not named."""
+    """Finds the op of each cell, each once, and knows what was not named. An op is its position in the program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.listed = parts_of(program.ops)
-        self.repaired = self.listed is not program.ops  # pairs taken apart or put together: positions no longer match
-        self.order: list[int] = []  # positions, as they are found
-        self.left: dict[Key, int] = {}  # what is still to be named
-        self.others: dict[str, int] = {}
+        parts = parts_of(program.ops)
+        self.repaired = parts is not program.ops  # pairs were taken apart or put together
+        self.ops: list[Op | Any] = list(parts)
+        self.left: dict[Cell, int] = {}  # scheduled ops that are still to be named, by their keys
+        self.others: dict[Key | str, int] = {}  # the rest: R by its key, what keeps to its data by its cell
         table = scheduled_kinds()
-        for position, op in enumerate(self.listed):
-            if op[0] in table or op[0] == "R":
+        for position, op in enumerate(parts):
+            if op[0] in table:
                 self.left[op[:4]] = position
             else:
-                self.others[op.cell] = position
+                self.others[op[:4] if op[0] == "R" else op.cell] = position
         self.kinds: frozenset[str] = frozenset()
 
-    @cached_property
-    def ops(self) -> dict[Key, Op]:
-        """All ops that a table may name, for errors that say what became of one."""
-        return {op[:4]: op for op in self.listed if op.kind in scheduled_kinds() or op.kind == "R"}
-
-    def row(self, rank: int, row: Sequence[Cell], move: bool) -> Iterator[Op]:
-        take, listed, note = self.left.pop, self.listed, self.order.append
-        for step, cell in enumerate(row):
-            position = take(cell, None) if isinstance(cell, tuple) else None
-            if position is None:
-                found = self.slowly(cell, rank, step)
-            else:
-                found = (listed[position],)
-                note(position)
-            for op in found:
-                if op.rank == rank:
-                    yield op
-                elif move:
-                    yield moved(op, rank)
-                else:
+    def row(self, rank: int, row: Sequence[Cell], move: bool) -> list[int]:
+        """The positions of a row's ops, which are now on that rank."""
+        take, ops = self.left.pop, self.ops
+        found = [take(cell, -1) for cell in row]
+        if -1 in found:
+            pairs = enumerate(zip(row, found, strict=True))
+            found = [at for step, (cell, one) in pairs for at in self.slowly(cell, one, f"rank {rank}, cell {step}")]
+        for position in found:
+            op = ops[position]
+            if op[4] != rank:
+                if not move:
                     raise ProgramError(
-                        f"rank {rank}, cell {step}: {op.cell} is on rank {op.rank} in this program. reorder() keeps "
-                        f"ops on their rank; use fpipe.place() before, or fpipe.schedules.from_table() for both."
+                        f"rank {rank}, cell {found.index(position)}: {op.cell} is on rank {op.rank} in this program. "
+                        "reorder() keeps ops on their rank; use fpipe.place() before, or fpipe.schedules.from_table() "
+                        "for both."
                     )
+                ops[position] = moved(op, rank)
+        return found
 
-    def slowly(self, cell: Cell, rank: int, step: int) -> Sequence[Op]:
-        """Everything but a plain op that is still to be named."""
-        place = f"rank {rank}, cell {step}"
+    def slowly(self, cell: Cell, found: int, place: str) -> Sequence[int]:
+        """Everything but a scheduled op by its key."""
+        if found >= 0:
+            return (found,)
         if isinstance(cell, str) and _is_general(cell):
             if cell not in self.others:
                 raise ProgramError(f"{place}: the program has no op {cell}.")
-            op = self.taken(self.others.pop(cell))
-            self.kinds |= {op.kind}
-            return (op,)
+            return (self.other(cell),)
         try:
             keys = (cell,) if isinstance(cell, tuple) else parse_cell(cell)
         except ProgramError as error:
@@ -196,71 +191,80 @@ class _Finder:
         groups = [self.one(key, place) for key in keys]
         if len(keys) == 1:
             return groups[0]
-        rest = [op for group in groups for op in group[1:]]
+        firsts = [group[0] for group in groups]
+        made = pair(*(self.ops[position] for position in firsts))
+        for position in firsts:
+            self.ops[position] = None
+        self.ops[firsts[0]] = made
         self.repaired = True
-        return (pair(*(group[0] for group in groups)), *rest)
+        return (firsts[0], *(position for group in groups for position in group[1:]))
 
-    def one(self, key: Key, place: str) -> tuple[Op, ...]:
+    def one(self, key: Key, place: str) -> tuple[int, ...]:
         """The op of a key; I and W for the B of a split backward."""
         if key in self.left:
-            if key[0] == "R":
-                self.kinds |= {"R"}
-            return (self.taken(self.left.pop(key)),)
+            return (self.left.pop(key),)
+        if key in self.others:
+            return (self.other(key),)
         kind, stage, microbatch, piece = key
-        halves = [(half, stage, microbatch, piece) for half in "IW"]
+        halves: list[Key] = [(half, stage, microbatch, piece) for half in "IW"]
         if kind == "B" and all(half in self.left for half in halves):
-            return tuple(self.taken(self.left.pop(half)) for half in halves)
+            return tuple(self.left.pop(half) for half in halves)
         raise ProgramError(f"{place}: {self.explain(key)}")
 
-    def taken(self, position: int) -> Op:
-        """The op of a position, which is now used."""
-        self.order.append(position)
-        return self.listed[position]
+    def other(self, key: Key | str) -> int:
+        """An op that a table need not name, but does."""
+        position = self.others.pop(key)
+        self.kinds |= {self.ops[position].kind}
+        return position
+
+    def without_gaps(self, rows: list[list[int]]) -> tuple[list[Op], list[list[int]]]:
+        """The ops and rows after pairs were put together: their second parts have no place of their own any more."""
+        now = {before: after for after, before in enumerate(at for at, op in enumerate(self.ops) if op is not None)}
+        return [self.ops[before] for before in now], [[now[position] for position in row] for row in rows]
+
+    def finish(self) -> None:
+        """Refuse a table that leaves something out."""
+        if self.left:
+            raise ProgramError(self.missing(next(key for key in self.left if isinstance(key, tuple))))
+        for position in self.others.values():
+            op = self.ops[position]
+            if op.kind in self.kinds:
+                raise ProgramError(f"the table names some {op.kind} but not {op.cell}: name all of them, or none.")
+
+    @cached_property
+    def known(self) -> set[Key]:
+        """All ops that a table may name, for errors that say what became of one."""
+        return {op[:4] for op in parts_of(self.program.ops) if op.kind in scheduled_kinds() or op.kind == "R"}
 
     def explain(self, key: Key) -> str:
+        """Why there is no op, or no longer one, for a key."""
         kind, stage, microbatch, _ = key
-        program = self.program
-        if key in self.ops or (kind == "B" and ("I", *key[1:]) in self.ops):
+        stages, microbatches = self.program.stages, self.program.microbatches
+        if key in self.known or (kind == "B" and ("I", *key[1:]) in self.known):
             return f"{show(key)} stands twice, or as B and as I and W; an op is named once."
-        if stage is not None and stage >= program.stages:
-            count = program.stages
-            return f"{show(key)} names stage {stage}, out of range: this program has {count} stages, 0..{count - 1}."
-        if microbatch is not None and microbatch >= program.microbatches:
-            count = program.microbatches
+        if stage is not None and stage >= stages:
+            return f"{show(key)} names stage {stage}, out of range: this program has {stages} stages, 0..{stages - 1}."
+        if microbatch is not None and microbatch >= microbatches:
             return (
-                f"{show(key)} names microbatch {microbatch}, out of range: this program has {count} (0..{count - 1}). "
-                f"Put fpipe.split({microbatch + 1}) before the table."
+                f"{show(key)} names microbatch {microbatch}, out of range: this program has {microbatches} "
+                f"(0..{microbatches - 1}). Put fpipe.split({microbatch + 1}) before the table."
             )
         if kind == "R":
             return f"{show(key)}: nothing is recomputed there. Put fpipe.checkpoint() before the table."
-        if kind in "IW" and ("B", *key[1:]) in self.ops:
+        if kind in "IW" and ("B", *key[1:]) in self.known:
             return f"{show(key)} stands beside {show(('B', *key[1:]))}: a backward is B, or I and W, never both."
         return f"this program has no {show(key)}."
 
-    def rest(self) -> list[Op]:
-        """The ops that keep to their data, once nothing is missing."""
-        for key in self.left:
-            if key[0] != "R":
-                raise ProgramError(self.missing(key))
-            if "R" in self.kinds:
-                raise ProgramError(f"the table names some R but not {show(key)}: name all of them, or none.")
-        rest = [self.taken(position) for position in (*self.left.values(), *self.others.values())]
-        for op in rest:
-            if op.kind in self.kinds:
-                raise ProgramError(f"the table names some {op.kind} but not {op.cell}: name all of them, or none.")
-        return rest
-
     def missing(self, key: Key) -> str:
+        """What a table lacks without an op."""
         kind, stage, microbatch, piece = key
-        named = self.ops.keys() - self.left.keys()
-        forward = ("F", stage, microbatch, piece)
-        if kind == "I" and ("W", *key[1:]) in named:
-            half = show(("W", *key[1:]))
-            return f"the table has {half} without {show(key)}, which makes what it reads. Add {show(key)} before it."
+        named = self.known - self.left.keys()
+        forward, half = ("F", stage, microbatch, piece), ("W" if kind == "I" else "I", *key[1:])
+        if kind == "I" and half in named:
+            return f"the table has {show(half)} without {show(key)}, which makes what it reads. Add it before."
         if kind in "BI" and forward in named:
             backward = f"{stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
             return f"the table has {show(forward)} without its backward: add {backward}."
-        if kind == "W" and ("I", *key[1:]) in named:
-            half = show(("I", *key[1:]))
-            return f"the table has {half} without {show(key)}: the weight gradient is never computed. Add {show(key)}."
+        if kind == "W" and half in named:
+            return f"the table has {show(half)} without {show(key)}: the weight gradient is never computed. Add it."
         return f"the table does not name {show(key)}; every F and every backward is named once."

@@ -10,7 +10,7 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -58,8 +58,7 @@ def split(
                 f"this program is split into {program.microbatches} microbatches already; split it once."
             )
         with building():
-            outputs = tuple([made for end in program.outputs for made in _labels(program, end, many)])
-            ops, sources = _copies(program, many, how)
+            ops, outputs, sources = _copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
             # One rank and nothing but timed ops: each copy is in order, and they follow each other.
             return Program.trusted(program.inputs, tuple(ops), outputs, sources)
@@ -156,9 +155,11 @@ def _getter(numbers: list[int]) -> Callable[[list[Value]], tuple[Value, ...]]:
     return itemgetter(*numbers) if numbers else lambda values: ()
 
 
-def _copies(program: Program, many: int, how: tuple[tuple[str, object], ...]) -> tuple[list[Op], list[Sources] | None]:
-    """The ops of all microbatches, one after the other, each with a SPLIT before it where it takes from the batch, and
-    where each finds what it reads.
+def _copies(
+    program: Program, many: int, how: tuple[tuple[str, object], ...]
+) -> tuple[list[Op], tuple[Output, ...], list[Sources] | None]:
+    """The ops of all microbatches, one after the other, each with a SPLIT before it where it takes from the batch,
+    their results, and where each op finds what it reads.
 
     SCALE is left out: gradients per microbatch are of totals; `merge` divides once, by the count of them all.
     """
@@ -166,7 +167,9 @@ def _copies(program: Program, many: int, how: tuple[tuple[str, object], ...]) ->
     targets = {op.stage for op in parts_of(program.ops) if any(value.name == "target" for value in op.reads)}
     forms = [form for op in program.ops if op.kind != "SCALE" for form in _forms(op, stamp, targets)]
     made = [(form, _getter(form.reads), _getter(form.writes)) for form in forms]
+    labels = [_label(program, end, stamp) for end in program.outputs]
     ops: list[Op] = []
+    ends: list[list[Output]] = [[] for _ in labels]
     for index, values in zip(range(many), stamp.values(), strict=False):
         rule = (("index", index), ("count", many), *how)
         for (kind, stage, indexed, piece, rank, _, _, parts, own), reads, writes in made:
@@ -176,7 +179,19 @@ def _copies(program: Program, many: int, how: tuple[tuple[str, object], ...]) ->
             at = index if indexed else None
             said = rule if kind == "SPLIT" else own
             ops.append(_new(Op, (kind, stage, at, piece, rank, reads(values), writes(values), (), said)))
-    return ops, _sources(forms, stamp, many)
+        for column, (name, stage, port, number, homes) in zip(ends, labels, strict=True):
+            label = (name, stage, None if name == "state" else index, None, port, "")
+            column.append(_new(Output, (_new(Value, label), values[number], homes)))
+    last = [column[-1:] if name == "state" else column for column, (name, *_) in zip(ends, labels, strict=True)]
+    return ops, tuple(chain.from_iterable(last)), _sources(forms, stamp, many)
+
+
+def _label(program: Program, end: Output, stamp: _Stamp) -> tuple[str, int | None, int, int, tuple[int, ...]]:
+    """A result's name, and the number of its value in each microbatch; a gradient is taken before it is scaled."""
+    value = end.value
+    if value.name == "scaled":
+        value = program.ops[program.writer[value]].reads[0]
+    return end.name.name, end.name.stage, end.name.port, stamp.number(value), end.homes
 
 
 def _sources(forms: list[_Form], stamp: _Stamp, many: int) -> list[Sources] | None:
@@ -222,16 +237,3 @@ def _stamped_pair(parts: tuple[_Form, ...], values: list[Value], index: int) -> 
         read, written = _getter(reads)(values), _getter(writes)(values)
         made.append(Op(kind, stage, index if indexed else None, piece, rank, read, written, (), own))
     return pair(*made)
-
-
-def _labels(program: Program, end: Output, count: int) -> Iterator[Output]:
-    """A result of each microbatch, where the base program has one; a gradient before it is divided by the count."""
-    name, value, homes = end
-    if value.name == "scaled":
-        value = program.ops[program.writer[value]].reads[0]
-    if value.name == "state":
-        yield Output(name, value._replace(microbatch=count - 1), homes)
-        return
-    first, rest, last, ends = name[:2], name[3:], value[:2], value[3:]
-    for index in range(count):
-        yield _new(Output, (_new(Value, (*first, index, *rest)), _new(Value, (*last, index, *ends)), homes))
