@@ -1,0 +1,78 @@
+"""How fast programs are built: split, 1F1B and check, then simulate, at growing sizes; and next to it one plain Python
+pass that only makes as many tuples, the floor for any program held as Python values.
+
+    python benchmarks/language.py [--quick]
+"""
+
+import argparse
+import gc
+import resource
+import statistics
+import time
+
+import fpipe
+
+
+def build(ranks: int, microbatches: int) -> fpipe.Program:
+    """What is measured: a step split and scheduled."""
+    pipeline = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))
+    return pipeline(fpipe.program(ranks))
+
+
+def floor(ops: int) -> float:
+    """Seconds to make and keep, for each op, the six tuples it is and a dict of its values, twice: before and after."""
+    gc.disable()
+    start = time.perf_counter()
+    kept = []
+    for _ in range(2):
+        store = {}
+        for number in range(ops):
+            first, second = ("y", number, 0, None, 0, ""), ("res", number, 0, None, 0, "")
+            store[first] = store[second] = number
+            kept.append(("F", number, 0, None, 0, (first, store), (first, second), (number, ops)))
+    seconds = time.perf_counter() - start
+    gc.enable()
+    return seconds
+
+
+def one(ranks: int, microbatches: int) -> None:
+    """One size, in seconds, with its peak memory."""
+    start = time.perf_counter()
+    program = build(ranks, microbatches)
+    built = time.perf_counter()
+    fpipe.check(program)
+    checked = time.perf_counter()
+    timeline = fpipe.simulate(program)
+    simulated = time.perf_counter()
+    assert timeline.makespan == 3 * (microbatches + ranks - 1)
+    ops = len(program.ops)
+    del program, timeline
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    whole = checked - start
+    print(
+        f"{ops:>9,} ops ({ranks} ranks, {microbatches} microbatches): split + schedule {built - start:7.3f} s, check "
+        f"{checked - built:6.3f} s, simulate {simulated - checked:6.3f} s; {ops / whole:>7,.0f} ops/s, "
+        f"{whole / floor(ops):4.1f}x the floor, {memory:.2f} GiB"
+    )
+
+
+def small(rounds: int = 60) -> None:
+    """1F1B at 8 ranks and 64 microbatches, again and again."""
+    times: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        fpipe.check(build(8, 64))
+        times.append(time.perf_counter() - start)
+    print(
+        f"1F1B, 8 ranks, 64 microbatches, built and checked: {min(times) * 1e3:.2f} ms at best, median "
+        f"{statistics.median(times) * 1e3:.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave out the million ops")
+    quick = parser.parse_args().quick
+    small()
+    for sizes in [(50, 100), (128, 400)] + ([] if quick else [(512, 1024)]):
+        one(*sizes)
