@@ -80,7 +80,7 @@ def arrange(
     with building():
         sources = _sources_anyhow(inputs, ops) if sources is None else sources
         order = _Clock(ops, _rows(ops, named) if rows is None else rows, sources).run()
-        made = Program.trusted(inputs, tuple([ops[at] for at in order]), outputs, permuted(sources, order))
+        made = Program.trusted(inputs, tuple(map(ops.__getitem__, order)), outputs, permuted(sources, order))
     if named == scheduled_kinds():
         made.__dict__["held"] = named
         return made
@@ -101,7 +101,8 @@ def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
     now = [0] * len(order) + [-1]  # an input stays -1
     for position, before in enumerate(order):
         now[before] = position
-    return [tuple([now[source] for source in sources[before]]) for before in order]
+    find = now.__getitem__
+    return [tuple(map(find, sources[before])) for before in order]
 
 
 def _sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:

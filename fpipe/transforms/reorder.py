@@ -117,6 +117,8 @@ def show(key: Key) -> str:
 
 def _split_where_named(program: Program, rows: Rows) -> Program:
     """Split each full backward that the table names as I or W."""
+    if {cell[0] for row in rows for cell in row} <= {"F", "B", "R"}:  # keys, and no halves among them
+        return program
     halves: set[tuple[int | None, int | None]] = set()
     for row in rows:
         for cell in row:

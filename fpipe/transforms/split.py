@@ -147,7 +147,7 @@ class _Stamp:
             last = values
 
 
-def _getter(numbers: list[int]) -> Callable[[list[Value]], tuple[Value, ...]]:
+def _getter(numbers: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """`values -> (values[n] for n in numbers)`, as fast as Python has it."""
     if len(numbers) == 1:
         only = numbers[0]
@@ -201,16 +201,16 @@ def _sources(forms: list[_Form], stamp: _Stamp, many: int) -> list[Sources] | No
     size = len(forms)
     writer = {number: at for at, form in enumerate(forms) for number in form.writes}
     twins = {-number: stamp.before(other) for number, other in enumerate(stamp.others, 1)}
-    far = -size * many  # an input: so far before the first op that it is one in every copy
-    steps = [
-        [writer[n] if n >= 0 else far if (twin := twins[n]) is None else writer[twin] - size for n in form.reads]
-        for form in forms
-    ]
-    return [
-        tuple([found if (found := base + step) >= 0 else -1 for step in reads])
-        for base in range(0, size * many, size)
-        for reads in steps
-    ]
+    before = [writer[twin] - size for twin in twins.values() if twin is not None]  # written in the copy before
+    place: dict[int, int] = {number: -1 for number, twin in twins.items() if twin is None}  # the last: an input
+    place |= {number: size + at for at, number in enumerate(n for n, twin in twins.items() if twin is not None)}
+    reads = [_getter([place.get(number, writer.get(number, -1)) for number in form.reads]) for form in forms]
+    sources: list[Sources] = []
+    for base in range(0, size * many, size):
+        earlier = [base + step if base else -1 for step in before]
+        positions = [*range(base, base + size), *earlier, -1]
+        sources += [read(positions) for read in reads]
+    return sources
 
 
 def _forms(op: Op, stamp: _Stamp, targets: set[int | None]) -> Iterator[_Form]:
