@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,11 +24,12 @@ class Stage:
     """One pure stage function `f(params, x) -> y`, and what more it asks for by keyword-only names.
 
     Args:
-        forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them. A stage
-            whose output reads its state gets it as `state`.
-        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage that runs on sequence slices takes
-            what the slice before handed on as `carry` (None for the first) and returns `(y, carry)`.
-        update: `update(state, x) -> state`, the module state after a microbatch, for a stage that has one.
+        forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them.
+        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage whose output reads its module state
+            asks for `state` and returns `(y, state)`. One that runs on sequence slices takes what the slice before
+            handed on as `carry` (None for the first) and returns `(y, carry)`; with both, `(y, state, carry)`.
+        update: `update(state, x) -> state`, the module state after a microbatch, for a stage whose output does not
+            read it: its forwards may then come in any order.
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
@@ -42,6 +43,12 @@ class Stage:
     name: str = ""
     names: tuple[tuple[str, ...], ...] | None = None
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.update is not None and "state" in self.asks:
+            raise ValueError(
+                "a stage that asks for its state returns the new one itself; it has no update= beside that."
+            )
 
 
 @dataclass(frozen=True)
@@ -72,14 +79,49 @@ class Model:
         return tuple(found)
 
 
+def check_params(model: Model, params: Any) -> Sequence[Any]:
+    """Parameters are one pytree per stage, and a dict where a leaf is tied.
+
+    Raises:
+        ValueError: they are not; the stage is named.
+    """
+    if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
+        found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
+        raise ValueError(
+            f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
+        )
+    for stage, leaf in (member for group in model.ties for member in group):
+        if not isinstance(params[stage], Mapping):
+            found = type(params[stage]).__name__
+            raise ValueError(
+                f"leaf {leaf!r} of stage {stage} is tied, so that stage's params are a dict; found {found}."
+            )
+    for group in model.ties:
+        owner, name = group[0]
+        if name not in params[owner]:
+            raise ValueError(f"params of stage {owner} must have the tied leaf {name!r}, which lives there.")
+    return params
+
+
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
     """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
-    full = list(params)
+    full = list(check_params(model, params))
     for group in model.ties:
         owner, name = group[0]
         for stage, leaf in group[1:]:
             full[stage] = {**full[stage], leaf: params[owner][name]}
     return full
+
+
+def taken_apart(stage: Stage, made: Any) -> tuple[Any, Any, Any]:
+    """What a stage function returned, as its output, its module state and what it hands to the next slice."""
+    words = [word for word in ("state", "carry") if word in stage.asks]
+    if not words:
+        return made, None, None
+    if not isinstance(made, tuple) or len(made) != 1 + len(words):
+        raise TypeError(f"a stage that asks for {' and '.join(words)} returns (y, {', '.join(words)}).")
+    found = dict(zip(words, made[1:], strict=True))
+    return made[0], found.get("state"), found.get("carry")
 
 
 def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any]:
@@ -166,7 +208,7 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
     """The keyword-only names a stage function asks for; refused if it is not f(params, x, *, ...)."""
     who = f"stage {number} ({getattr(fn, '__name__', type(fn).__name__)})"
     if not callable(fn) or hasattr(fn, "named_parameters"):
-        kind = "a module; use from_sequential" if callable(fn) else f"a {type(fn).__name__}"
+        kind = "a module; use from_sequential" if callable(fn) else type(fn).__name__
         raise ValueError(f"stage {number} is a function f(params, x), found {kind}.")
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -185,7 +227,7 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
             what = "random keys for functions are" if name == "key" else "module state for functions is"
             raise ValueError(f"{who} asks for {name!r}: {what} not supported yet.")
         if name != "microbatch" and asked[name].default is inspect.Parameter.empty:
-            raise ValueError(f"{who} asks for {name!r}; a stage can ask for {', '.join(_MAY_ASK)}.")
+            raise ValueError(f"{who} asks for {name!r}; a stage can ask for its microbatch, and nothing else yet.")
     return frozenset(asked) & {"microbatch"}
 
 
@@ -214,6 +256,17 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
             )
         seen.update(group)
     return groups
+
+
+@contextmanager
+def without_random(who: str) -> Generator[None]:
+    """Refuse a stage that draws from the global random numbers: a recompute would draw others, and every schedule its
+    own. The numbers are left as they were found."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        raise RuntimeError(f"{who} drew random numbers, which is not supported yet; switch it off, say by .eval().")
 
 
 @contextmanager

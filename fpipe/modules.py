@@ -191,7 +191,7 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
     if stages is None:
         raise ValueError("say the number of stages, or sizes= with the number of children in each.")
     if not 1 <= stages <= len(net):
-        raise ValueError(f"{len(net)} children can make 1 to {len(net)} stages, found stages={stages}.")
+        raise ValueError(f"{len(net)} children make at most {len(net)} stages and at least one, found stages={stages}.")
     bytes_of = [sum(p.numel() * p.element_size() for p in child.parameters()) for child in net]
     return _balanced(bytes_of, stages)
 

@@ -130,6 +130,7 @@ class _Clock:
         self.end = [-1] * len(ops) + [0]  # inputs are there from the start
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
+        self.early: set[int] = set()  # loose ops that are never anchored
         self.instant: list[int] = []  # ops without duration, as their times become known
         kinds = {ops[position].kind for position in self.loose}
         self.recomputes = any(KINDS[kind].time for kind in kinds)
@@ -168,9 +169,11 @@ class _Clock:
             if self.recomputes:  # an R first: it stands before its reader, and so does what both of them read
                 found = sorted(found, key=lambda at: at >= 0 and not KINDS[ops[at].kind].time)
             for source in found:
-                if not is_loose[source] or source in self.anchor:
+                if not is_loose[source] or source in self.anchor or source in self.early:
                     continue
                 kind = KINDS[ops[source].kind]
+                if kind.place == "after":
+                    self._release(source)
                 if kind.place != "before" or ops[source].rank != ops[reader].rank:
                     continue
                 self.anchor[source] = reader
@@ -189,6 +192,14 @@ class _Clock:
                     break
             full.append(position)
         return full
+
+    def _release(self, position: int) -> None:
+        """What a loose op reads, on which an op of a row waits, stands before no other op of that row: a state update
+        needs its stage's input, say, before the forward of the next microbatch, whose own forward may come later."""
+        self.early.add(position)
+        for source in self.sources[position]:
+            if self.is_loose[source] and source not in self.anchor and source not in self.early:
+                self._release(source)
 
     def _needs(self) -> list[Sources]:
         """What each op waits for: its sources, with those anchored to itself replaced by theirs."""
@@ -287,6 +298,18 @@ class _Clock:
         first = (op.writes or op.reads)[0]
         return (op.kind != "ADD", *place, op.kind, first.name, first.port, first.at)
 
+    def _needs_first(self, position: int, other: int) -> bool:
+        """Whether an op needs what another makes, through whatever lies between."""
+        seen, todo = {position}, [position]
+        while todo:
+            for source in self.sources[todo.pop()]:
+                if source == other:
+                    return True
+                if source >= 0 and source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        return False
+
     def _stuck(self, at_cell: list[int], blocked: dict[int, int]) -> ProgramError:
         """Name the ops that wait for each other in a circle, and draw where their ranks stand."""
         ops = self.ops
@@ -314,8 +337,9 @@ class _Clock:
             other = heads[missing.rank]
             place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
             sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads} comes later {place}.")
-        first = circle[0]
-        mend = f"Put {ops[blocked[first]].cell} before {ops[heads[ops[blocked[first]].rank]].cell}"
+        pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
+        wanted, head = next((pair for pair in pairs if not self._needs_first(*pair)), pairs[0])
+        mend = f"Put {ops[wanted].cell} before {ops[head].cell}"
         count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
         opening = count if len(circle) > 1 else ""
         text = opening + "\n  ".join(sentences)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.microbatch import cut, join
-from fpipe.models import Model, loss_of, unchanged, with_ties
+from fpipe.models import Model, loss_of, taken_apart, unchanged, with_ties, without_random
 from fpipe.result import Result
 
 
@@ -72,7 +72,7 @@ def over_parts(
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
         own = [_aliases(full) for full in with_ties(model, params)]
-        with unchanged(part, "a stage"):
+        with unchanged(part, "a stage"), without_random("a stage"):
             each, count, output = _forward(model, own, part, states, index, key)
         weight = size / whole if model.reduction == "mean" else 1.0
         weighted = each * weight
@@ -125,8 +125,12 @@ def _forward(
             inputs if source == "batch" else tree.tree_map(_alias, values[source]) for source in model.sources(number)
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
-        said = {"state": states[number], "key": key, "microbatch": index}
-        values.append(stage.forward(own[number], x, **{word: said[word] for word in stage.asks}))
+        said = {"state": states[number], "key": key, "microbatch": index, "carry": None}  # the whole sequence at once
+        made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
+        y, state, _ = taken_apart(stage, made)
+        values.append(y)
+        if "state" in stage.asks:
+            states[number] = tree.tree_map(_detached, state)
         if stage.update is not None:
             states[number] = stage.update(states[number], tree.tree_map(_detached, x))
     output = values[-1]

@@ -25,7 +25,7 @@ class Timeline:
 
     `makespan` is the last end; `span` the longest any rank takes from its first start to its last end (what the
     zero-bubble papers report). `bubble` and `bubble_span` are the idle share of each. `peak` is, per rank, the most
-    microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F to the
+    microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
     end of W or of a full backward; `peak_released` lets go of them at the end of I.
     """
 

@@ -74,7 +74,11 @@ class _Writer:
         if model.reduction == "count":
             count = Value("count", self.last, 0)
             outputs.append(Output(Value("count"), count, (0,)))
-        outputs += [Output(Value("state", s), Value("state", s, 0), (0,)) for s in range(n) if self.has_state(s)]
+        outputs += [
+            Output(Value("state", s), Value("state", s, 0), (0,))
+            for s in range(n)
+            if self.has_update(s) or self.asks(s, "state")
+        ]
         names = sorted({v for op in ops for v in op.reads if v.microbatch is None}, key=_input_order)
         return Program(
             tuple(Input(name, (0,)) for name in names), tuple(ops), tuple(outputs + sorted(grads, key=lambda g: g.name))
@@ -85,7 +89,7 @@ class _Writer:
         ops.append(Op("SCALE", grad.name.stage, None, None, 0, (grad.value, Value("count", self.last, 0)), (made,)))
         return made
 
-    def has_state(self, stage: int) -> bool:
+    def has_update(self, stage: int) -> bool:
         return bool(self.model.stages) and self.model.stages[stage].update is not None
 
     def asks(self, stage: int, word: str) -> bool:
@@ -114,11 +118,13 @@ class _Writer:
             writes.append(Value("loss", stage, 0))
             if self.model.reduction == "count":
                 writes.append(Value("count", stage, 0))
+        if self.asks(stage, "state"):
+            writes.append(Value("state", stage, 0))
         return Op("F", stage, 0, None, 0, tuple(reads), (*writes, Value("res", stage, 0)))
 
     def backward(self, stage: int) -> list[Op]:
         ops: list[Op] = []
-        if self.has_state(stage):
+        if self.has_update(stage):
             reads = (Value("state", stage), *self.taken(stage))
             ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),)))
         cotangents = tuple(Value("dx", reader, 0, port=k) for reader, k in sorted(self.readers[stage], reverse=True))

@@ -91,6 +91,8 @@ def verify(
     if any(end.name.microbatch is not None for end in program.outputs):
         program = merge()(program)
     found = build(program, model)(params, batch, state=state, key=key)
+    if any(op.slice is not None for op in program.ops):
+        raise ValueError("this program has sequence slices; reference takes whole sequences, and its bits are others.")
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]

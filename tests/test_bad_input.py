@@ -57,7 +57,7 @@ MODELS = {
     "zero stages in a program": (lambda: fpipe.program(0), "a model has at least one stage, found zero stages."),
     "a stage that is no function": (
         lambda: fpipe.from_functions([linear, 3]),
-        "stage 1 is a function f(params, x), found a",
+        "stage 1 is a function f(params, x), found int.",
     ),
     "a stage that takes itself": (
         lambda: fpipe.program(2, inputs=("batch", 1)),
@@ -194,7 +194,7 @@ def clamped(p, x: Tensor) -> Tensor:
 def test_a_stage_that_changes_the_batch_is_refused_by_name():
     with pytest.raises(
         RuntimeError,
-        match=re.escape("clamped changed what it was given in place; a stage and a loss are pure functions."),
+        match=re.escape("stage 0 (clamped) changed what it was given in place; a stage and a loss are pure functions."),
     ):
         step_of(clamped)((EYE,), NET.batch(6))
 
@@ -297,7 +297,7 @@ def test_check_finite_changes_no_bit():
 
 
 def test_a_state_that_is_read_is_asked_for():
-    stage = fpipe.Stage(lambda p, x, *, state: x + state, asks=frozenset({"state"}), update=lambda state, x: state)
+    stage = fpipe.Stage(lambda p, x, *, state: x + state, asks=frozenset({"state"}))
     model = fpipe.Model((stage,), total, ("batch",))
     with pytest.raises(ValueError, match=re.escape("this program reads state[0]: hand it in as step(..., state=...).")):
         fpipe.build(fpipe.program(model), model)(({},), BATCH)
@@ -342,3 +342,27 @@ def test_outputs_come_back_in_microbatch_order():
     expected = fpipe.reference(NET.model, PARAMS, BATCH, microbatches=3)
     assert torch.equal(found.outputs, expected.outputs)
     assert [loss.item() for loss in found.losses] == [loss.item() for loss in expected.losses]
+
+
+def test_a_stage_that_draws_random_numbers_is_refused_and_leaves_them_as_found():
+    """A recompute would draw others, silently: verify said so, build alone did not."""
+    step = step_of(lambda p, x: torch.nn.functional.dropout(x @ p["w"], 0.5))
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"stage 0 \(<lambda>\) drew random numbers, which is not supported yet"):
+        step((EYE,), NET.batch(6))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_tied_stage_has_a_dict_of_params():
+    model = fpipe.from_functions([lambda p, x: x, lambda p, x: x], total, ties=[((0, "e"), (1, "e"))])
+    with pytest.raises(ValueError, match=re.escape("leaf 'e' of stage 0 is tied, so that stage's params are a dict")):
+        fpipe.build(fpipe.program(model), model)(([], []), NET.batch(6))
+    with pytest.raises(
+        ValueError, match=re.escape("params of stage 0 must have the tied leaf 'e', which lives there.")
+    ):
+        fpipe.reference(model, ({}, {}), NET.batch(6))
+
+
+def test_except_last_is_about_microbatches():
+    with pytest.raises(fpipe.ProgramError, match=re.escape("put fpipe.split() before fpipe.checkpoint()")):
+        fpipe.checkpoint("except_last")(fpipe.program(2))

@@ -52,7 +52,7 @@ REFUSED = {
     "nobody takes the output of stage 1; only the last stage, 2, gives the loss its input.": lambda: normalise_inputs(
         ["batch", 0, 0], 3
     ),
-    "stage 1 is a function f(params, x), found a int.": lambda: from_functions([f, 3]),
+    "stage 1 is a function f(params, x), found int.": lambda: from_functions([f, 3]),
     "stage 0 is a function f(params, x), found a module; use from_sequential.": lambda: from_functions(
         [torch.nn.Tanh()]
     ),
@@ -66,8 +66,8 @@ REFUSED = {
     "stage 0 (<lambda>) asks for 'key': random keys for functions are not supported yet.": lambda: from_functions(
         [lambda p, x, *, key=None: x]
     ),
-    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for state, key, microbatch.": lambda: from_functions(
-        [lambda p, x, *, mask: x]
+    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for its microbatch, and nothing else yet.": lambda: (
+        from_functions([lambda p, x, *, mask: x])
     ),
     "loss is a function loss(y, target) or None, found str.": lambda: from_functions([f], loss="mse"),
     "reduction is 'mean', 'sum' or 'count', found 'avg'.": lambda: from_functions([f], reduction="avg"),

@@ -416,8 +416,8 @@ def test_what_a_stage_cannot_be_is_refused_by_name(sentence, net):
 @pytest.mark.parametrize(
     ("sentence", "how"),
     [
-        ("5 children can make 1 to 5 stages, found stages=6.", {"stages": 6}),
-        ("5 children can make 1 to 5 stages, found stages=0.", {"stages": 0}),
+        ("5 children make at most 5 stages and at least one, found stages=6.", {"stages": 6}),
+        ("5 children make at most 5 stages and at least one, found stages=0.", {"stages": 0}),
         ("sizes=[2, 2] sum to 4, the net has 5 children; a stage has at least one.", {"sizes": [2, 2]}),
         ("sizes=[5, 0] sum to 5, the net has 5 children; a stage has at least one.", {"sizes": [5, 0]}),
         ("stages=3, but sizes=[2, 3] are 2 stages; say one of the two.", {"stages": 3, "sizes": [2, 3]}),

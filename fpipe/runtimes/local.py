@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.microbatch import rows, spec_of
-from fpipe.models import Model
+from fpipe.models import Model, check_params
 from fpipe.program import Op, Output, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.meaning import RULES, Residuals, Run, detached
@@ -113,16 +113,6 @@ def _handed_in(
     if missing is not None:
         raise ValueError(f"this program reads {missing}: hand it in as step(..., {missing.name}=...).")
     return {end.value: found[end.value] for end in program.inputs}
-
-
-def check_params(model: Model, params: Any) -> Sequence[Any]:
-    """Parameters are one pytree per stage."""
-    if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
-        found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
-        raise ValueError(
-            f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
-        )
-    return params
 
 
 def _refuse_infinite(op: Op, made: Sequence[Any]) -> None:

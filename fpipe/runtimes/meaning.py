@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.microbatch import cut, join, spec_of
-from fpipe.models import Model, loss_of, unchanged
+from fpipe.models import Model, loss_of, taken_apart, unchanged, without_random
 from fpipe.program import Op
 
 Leaves = list[Any]
@@ -59,7 +59,7 @@ class _Given:
     def __init__(self, op: Op, args: Sequence[Any], run: Run) -> None:
         number = op.stage or 0
         self.stage = run.model.stages[number]
-        self.who = self.stage.name or f"stage {number}"
+        self.who = f"stage {number} ({self.stage.name})" if self.stage.name else f"stage {number}"
         named: dict[str, list[Any]] = {}
         self.taken: list[Any] = []
         self.inputs: list[Leaves] = []  # of each source, the leaves that want a cotangent: none for the batch
@@ -89,9 +89,8 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     stage, params = given.stage, given.params
     saved: list[Tensor] = []
     with torch.enable_grad(), _watching(saved) if run.watch_saved else nullcontext():
-        with unchanged(given.taken, given.who):
-            y = stage.forward(params, given.x, **given.said)
-        y, carried = y if "carry" in stage.asks else (y, None)
+        with unchanged(given.taken, given.who), without_random(given.who):
+            y, state, carried = taken_apart(stage, stage.forward(params, given.x, **given.said))
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
     outputs = tree.leaves(y)
@@ -105,6 +104,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     made = {
         "y": lambda: tree.tree_map(_same_leaf, y),
         "again": lambda: tree.tree_map(_same_leaf, y),
+        "state": lambda: tree.tree_map(detached, state),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
         "loss": lambda: detached(loss),
         "count": lambda: detached(count),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from fpipe.program import Op, Program, Value
+from fpipe.program import Op, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt
 
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
@@ -31,6 +31,10 @@ def checkpoint(
     Returns:
         A transform; what is recomputed already stays so.
 
+    Raises:
+        ValueError: another policy or grain.
+        ProgramError: "except_last" for a program that is not split.
+
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.checkpoint("always")(fpipe.program(2))))
     rank 0 | 0F0 1F0 1R0 1B0 0R0 0B0
@@ -44,6 +48,8 @@ def checkpoint(
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
 
     def transform(program: Program) -> Program:
+        if policy == "except_last" and not any(op.kind == "SPLIT" for op in program.ops):
+            raise ProgramError('"except_last" is about microbatches: put fpipe.split() before fpipe.checkpoint().')
         last = program.microbatches - 1
 
         def chosen(op: Op) -> bool:
