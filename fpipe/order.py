@@ -150,8 +150,7 @@ class _Clock:
         ops, start, ticks = self.ops, self.start, self.ticks
         levels = self._levels()
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
-        instant = sorted(levels, key=self._tie) if levels else []
-        for position in sorted(instant, key=lambda at: (levels[at], ops[at].rank)):
+        for position in sorted(levels, key=lambda at: (levels[at], ops[at][4], self._tie(at))):
             columns[start[position]].append(position)
         for row in (*self.rows, extra):
             for position in row:

@@ -242,18 +242,18 @@ class Program:
     @cached_property
     def stages(self) -> int:
         """Number of stages."""
-        return 1 + max((op.stage for op in self.ops if op.stage is not None), default=-1)
+        return 1 + max(set(map(itemgetter(1), self.ops)) - {None}, default=-1)
 
     @cached_property
     def microbatches(self) -> int:
         """Number of microbatches."""
-        return 1 + max((op.microbatch for op in self.ops if op.microbatch is not None), default=-1)
+        return 1 + max(set(map(itemgetter(2), self.ops)) - {None}, default=-1)
 
     @cached_property
     def ranks(self) -> int:
         """Number of ranks, those that are only homes included."""
         homes = (rank for end in (*self.inputs, *self.outputs) for rank in end.homes)
-        return 1 + max((*homes, *{op.rank for op in self.ops}), default=-1)
+        return 1 + max((*homes, *set(map(itemgetter(4), self.ops))), default=-1)
 
     @cached_property
     def placement(self) -> tuple[int | tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 
 from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform
@@ -61,7 +62,7 @@ def _each_rank(turns: Callable[[int, int, int], Turns]) -> Callable[[Program, li
     """Rows from the turns of each rank: a forward goes through the rank's stages, a backward back through them."""
 
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        if any(op.slice is not None for op in program.ops):
+        if set(map(itemgetter(3), program.ops)) != {None}:
             raise ProgramError("this program has sequence slices, which this schedule does not order; use from_table.")
         ranks, microbatches = 1 + max(placement), program.microbatches
         stages = [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(ranks)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 
 from fpipe.order import arrange, held_kinds, scheduled_kinds
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, parts_of
@@ -41,7 +42,7 @@ def rebuilt(
 
 def refuse_freed(program: Program) -> None:
     """Rewrites come before free(): a freed value has no readers to add."""
-    if any(op.kind == "FREE" for op in program.ops):
+    if "FREE" in map(itemgetter(0), program.ops):
         raise ProgramError(
             "this program already frees its values; apply fpipe.free() last, after every other transform."
         )
