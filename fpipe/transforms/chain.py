@@ -10,8 +10,10 @@ def chain(*transforms: Transform) -> Transform:
     """Apply transforms from left to right.
 
     >>> import fpipe
-    >>> both = fpipe.chain(fpipe.split(2), fpipe.split_backward())
-    >>> print(fpipe.plot(both(fpipe.program(1))))
+    >>> program = fpipe.program(1)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0B0
+    >>> print(fpipe.plot(fpipe.chain(fpipe.split(2), fpipe.split_backward())(program)))
     rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
     """
 
@@ -28,7 +30,10 @@ def identity() -> Transform:
     """Leave a program as it is.
 
     >>> import fpipe
-    >>> fpipe.identity()(fpipe.program(2)) == fpipe.program(2)
-    True
+    >>> program = fpipe.program(2)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1B0 0B0
+    >>> print(fpipe.plot(fpipe.identity()(program)))
+    rank 0 | 0F0 1F0 1B0 0B0
     """
     return lambda program: program

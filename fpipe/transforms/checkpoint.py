@@ -36,7 +36,10 @@ def checkpoint(
         ProgramError: "except_last" for a program that is not split.
 
     >>> import fpipe
-    >>> print(fpipe.plot(fpipe.checkpoint("always")(fpipe.program(2))))
+    >>> program = fpipe.program(2)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1B0 0B0
+    >>> print(fpipe.plot(fpipe.checkpoint("always")(program)))
     rank 0 | 0F0 1F0 1R0 1B0 0R0 0B0
     """
     if grain != "stage":

@@ -27,7 +27,12 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
         A transform; what travels already is left as it is.
 
     >>> import fpipe
-    >>> program = fpipe.chain(fpipe.place("linear"), fpipe.communicate())(fpipe.program(2))
+    >>> program = fpipe.place("linear")(fpipe.program(2))
+    >>> program.table(comms=True)
+    [['0F0', '0B0'], ['1F0', '1B0']]
+    >>> program = fpipe.communicate()(program)
+    >>> program.table(comms=True)
+    [['0F0', 'SEND(y[0,0]>1)', 'RECV(dx[1,0]@0)', '0B0'], ['RECV(y[0,0]@1)', '1F0', '1B0', 'SEND(dx[1,0]>0)']]
     >>> print(*(op for op in program.ops if op.kind in ("SEND", "RECV")), sep="\\n")
     y[0,0]>1 = SEND[0,0] y[0,0] @ 0
     y[0,0]@1 = RECV[0,0] y[0,0]>1 @ 1

@@ -15,7 +15,12 @@ def free() -> Transform:
     """Add a FREE behind the last reader of each value that an op wrote and that is no output.
 
     >>> import fpipe
-    >>> program = fpipe.free()(fpipe.program(2))
+    >>> program = fpipe.program(2)
+    >>> program.table(comms=True)
+    [['0F0', '1F0', '1B0', '0B0']]
+    >>> program = fpipe.free()(program)
+    >>> program.table(comms=True)
+    [['0F0', '1F0', 'FREE(y[0,0])', '1B0', 'FREE(res[1,0])', '0B0', 'FREE(res[0,0])']]
     >>> print(*(op for op in program.ops if op.kind == "FREE"), sep="\\n")
     _ = FREE[1,0] y[0,0] @ 0
     _ = FREE[1,0] res[1,0] @ 0

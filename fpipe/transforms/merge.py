@@ -38,11 +38,15 @@ def merge(
         A transform. What is not split, or merged already, it leaves as it is.
 
     >>> import fpipe
-    >>> program = fpipe.chain(fpipe.split(3), fpipe.merge(outputs=False))(fpipe.program(1))
-    >>> print(*(op for op in program.ops if op.kind in ("ADD", "MERGE")), sep="\\n")
-    sum[0,1] = ADD[0,1] g[0,0] g[0,1] @ 0
-    loss = MERGE[0] loss[0,0] loss[0,1] loss[0,2] w[0,0] w[0,1] w[0,2] @ 0
-    sum[0,2] = ADD[0,2] sum[0,1] g[0,2] @ 0
+    >>> program = fpipe.split(2)(fpipe.program(1))
+    >>> program.table(comms=True)
+    [['SPLIT(x[0,0])', '0F0', '0B0', 'SPLIT(x[0,1])', '0F1', '0B1']]
+    >>> program = fpipe.merge(outputs=False)(program)
+    >>> program.table(comms=True)
+    [['SPLIT(x[0,0])', '0F0', '0B0', 'SPLIT(x[0,1])', '0F1', 'MERGE(loss)', '0B1', 'ADD(sum[0,1])']]
+    >>> print(*program.outputs, sep="\\n")
+    loss = loss @ 0
+    grads[0] = sum[0,1] @ 0
     """
     if order not in ("microbatch", "schedule"):
         raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")

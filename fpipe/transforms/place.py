@@ -38,10 +38,14 @@ def place(
         ProgramError: a stage on two ranks without `homes`; more ranks than stages; transfers are placed already.
 
     >>> import fpipe
-    >>> fpipe.place("looped", ranks=2)(fpipe.program(4)).placement
+    >>> program = fpipe.program(4)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 2F0 3F0 3B0 2B0 1B0 0B0
+    >>> print(fpipe.plot(fpipe.place("v", ranks=2)(program)))
+    rank 0 | 0F0  .   .  3F0 3B0  .   .  0B0
+    rank 1 |  .  1F0 2F0  .   .  2B0 1B0  .
+    >>> fpipe.place("looped", ranks=2)(program).placement
     (0, 1, 0, 1)
-    >>> fpipe.place("v", ranks=2)(fpipe.program(4)).placement
-    (0, 1, 1, 0)
     """
     if isinstance(policy, str) and policy not in _NAMED:
         raise ValueError(

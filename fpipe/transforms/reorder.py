@@ -39,6 +39,8 @@ def reorder(order: Rows | Callable[[Program], Rows]) -> Transform:
 
     >>> import fpipe
     >>> program = fpipe.split(2)(fpipe.program(1))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0B0 0F1 0B1
     >>> print(fpipe.plot(fpipe.reorder([["0F0", "0F1", "0B0", "0B1"]])(program)))
     rank 0 | 0F0 0F1 0B0 0B1
     """

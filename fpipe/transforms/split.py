@@ -45,7 +45,10 @@ def split(
         ProgramError: the program is split already, or frees its values.
 
     >>> import fpipe
-    >>> print(fpipe.plot(fpipe.split(2)(fpipe.program(2))))
+    >>> program = fpipe.program(2)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1B0 0B0
+    >>> print(fpipe.plot(fpipe.split(2)(program)))
     rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
     """
     many, how = _sizes(microbatches, size, rows, allow_fewer)

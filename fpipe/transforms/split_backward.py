@@ -24,7 +24,10 @@ def split_backward(where: Where | None = None) -> Transform:
         where: `f(stage, microbatch) -> bool`, which ones; all by default.
 
     >>> import fpipe
-    >>> print(fpipe.plot(fpipe.split_backward()(fpipe.program(2))))
+    >>> program = fpipe.program(2)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1B0 0B0
+    >>> print(fpipe.plot(fpipe.split_backward()(program)))
     rank 0 | 0F0 1F0 1I0 1W0 0I0 0W0
     """
 
@@ -55,9 +58,11 @@ def merge_backward() -> Transform:
     """Put I and W back together where nothing that a schedule names stands between them on their rank.
 
     >>> import fpipe
-    >>> program = fpipe.program(2)
-    >>> fpipe.merge_backward()(fpipe.split_backward()(program)) == program
-    True
+    >>> program = fpipe.split_backward()(fpipe.program(2))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1I0 1W0 0I0 0W0
+    >>> print(fpipe.plot(fpipe.merge_backward()(program)))
+    rank 0 | 0F0 1F0 1B0 0B0
     """
 
     def transform(program: Program) -> Program:
