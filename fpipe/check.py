@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
+from operator import ge
 
 from fpipe.program import ENTRY_RULES, NOWHERE, Op, Program, ProgramError, Value, building, kind_of, pair
 
@@ -143,15 +144,21 @@ def _written_once(program: Program) -> set[Value]:
 
 
 def _written_before_read(program: Program, written: set[Value]) -> None:
-    if not any(NOWHERE in found for found in program.sources):
+    sources = program.sources  # of a program of our own making they were permuted, so their order is looked at too
+    late = any(map(ge, map(max, [found or (-1,) for found in sources]), count()))
+    if not late and not any(NOWHERE in found for found in sources):
         lost = next((end for end in program.outputs if end[1] not in written), None)
         if lost is None:
             return
         mend = _mend(lost.value, "leave the output out")
         raise ProgramError(f"the output {lost.name} is {phrase(lost.value)}, which nothing writes. {mend}")
-    position, found = next((at, found) for at, found in enumerate(program.sources) if NOWHERE in found)
+    position, value = next(
+        (at, value)
+        for at, (op, found) in enumerate(zip(program.ops, sources, strict=True))
+        for value, source in zip(op.reads, found, strict=True)
+        if source == NOWHERE or source >= at
+    )
     op = program.ops[position]
-    value = op.reads[found.index(NOWHERE)]
     at, drawn = where(program, position)
     head = f"{at}: {op.cell} reads {phrase(value)}, which"
     later = program.writer.get(value)

@@ -254,7 +254,7 @@ class _Clock:
             raise self._stuck(at_cell, blocked)
 
     def _settle(self, position: int) -> int:
-        """The time of a loose op, or the complement of an op it still waits for."""
+        """When a loose op has ended, or the complement of an op it still waits for."""
         if position in self.anchor:
             return ~position
         begin = 0
@@ -269,7 +269,7 @@ class _Clock:
         self.end[position] = begin + self.ticks[position]
         if not self.ticks[position]:
             self.instant.append(position)
-        return begin
+        return self.end[position]
 
     def _levels(self) -> dict[int, int]:
         """Within one tick data goes first: an op's level is one above those of the instant ops it reads."""

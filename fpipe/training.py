@@ -67,8 +67,9 @@ class _Writer:
             grads.append(Output(Value("grads", owner, port=port), summed, (0,)))
         if model.reduction == "count":
             grads = [grad._replace(value=self.scaled(grad, ops)) for grad in grads]
+            ops.append(self.scale(Value("loss", self.last, 0), Value("loss")))
         outputs = [
-            Output(Value("loss"), Value("loss", self.last, 0), (0,)),
+            Output(Value("loss"), Value("loss") if model.reduction == "count" else Value("loss", self.last, 0), (0,)),
             Output(Value("outputs"), Value("y", self.last, 0), (0,)),
         ]
         if model.reduction == "count":
@@ -86,8 +87,11 @@ class _Writer:
 
     def scaled(self, grad: Output, ops: list[Op]) -> Value:
         made = grad.name._replace(name="scaled")
-        ops.append(Op("SCALE", grad.name.stage, None, None, 0, (grad.value, Value("count", self.last, 0)), (made,)))
+        ops.append(self.scale(grad.value, made))
         return made
+
+    def scale(self, total: Value, made: Value) -> Op:
+        return Op("SCALE", total.stage, None, None, 0, (total, Value("count", self.last, 0)), (made,))
 
     def has_update(self, stage: int) -> bool:
         return bool(self.model.stages) and self.model.stages[stage].update is not None

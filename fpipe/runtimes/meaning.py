@@ -207,9 +207,11 @@ def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 
 def scale(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
-    """SCALE: gradients of a total, divided by what it counts (by 1 if it counts nothing)."""
+    """SCALE: a total, or its gradients, divided by what it counts (by 1 if it counts nothing)."""
     total, count = args
     divisor = count if count != 0 else 1
+    if isinstance(total, Tensor):  # the loss itself
+        return [total / divisor]
     return [[leaf if leaf is None else leaf / divisor for leaf in total]]
 
 
@@ -228,7 +230,8 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         loss = loss / (count if count != 0 else 1)
     made["loss"] = loss
     if "y" in named:
-        made["outputs"] = join(named["y"], spec=spec_of(dict(op.how).get("spec")))
+        sizes = [round(weight * run.rows) for weight in named["w"]]
+        made["outputs"] = join(named["y"], sizes, spec=spec_of(dict(op.how).get("spec")))
     return [made[value.name] for value in op.writes]
 
 
@@ -238,7 +241,9 @@ def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     assert change is not None, f"stage {op.stage} has no update"
     state, *taken = args
     x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) else taken[0]
-    return [change(state, tree.tree_map(detached, x))]
+    who = f"the update of stage {op.stage}"
+    with unchanged(state, who), without_random(who):
+        return [change(state, tree.tree_map(detached, x))]
 
 
 def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

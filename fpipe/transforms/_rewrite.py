@@ -104,6 +104,11 @@ def keep_to_data(
                 found = {where.made(value) for value in op.reads} - {None}
                 first = found.pop() if len(found) == 1 else None
                 rank = first if first in home[stage] else home[stage][0]
+            if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
+                raise ProgramError(
+                    f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; stages that "
+                    "checkpoint(groups=) groups are on one rank."
+                )
             if rank != op.rank:
                 placed[position] = op = moved(op, rank or 0)
             where.note(op)

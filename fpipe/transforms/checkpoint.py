@@ -48,12 +48,21 @@ def checkpoint(
         raise ValueError(
             f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
         )
+    groups = [tuple(group) for group in groups]
+    for group in groups:
+        if list(group) != list(range(group[0], group[0] + len(group))) if group else True:
+            raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
+    if len({stage for group in groups for stage in group}) < sum(map(len, groups)):
+        raise ValueError(f"a stage is in one group at most; found {groups}.")
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
 
     def transform(program: Program) -> Program:
         if policy == "except_last" and not any(op.kind == "SPLIT" for op in program.ops):
             raise ProgramError('"except_last" is about microbatches: put fpipe.split() before fpipe.checkpoint().')
         last = program.microbatches - 1
+        beyond = max(group_of, default=0)
+        if beyond >= program.stages:
+            raise ProgramError(f"groups name stage {beyond}; this program has stages 0..{program.stages - 1}.")
 
         def chosen(op: Op) -> bool:
             if op.kind != "F" or op.stage is None or op.microbatch is None:

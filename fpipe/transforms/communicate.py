@@ -39,7 +39,7 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
     dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
     dx[1,0]@0 = RECV[1,0] dx[1,0]>0 @ 0
     """
-    repeated = frozenset(again)
+    repeated = frozenset((again,) if isinstance(again, str) else again)
 
     def transform(program: Program) -> Program:
         refuse_freed(program)
@@ -65,6 +65,12 @@ class _Sender:
         for op in program.ops:
             for value in op.writes:
                 self.at[value] = {op.rank}
+        sent = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
+        for op in program.ops:
+            if op.kind == "RECV" and op.reads[0] in sent:
+                value = sent[op.reads[0]]
+                self.copies[value, op.rank] = op.writes[0]
+                self.trips[value, op.rank] = self.trips.get((value, op.rank), -1) + 1
 
     def local(self, op: Op) -> Op:
         """The op, reading copies on its own rank."""

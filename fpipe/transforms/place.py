@@ -98,7 +98,7 @@ def _rule(policy: str | Sequence[int] | Rule, program: Program, ranks: int | Non
     if callable(policy):
         return policy
     if policy == "bidirectional":
-        half, p = program.microbatches // 2, ranks or program.stages
+        half, p = (program.microbatches + 1) // 2, ranks or program.stages
         down = stage_ranks("linear", program.stages, ranks)
         return lambda kind, stage, microbatch: down[stage] if microbatch < half else p - 1 - down[stage]
     listed = stage_ranks(policy, program.stages, ranks)

@@ -192,8 +192,9 @@ def _copies(
 def _label(program: Program, end: Output, stamp: _Stamp) -> tuple[str, int | None, int, int, tuple[int, ...]]:
     """A result's name, and the number of its value in each microbatch; a gradient is taken before it is scaled."""
     value = end.value
-    if value.name == "scaled":
-        value = program.ops[program.writer[value]].reads[0]
+    writer = program.ops[program.writer[value]]
+    if writer.kind == "SCALE":
+        value = writer.reads[0]
     return end.name.name, end.name.stage, end.name.port, stamp.number(value), end.homes
 
 
