@@ -74,7 +74,70 @@ def check(program: Program) -> None:
         ranks_are_whole(program)
 
 
-ENTRY_RULES.append(check)
+def check_kinds(program: Program) -> None:
+    """Each kind of op does what its letter says: with the values of its own stage, microbatch and slice.
+
+    Rewrites keep that, so it is looked at where a program enters and not again.
+
+    Raises:
+        ProgramError: a backward of another's residuals, a SEND that sends nothing, results that name one thing twice.
+    """
+    for position, op in enumerate(program.ops):
+        for part in op.parts or (op,):
+            why = _odd(part, op) or ("a PAIR has two parts" if op.kind == "PAIR" and len(op.parts) < 2 else None)
+            if why:
+                at, drawn = where(program, position)
+                raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
+    homes: dict[Value, set[int]] = {}
+    freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
+    for end in program.outputs:
+        if homes.setdefault(end.name, set()) & set(end.homes):
+            raise ProgramError(f"the output {end.name} stands twice; a result has one value on each of its homes.")
+        homes[end.name] |= set(end.homes)
+        if end.name.name == "grads" and end.name.stage != end.value.stage:
+            raise ProgramError(f"the output {end} gives stage {end.name.stage} the gradient of another.")
+        if ">" in end.value.at.rpartition("@")[2]:
+            raise ProgramError(f"the output {end} is in flight; name the copy that its RECV writes.")
+        if end.value in freed:
+            raise ProgramError(f"the output {end} is freed before it is handed back.")
+
+
+_OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
+_NEEDED = {"B": "res", "I": "res", "W": "wres"}
+
+
+def _odd(op: Op, whole: Op) -> str | None:
+    """What is wrong with an op by itself."""
+    own = (op.stage, op.microbatch, op.slice)
+    if op.rank != whole.rank:
+        return f"is on rank {op.rank} inside a PAIR on rank {whole.rank}"
+    if op.kind in _OWN_READS:
+        if op.stage is None or op.microbatch is None:
+            return "names no stage and microbatch"
+        for value in op.reads:
+            if value.name in _OWN_READS[op.kind] and value[1:4] != own:
+                return f"reads {phrase(value)}, which is not its own"
+        needed = _NEEDED.get(op.kind)
+        if needed and not any(value.name == needed for value in op.reads):
+            return f"reads no {needed}"
+        if not any(value.name == "params" for value in op.reads):
+            return "reads no params"
+        for value in op.writes:
+            if value[1:4] != own and value.name not in ("carry", "dcarry"):
+                return f"writes {phrase(value)}, which is not its own"
+    if op.kind in ("SEND", "RECV"):
+        if len(op.reads) != 1 or len(op.writes) != 1:
+            return "moves one value"
+        (before,), (after,) = op.reads, op.writes
+        sign = ">" if op.kind == "SEND" else "@"
+        if before[:5] != after[:5] or sign not in after.at or (op.kind == "RECV" and ">" not in before.at):
+            return f"does not read {'a value and write it' if op.kind == 'SEND' else 'what is'} in flight"
+        if op.kind == "SEND" and after.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
+            return "sends to its own rank"
+    return None
+
+
+ENTRY_RULES.extend((check, check_kinds))
 
 
 def phrase(value: Value) -> str:

@@ -258,6 +258,12 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
     return groups
 
 
+def refuse_inference_mode() -> None:
+    """There are no gradients in inference mode, only zeros in their place."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("fpipe computes gradients, which torch.inference_mode() switches off; leave it first.")
+
+
 @contextmanager
 def without_random(who: str) -> Generator[None]:
     """Refuse a stage that draws from the global random numbers: a recompute would draw others, and every schedule its
@@ -273,12 +279,14 @@ def without_random(who: str) -> Generator[None]:
 def unchanged(values: Any, who: str) -> Generator[None]:
     """Refuse a change in place of what a caller handed in, and put it back as it was."""
     tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-    before = [(leaf._version, leaf.clone()) for leaf in tensors]
+    # Autograd itself refuses to change a leaf that wants a gradient, before it does; the others need a copy.
+    before = [(leaf._version, None if leaf.requires_grad else leaf.clone()) for leaf in tensors]
     yield
     changed = [(leaf, copy) for leaf, (version, copy) in zip(tensors, before, strict=True) if leaf._version != version]
     with torch.no_grad():
         for leaf, copy in changed:
-            leaf.copy_(copy)
+            if copy is not None:
+                leaf.copy_(copy)
     if changed:
         raise RuntimeError(
             f"{who} changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "

@@ -246,6 +246,8 @@ def _refuse_impure(path: str, module: nn.Module) -> None:
     who = f"module {path!r} ({type(module).__name__})"
     if _draws(module):
         raise ValueError(f"{who}: random numbers in training are not supported yet; call .eval() or set p=0.")
+    if getattr(module, "max_norm", None) is not None:
+        raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
     if _writes(module):
         raise ValueError(f"{who}: buffers written in training are not supported yet; call .eval().")
 

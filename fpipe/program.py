@@ -40,6 +40,7 @@ import csv
 import gc
 import io
 import re
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -306,7 +307,7 @@ class Program:
                 continue
             try:
                 what, at, where = line.rpartition(" @ ")
-                homes = tuple(map(int, where.split(","))) if re.fullmatch(r" *\d+(,\d+)* *", where) else ()
+                homes = tuple(map(int, where.split(","))) if re.fullmatch(rf" *{_N}(,{_N})* *", where) else ()
                 if not at or not homes:
                     raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
                 left, equals, right = what.partition(" = ")
@@ -349,8 +350,9 @@ def _bracket(stage: int | None, microbatch: int | None, piece: int | None) -> st
     return f"[{'' if stage is None else stage},{'' if microbatch is None else microbatch}{tail}]"
 
 
-_PLACE = r"(?:\[(\d+)?(?:,(\d+)?(?:\.(\d+))?)?\])?"
-_VALUE = re.compile(r"([a-z_]+)" + _PLACE + r"(?::(\d+))?((?:@(?:\d+|host)(?:\.\d+)?|>\d+(?:\.\d+)?)*)")
+_N = r"(?:0|[1-9][0-9]{0,8})"
+_PLACE = rf"(?:\[({_N})?(?:,(?=[0-9.])({_N})?(?:\.({_N}))?)?\])?"
+_VALUE = re.compile(rf"([a-z_]+){_PLACE}(?::({_N}))?((?:@(?:{_N}|host)(?:\.{_N})?|>{_N}(?:\.{_N})?)*)")
 _HEAD = re.compile(r"([A-Z]+)" + _PLACE)
 
 
@@ -391,12 +393,16 @@ def _parse_op(text: str, rank: int) -> Op:
 
 def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
     try:
-        call = ast.parse(f"how({text})", mode="eval").body
+        with warnings.catch_warnings(action="ignore"):
+            call = ast.parse(f"how({text})", mode="eval").body
         assert isinstance(call, ast.Call)
         assert not call.args
-        return tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
-    except (SyntaxError, ValueError, AssertionError):
-        raise ProgramError(f"{{{text}}} is not a list of name=literal") from None
+        assert all(word.arg for word in call.keywords)
+        how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
+        hash(how)
+    except (SyntaxError, ValueError, AssertionError, TypeError):
+        raise ProgramError(f"{{{text}}} is not a list of name=literal, each of a value that can be hashed") from None
+    return how
 
 
 def pair(*parts: Op) -> Op:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.microbatch import cut, join
-from fpipe.models import Model, loss_of, taken_apart, unchanged, with_ties, without_random
+from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, with_ties, without_random
 from fpipe.result import Result
 
 
@@ -61,8 +61,10 @@ def over_parts(
     *,
     state: Sequence[Any] | None = None,
     key: int | None = None,
+    spec: Any = None,
 ) -> Result:
-    """The same for a batch that is cut already: `parts` are the microbatches, each with its rows."""
+    """The same for a batch that is cut already: `parts` are the microbatches, each with rows; `spec` joins outputs."""
+    refuse_inference_mode()
     whole = sum(size for _, size in parts)
     states = list(state) if state is not None else [None] * len(model.stages)
     losses: list[Tensor] = []
@@ -72,10 +74,9 @@ def over_parts(
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
         own = [_aliases(full) for full in with_ties(model, params)]
-        with unchanged(part, "a stage"), without_random("a stage"):
+        with torch.enable_grad(), unchanged(part, "a stage"), without_random("a stage"):
             each, count, output = _forward(model, own, part, states, index, key)
-        weight = size / whole if model.reduction == "mean" else 1.0
-        weighted = each * weight
+            weighted = each * (size / whole if model.reduction == "mean" else 1.0)
         found = _gradients(model, weighted, own)
         sums = [list(map(_added, *pair)) for pair in zip(sums, found, strict=True)] if index else found
         loss = loss + weighted.detach() if index else weighted.detach()
@@ -91,7 +92,7 @@ def over_parts(
     return Result(
         loss=loss,
         grads=grads,
-        outputs=join(outputs, [size for _, size in parts]),
+        outputs=join(outputs, [size for _, size in parts], spec),
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )

@@ -26,13 +26,15 @@ class Timeline:
     `makespan` is the last end; `span` the longest any rank takes from its first start to its last end (what the
     zero-bubble papers report). `bubble` and `bubble_span` are the idle share of each. `peak` is, per rank, the most
     microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
-    end of W or of a full backward; `peak_released` lets go of them at the end of I.
+    the end of W or of a full backward; `peak_released` lets go of them at the end of I. In a measured timeline
+    (`build(record=True)`) peaks are bytes. `delivered`: when the last result reached its last home, if that is away.
     """
 
     events: tuple[Event, ...]
     ranks: int
     peak: tuple[float, ...]
     peak_released: tuple[float, ...]
+    delivered: float = 0.0
 
     @cached_property
     def _busy(self) -> list[tuple[float, float, float]]:
@@ -49,7 +51,7 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Last end over all ranks, in seconds."""
-        return max((event.end for event in self.events), default=0.0)
+        return max([self.delivered, *(event.end for event in self.events)])
 
     @cached_property
     def span(self) -> float:
@@ -98,7 +100,23 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     (15.0, 0.2, (2.0, 1.0))
     """
     with building():
-        return Timeline(_events(program, costs or Costs()), program.ranks, *_peaks(program))
+        events = _events(program, costs or Costs())
+        return Timeline(events, program.ranks, *_peaks(program), _delivered(program, events, costs or Costs()))
+
+
+def _delivered(program: Program, events: tuple[Event, ...], costs: Costs) -> float:
+    """When the last result has reached its last home."""
+    if not costs.transfer:
+        return 0.0
+    writers = ((program.writer[end.value], end.homes) for end in program.outputs)
+    return max(
+        (
+            events[at].end + costs.transfer
+            for at, homes in writers
+            if at >= 0 and any(rank != events[at].op.rank for rank in homes)
+        ),
+        default=0.0,
+    )
 
 
 def _events(program: Program, costs: Costs) -> tuple[Event, ...]:

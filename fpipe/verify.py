@@ -96,7 +96,8 @@ def verify(
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
-    expected = over_parts(model, params, parts, state=state, key=key)
+    joined = next((dict(op.how).get("spec") for op in program.ops if op.kind == "MERGE"), None)
+    expected = over_parts(model, params, parts, state=state, key=key, spec=spec_of(joined))
     return compare(found, expected, rtol=rtol, atol=atol)
 
 
@@ -149,6 +150,7 @@ def _compared(name: str, found: Tensor, expected: Tensor) -> Leaf:
 
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor's bits, so that NaN equals NaN and 0 differs from -0."""
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return (
         tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.microbatch import rows, spec_of
-from fpipe.models import Model, check_params
+from fpipe.models import Model, check_params, refuse_inference_mode
 from fpipe.program import Op, Output, Program, Value
 from fpipe.result import Result
-from fpipe.runtimes.meaning import RULES, Residuals, Run, detached
+from fpipe.runtimes.meaning import RULES, Residuals, Run
 from fpipe.simulate import Event, Timeline
 
 Step = Callable[..., Result]
@@ -35,6 +36,9 @@ def local(program: Program, model: Model, *, record: bool = False, check_finite:
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
+        refuse_inference_mode()
+        if state is not None and len(state) != len(model.stages):
+            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         run = Run(model, _check_batch(batch, spec_of(spec)), watch_saved=record)
         values = _handed_in(program, model, params, batch, state, key)
         book = _Book(values, program.ranks) if record else None
@@ -52,7 +56,7 @@ def local(program: Program, model: Model, *, record: bool = False, check_finite:
                 book.note(op, values, dead, started)
             for value in dead:
                 del values[value]
-        return _results(program, model, params, values, book.timeline() if book else None)
+        return _results(program, model, (params, batch, state), values, book.timeline() if book else None)
 
     return step
 
@@ -122,7 +126,11 @@ def _refuse_infinite(op: Op, made: Sequence[Any]) -> None:
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
 
 
-def _results(program: Program, model: Model, params: Sequence[Any], values: dict[Value, Any], timeline: Any) -> Result:
+def _results(
+    program: Program, model: Model, given: tuple[Sequence[Any], Any, Any], values: dict[Value, Any], timeline: Any
+) -> Result:
+    params, _, state = given
+    taken = {pointer for pointer, _ in _storages(list(given))}
     whole: dict[str, Any] = {}
     streams: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     by_name: defaultdict[tuple[str, int | None], list[Output]] = defaultdict(list)
@@ -130,13 +138,13 @@ def _results(program: Program, model: Model, params: Sequence[Any], values: dict
         by_name[end.name.name, end.name.microbatch].append(end)
     for (name, index), ends in by_name.items():
         if name == "grads":
-            made: Any = _gradients(model, params, ends, values)
+            made: Any = tree.tree_map(partial(_own, taken), _gradients(model, params, ends, values))
         elif name == "state":
             found = {end.name.stage: values[end.value] for end in ends}
-            made = tuple(found.get(number) for number in range(len(model.stages)))
+            made = tuple(found.get(number, state[number]) for number in range(len(model.stages)))
         else:
             made = values[ends[0].value]
-            made = tree.tree_map(detached, made)
+            made = tree.tree_map(partial(_own, taken), made)
         if index is None:
             whole[name] = made
         else:
@@ -144,6 +152,18 @@ def _results(program: Program, model: Model, params: Sequence[Any], values: dict
     whole |= {name: tuple(parts[index] for index in sorted(parts)) for name, parts in streams.items()}
     whole.pop("count", None)
     return Result(**whole, timeline=timeline)
+
+
+def _own(taken: set[int], leaf: Any) -> Any:
+    """A result that shares memory with nothing the caller has: an in-place change of one would change the other."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    leaf = leaf.detach()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
+    if not dense or leaf.untyped_storage().data_ptr() in taken:
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    taken.add(leaf.untyped_storage().data_ptr())
+    return leaf
 
 
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: dict[Value, Any]) -> tuple[Any, ...]:
@@ -204,9 +224,6 @@ class _Book:
 def _storages(thing: Any) -> Iterator[tuple[int, int]]:
     """Address and bytes of each distinct storage of a value."""
     leaves = [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
-    seen = {
-        leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
-        for leaf in leaves
-        if isinstance(leaf, Tensor)
-    }
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    seen = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors}
     return iter(seen.items())

@@ -66,7 +66,7 @@ class _Given:
         for value, arg in zip(op.reads, args, strict=True):
             named.setdefault(value.name, []).append(arg)
             if value.name in ("x", "inputs"):
-                self.taken.append(arg)
+                self.taken.append(tree.tree_map(_itself, arg))  # in containers of its own
                 self.inputs.append([])
             elif value.name in ("y", "again"):
                 self.taken.append(tree.tree_map(_same_leaf, arg))
@@ -78,9 +78,11 @@ class _Given:
         said = {"microbatch": op.microbatch, "carry": self.carry}
         said |= {word: named[word][0] for word in ("state", "key") if word in named}
         self.said = {word: said[word] for word in self.stage.asks}
+        self.watched = [leaf for leaf in tree.leaves(named["params"]) if isinstance(leaf, Tensor)]
+        self.versions = [leaf._version for leaf in self.watched]
         self.x = tuple(self.taken) if isinstance(run.model.inputs[number], tuple) else self.taken[0]
         self.has_loss = "t" in named or "target" in named
-        self.target = (named.get("t") or named.get("target") or [None])[0]
+        self.target = tree.tree_map(_itself, (named.get("t") or named.get("target") or [None])[0])
 
 
 def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
@@ -94,6 +96,11 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
     outputs = tree.leaves(y)
+    refuse_hidden_tensors(outputs, given.who)
+    if given.versions != [leaf._version for leaf in given.watched]:
+        raise RuntimeError(
+            f"{given.who} changed its parameters in place, and they stay so; a stage is a pure function."
+        )
     if not any(isinstance(leaf, Tensor) for leaf in outputs):
         found = type(y).__name__
         raise TypeError(f"{given.who} returned {found} without any tensor; a stage returns a pytree of tensors.")
@@ -292,6 +299,22 @@ def _watching(saved: list[Tensor]) -> saved_tensors_hooks:
         return tensor
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def refuse_hidden_tensors(leaves: Leaves, who: str) -> None:
+    """A tensor inside an object that is no pytree would pass uncut, or lose its gradient without a word."""
+    for leaf in leaves:
+        if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
+            found = type(leaf).__name__
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{who} returned a {found} that holds tensors, which is no pytree: its gradient would be lost. "
+                    f"Return a dict or a tuple, or register {found} by torch.utils._pytree.register_pytree_node."
+                )
 
 
 def _wants(leaf: Any) -> bool:

@@ -106,8 +106,8 @@ def keep_to_data(
                 rank = first if first in home[stage] else home[stage][0]
             if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
                 raise ProgramError(
-                    f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; stages that "
-                    "checkpoint(groups=) groups are on one rank."
+                    f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; the "
+                    "stages of a checkpoint group are on one rank."
                 )
             if rank != op.rank:
                 placed[position] = op = moved(op, rank or 0)

@@ -60,6 +60,8 @@ def merge(
                 ends.append(end)
             else:
                 parts[end.name._replace(microbatch=None)].append(end)
+        if losses and not parts and not any(end.name.name == "losses" for end in ends):
+            raise ProgramError("the losses are merged already; say losses=True in the first merge().")
         ends = [end for end in ends if outputs or end.name.name != "outputs"]
         if not outputs:
             parts.pop(Value("outputs"), None)
@@ -92,16 +94,22 @@ def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[t
     return [Op("MERGE", found[0].value.stage, None, None, 0, reads, tuple(names), (), how)]
 
 
+def _no_outputs(op: Op) -> Op:
+    kept = [value for value in op.reads if value.name != "y"]
+    return op._replace(reads=tuple(kept), writes=tuple(value for value in op.writes if value.name != "outputs"))
+
+
 def _without_unread(ops: Iterable[Op], ends: Iterable[Output]) -> list[Op]:
     """Model outputs that nobody wants any more are not written."""
-    ops = list(ops)
+    wanted = {end.value for end in ends}
+    ops = [_no_outputs(op) if op.kind == "MERGE" and Value("outputs") not in wanted else op for op in ops]
     read = {value for op in ops for value in op.reads if value.name == "y"}.union(end.value for end in ends)
     kept: list[Op] = []
     for op in ops:
         if op.parts:
             parts = tuple(_without_unread(op.parts, [Output(v, v, ()) for v in read]))
             op = op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
-        elif any(value.name == "y" and value not in read for value in op.writes):
+        elif op.kind == "F" and any(value.name == "y" and value not in read for value in op.writes):
             op = op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in read))
         kept.append(op)
     return kept

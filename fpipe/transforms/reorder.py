@@ -23,7 +23,8 @@ Key = tuple[str, int | None, int | None, int | None]
 Cell = str | Key
 Rows = Sequence[Sequence[Cell]]
 
-_CELL = re.compile(r"(\d+)([A-Z]+)(\d+)(?:\.(\d+))?")
+_N = "(0|[1-9][0-9]{0,8})"
+_CELL = re.compile(rf"{_N}([A-Z]+){_N}(?:\.{_N})?")
 
 
 def reorder(order: Rows | Callable[[Program], Rows]) -> Transform:
