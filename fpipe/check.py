@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain, count
 from operator import ge
 
-from fpipe.program import ENTRY_RULES, NOWHERE, Op, Program, ProgramError, Value, building, kind_of, pair
+from fpipe.program import ENTRY_RULES, NOWHERE, Op, Program, ProgramError, Value, building, kind_of, pair, the_program
 
 _PHRASES = {
     "y": "the output of {s}F{m}",
@@ -57,6 +57,7 @@ def check(program: Program) -> None:
       rank 0 | [1F0] 1B0 0B0
     Add 0F0.
     """
+    program = the_program(program)
     with building():
         for kind in {op.kind for op in program.ops}:
             kind_of(kind)
@@ -293,6 +294,8 @@ def _nothing_after_free(program: Program) -> None:
 def ranks_are_whole(program: Program) -> None:
     """Rule 4: ranks are 0..n-1."""
     used = {op.rank for op in program.ops}.union(*(end.homes for end in (*program.inputs, *program.outputs)))
+    if min(used, default=0) < 0:
+        raise ProgramError(f"rank {min(used)} is no rank: ranks are 0..n-1.")
     if used != set(range(len(used))):
         gap = next(rank for rank in range(max(used) + 1) if rank not in used)
         raise ProgramError(

@@ -33,7 +33,9 @@ class Costs:
         for word in ("forward", "backward_input", "backward_weight", "recompute", "transfer"):
             given = getattr(self, word)
             for cost in given if isinstance(given, Sequence) else (given,):
-                if cost is not None and not cost >= 0:
+                if cost is None and word == "recompute":
+                    continue
+                if not isinstance(cost, int | float) or not cost >= 0:
                     raise ValueError(f"{word} is a time in seconds, at least 0; found {cost!r}.")
 
     def seconds(self, op: Op) -> float:
@@ -68,7 +70,13 @@ _EXTRA: dict[str, float] = {}
 
 
 def register_cost(kind: str, seconds: float) -> None:
-    """Say what an op of a kind of your own costs."""
+    """Say what an op of a kind of your own costs, in seconds; a kind of ours has its cost in `Costs`.
+
+    >>> register_cost("REDUCE", 0.5)
+    """
+    kind_of(kind)
+    if kind in "FBIWR":
+        raise ValueError(f"the cost of {kind} is a field of Costs.")
     _EXTRA[kind] = seconds
 
 

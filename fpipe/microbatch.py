@@ -202,6 +202,12 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
     return [(word + place, leaf) for word, part in zip(what, tree, strict=True) for place, leaf in trees.paths(part)]
 
 
+def check_batch(batch: Any) -> None:
+    """A batch is a pair."""
+    if not isinstance(batch, tuple) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.")
+
+
 def spec_text(spec: Any) -> str:
     """A spec as a program carries it: text, so that the program stays hashable and its own text round-trips.
 

@@ -45,6 +45,13 @@ class Stage:
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
+        if not callable(self.forward):
+            raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
+        odd = (
+            set(self.asks) - {"state", "key", "microbatch", "carry"} if not isinstance(self.asks, str) else {self.asks}
+        )
+        if odd:
+            raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {sorted(odd)}.")
         if self.update is not None and "state" in self.asks:
             raise ValueError(
                 "a stage that asks for its state returns the new one itself; it has no update= beside that."
@@ -63,6 +70,16 @@ class Model:
     inputs: tuple[Source | tuple[Source, ...], ...]
     ties: tuple[tuple[tuple[int, str], ...], ...] = ()
     reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)
+        if odd is not None:
+            raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
+        if self.loss is not None and not callable(self.loss):
+            raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
+        if self.reduction not in ("mean", "sum", "count"):
+            raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
+        normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
 
     def sources(self, stage: int) -> tuple[Source, ...]:
         """What a stage takes, always as a tuple."""
@@ -100,6 +117,11 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
         owner, name = group[0]
         if name not in params[owner]:
             raise ValueError(f"params of stage {owner} must have the tied leaf {name!r}, which lives there.")
+        for stage, leaf in group[1:]:
+            if leaf in params[stage]:
+                raise ValueError(
+                    f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
+                )
     return params
 
 
@@ -167,11 +189,9 @@ def from_functions(
     >>> len(model.stages), model.inputs
     (2, ('batch', 0))
     """
+    if callable(fns) or not isinstance(fns, Sequence):
+        raise TypeError(f"from_functions takes a list of functions, one per stage; found {type(fns).__name__}.")
     taken = normalise_inputs(inputs, len(fns))
-    if loss is not None and not callable(loss):
-        raise ValueError(f"loss is a function loss(y, target) or None, found {type(loss).__name__}.")
-    if reduction not in ("mean", "sum", "count"):
-        raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {reduction!r}.")
     stages = tuple(Stage(fn, _asks(number, fn), name=getattr(fn, "__name__", "")) for number, fn in enumerate(fns))
     return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction)
 
@@ -233,6 +253,10 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
 
 def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:
     """Groups of tied leaves, checked: each in stages of its own, the earliest first, no leaf in two groups."""
+    shape = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
+    for group in ties:
+        if not all(isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in group):
+            raise ValueError(f"{shape}; found the group {group!r}.")
     groups = tuple(tuple((stage, leaf) for stage, leaf in group) for group in ties)
     seen: set[tuple[int, str]] = set()
     for group in groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.costs import Ticks
-from fpipe.program import Program
+from fpipe.program import Program, the_program
 from fpipe.simulate import simulate
 
 
@@ -17,7 +17,7 @@ def plot(program: Program) -> str:
     rank 0 | 0F0 0F1  .   .  0B0 0B1
     rank 1 |  .  1F0 1F1 1B0 1B1  .
     """
-    events = simulate(program, Ticks()).events
+    events = simulate(the_program(program), Ticks()).events
     columns = round(max((end for _, _, end in events), default=0))
     grid: list[list[str]] = [["."] * columns for _ in range(program.ranks)]
     for op, start, end in events:

@@ -50,11 +50,21 @@ from typing import Any, Literal, NamedTuple
 
 
 class ProgramError(ValueError):
-    """A program, table or text that means nothing, with the op at fault, where it stands and the way out."""
+    """A program, table or text that means nothing, with the op at fault, where it stands and the way out.
+
+    >>> import fpipe
+    >>> fpipe.schedules.from_table(["0F0"])(fpipe.program(1))
+    Traceback (most recent call last):
+    fpipe.program.ProgramError: the table has 0F0 without its backward: add 0B0, or 0I0 and 0W0.
+    """
 
 
 class Value(NamedTuple):
-    """The name of one thing that flows: `y[2,0]` is the output of stage 2 for microbatch 0."""
+    """The name of one thing that flows: `y[2,0]` is the output of stage 2 for microbatch 0.
+
+    >>> Value("y", 2, 0), Value("params", 1, port=1), Value("res", 0, 3, 1), Value("y", 2, 0, at="@1")
+    (y[2,0], params[1]:1, res[0,3.1], y[2,0]@1)
+    """
 
     name: str
     stage: int | None = None
@@ -75,7 +85,11 @@ class Value(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One thing that happens: its kind, which stage and microbatch (and slice) it is for, what it reads and writes."""
+    """One thing that happens: its kind, which stage and microbatch (and slice) it is for, what it reads and writes.
+
+    >>> Op("B", 0, 3, None, 1, (Value("params", 0), Value("res", 0, 3)), (Value("g", 0, 3),))
+    g[0,3] = B[0,3] params[0] res[0,3] @ 1
+    """
 
     kind: str
     stage: int | None
@@ -117,7 +131,11 @@ class Op(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A value the caller hands in, and the ranks where it does."""
+    """A value the caller hands in, and the ranks where it does.
+
+    >>> print(Input(Value("params", 0), (0, 3)))
+    params[0] @ 0,3
+    """
 
     value: Value
     homes: tuple[int, ...]
@@ -127,7 +145,11 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A result: the name the caller asks by, the value it is, and the ranks that want it."""
+    """A result: the name the caller asks by, the value it is, and the ranks that want it.
+
+    >>> print(Output(Value("grads", 0), Value("sum", 0, 7), (0,)))
+    grads[0] = sum[0,7] @ 0
+    """
 
     name: Value
     value: Value
@@ -143,6 +165,9 @@ class Kind:
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
     are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or "copy" beside it.
+
+    >>> KINDS["F"], KINDS["RECV"].lane
+    (Kind(place='table', time=1, lane='main'), 'copy')
     """
 
     place: Literal["table", "before", "after"]
@@ -164,7 +189,15 @@ KINDS: dict[str, Kind] = {
 
 
 def register_kind(name: str, kind: Kind) -> None:
-    """Add a kind of op to the language; its meaning and its cost are registered with those readings."""
+    """Add a kind of op to the language; `register_meaning` and `register_cost` say what it does and takes.
+
+    >>> register_kind("CLIP", Kind("after"))
+    >>> Program.parse("params[0] @ 0 \\n clipped[0] = CLIP[0] params[0] @ 0 \\n grads[0] = clipped[0] @ 0").ops
+    (clipped[0] = CLIP[0] params[0] @ 0,)
+    >>> _ = KINDS.pop("CLIP")
+    """
+    if not isinstance(kind, Kind):
+        raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
     if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
         raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
     KINDS[name] = kind
@@ -299,6 +332,8 @@ class Program:
         >>> fpipe.Program.parse(str(program)) == program
         True
         """
+        if not isinstance(text, str):
+            raise TypeError(f"parse() reads the text of a program, str(program); found {type(text).__name__}.")
         inputs: list[Input] = []
         ops: list[Op] = []
         outputs: list[Output] = []
@@ -405,8 +440,22 @@ def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
     return how
 
 
+def the_program(found: object) -> Program:
+    """What a transform or a reading was given, if it is a program."""
+    if isinstance(found, Program):
+        return found
+    raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(found).__name__}.")
+
+
 def pair(*parts: Op) -> Op:
-    """Two ops of one rank as one op of kind PAIR, which overlaps them; they may not read each other."""
+    """Two ops of one rank as one op of kind PAIR, which overlaps them; they may not read each other.
+
+    >>> forward, backward = (Op(kind, 0, number, None, 0, (), ()) for number, kind in enumerate("FB"))
+    >>> pair(forward, backward).cell
+    '(0F0;0B1)'
+    """
+    if len(parts) < 2:
+        raise ProgramError(f"a PAIR has two parts, found {len(parts)}.")
     for part in parts:
         made = {value: other for other in parts if other is not part for value in other.writes}
         both = next((value for value in part.reads if value in made), None)

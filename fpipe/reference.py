@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import cut, join
+from fpipe.microbatch import check_batch, cut, join
 from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, with_ties, without_random
 from fpipe.result import Result
 
@@ -50,6 +50,9 @@ def reference(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
+    check_batch(batch)
+    if type(microbatches) is not int or microbatches < 1:
+        raise ValueError(f"microbatches is a whole number, at least 1; found {microbatches!r}.")
     cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
     return over_parts(model, params, cuts, state=state, key=key)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fpipe.costs import Costs
-from fpipe.program import Op, Program, building, kind_of, parts_of
+from fpipe.program import Op, Program, building, kind_of, parts_of, the_program
 
 
 class Event(NamedTuple):
@@ -88,7 +88,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
 
     Args:
         program: any program; transfers need not be ops, a value read on another rank arrives `costs.transfer` later.
-        costs: seconds per op; one second for each F, I and W by default.
+        costs: seconds per op; by default one for each F, I, W and R, and so two for B.
 
     Returns:
         A `Timeline`.
@@ -99,6 +99,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan, timeline.bubble, timeline.peak
     (15.0, 0.2, (2.0, 1.0))
     """
+    program = the_program(program)
     with building():
         events = _events(program, costs or Costs())
         return Timeline(events, program.ranks, *_peaks(program), _delivered(program, events, costs or Costs()))

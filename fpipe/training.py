@@ -29,6 +29,11 @@ def program(model: Model | int, *, inputs: Sequence[Source | tuple[Source, ...]]
     >>> print(fpipe.plot(fpipe.program(3)))
     rank 0 | 0F0 1F0 2F0 2B0 1B0 0B0
     """
+    if isinstance(model, bool) or not isinstance(model, int | Model):
+        raise TypeError(
+            f"program() takes a Model or a number of stages, found {type(model).__name__}; of what from_sequential "
+            "returns, the model is the first."
+        )
     if isinstance(model, int):
         taken = normalise_inputs(inputs, model)
         model = Model(stages=(), loss=None, inputs=taken)

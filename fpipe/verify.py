@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import cut, spec_of
+from fpipe.microbatch import check_batch, cut, spec_of
 from fpipe.models import Model
-from fpipe.program import Program
+from fpipe.program import Program, the_program
 from fpipe.reference import over_parts
 from fpipe.result import Result
 from fpipe.runtimes.build import build
@@ -88,8 +88,9 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
-    if any(end.name.microbatch is not None for end in program.outputs):
+    if any(end.name.microbatch is not None for end in the_program(program).outputs):
         program = merge()(program)
+    check_batch(batch)
     found = build(program, model)(params, batch, state=state, key=key)
     if any(op.slice is not None for op in program.ops):
         raise ValueError("this program has sequence slices; reference takes whole sequences, and its bits are others.")

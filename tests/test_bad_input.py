@@ -99,14 +99,14 @@ MODELS = {
         lambda: fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model),
         "stage 0 of the model takes params[0] params[0]:1 inputs, in the program it takes params[0] inputs;",
     ),
-    "zero microbatches": (lambda: fpipe.split(0), "microbatches is at least 1, found 0."),
+    "zero microbatches": (lambda: fpipe.split(0), "microbatches is a whole number, at least 1; found 0."),
     "no size and no number": (lambda: fpipe.split(), "say either the number of microbatches, split(8), or their size"),
     "a size without rows": (lambda: fpipe.split(size=2), "split(size=2) needs rows=, the rows of a batch"),
     "more microbatches than rows": (
         lambda: fpipe.split(4, rows=3),
         "3 rows cannot fill 4 microbatches; use at most 3, or allow_fewer=True.",
     ),
-    "zero ranks": (lambda: fpipe.schedules.gpipe(0)(fpipe.program(2)), "ranks is at least 1, found 0."),
+    "zero ranks": (lambda: fpipe.schedules.gpipe(0)(fpipe.program(2)), "ranks is a whole number, at least 1; found 0."),
     "a time below zero": (lambda: fpipe.Costs(forward=-1), "forward is a time in seconds, at least 0; found -1."),
     "too few costs": (
         lambda: fpipe.simulate(fpipe.program(2), fpipe.Costs(forward=[1])),

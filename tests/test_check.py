@@ -245,7 +245,7 @@ TABLES = {
     "one stage on two ranks": (
         [["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]],
         "stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. If they are to hold replicas of its parameters, "
-        "say so by homes={0: [0, 1]} (from_table: replicated=True).",
+        "say so by homes={0: [0, 1]} (from_table: replicated=True); if it is a slip, move one.",
     ),
     "R without checkpoint": (
         [["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fpipe.models import Model
-from fpipe.program import Program, Value, parts_of
+from fpipe.program import Program, Value, parts_of, the_program
 from fpipe.runtimes.local import Step, local
 from fpipe.training import program as program_of
 
@@ -43,11 +43,13 @@ def build(
     """
     if runtime != "local":
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
-    _check_match(program, model)
+    _check_match(the_program(program), model)
     return local(program, model, record=record, check_finite=check_finite)
 
 
 def _check_match(program: Program, model: Model) -> None:
+    if not isinstance(model, Model):
+        raise TypeError(f"a Model is wanted, as from_functions makes it; found {type(model).__name__}.")
     if program.stages != len(model.stages):
         raise ValueError(
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import rows, spec_of
+from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, check_params, refuse_inference_mode
 from fpipe.program import Op, Output, Program, Value
 from fpipe.result import Result
@@ -37,9 +37,10 @@ def local(program: Program, model: Model, *, record: bool = False, check_finite:
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
+        check_batch(batch)
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, _check_batch(batch, spec_of(spec)), watch_saved=record)
+        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record)
         values = _handed_in(program, model, params, batch, state, key)
         book = _Book(values, program.ranks) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
@@ -79,12 +80,6 @@ def _place(op: Op, model: Model) -> str:
         (f"microbatch {op.microbatch}", op.microbatch),
     )
     return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
-
-
-def _check_batch(batch: Any, spec: Any) -> int:
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.")
-    return rows(batch, spec)
 
 
 def _handed_in(

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fpipe import tree
 from fpipe.microbatch import cut, join, spec_of
 from fpipe.models import Model, loss_of, taken_apart, unchanged, without_random
-from fpipe.program import Op
+from fpipe.program import Op, kind_of
 
 Leaves = list[Any]
 
@@ -286,8 +286,19 @@ RULES: dict[str, Rule] = {
 }
 
 
+_OURS = frozenset(RULES)
+
+
 def register_meaning(kind: str, rule: Rule) -> None:
-    """Say what an op of a kind of your own does: `rule(op, args, run)` gives what the op writes, in order."""
+    """Say what an op of a kind of your own does: `rule(op, args, run)` gives what the op writes, in order.
+
+    >>> register_meaning("REDUCE", lambda op, args, run: args)  # of one replica: itself
+    """
+    kind_of(kind)
+    if kind in _OURS or not callable(rule):
+        raise ValueError(
+            f"{kind} has its meaning already." if callable(rule) else f"a rule is a function, found {rule!r}."
+        )
     RULES[kind] = rule
 
 

@@ -7,7 +7,8 @@ from operator import itemgetter
 
 from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.reorder import Key, in_rows
+from fpipe.transforms.cells import Key
+from fpipe.transforms.reorder import in_rows
 
 Turns = Iterator[tuple[str, int]]
 """The turns of one rank: ("F", microbatch) or ("B", microbatch), each for all stages of the rank."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-from fpipe.program import Program, ProgramError
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.reorder import Cell, by_table, parse_cell
-
-Table = Sequence[Sequence[Cell | None]] | Mapping[int, Sequence[Cell | None]] | str | Path
+from fpipe.program import Program
+from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms.cells import Table, parse_cell, read_table
+from fpipe.transforms.reorder import by_table
 
 
 def from_table(rows: Table, *, replicated: bool = False) -> Transform:
@@ -37,8 +32,9 @@ def from_table(rows: Table, *, replicated: bool = False) -> Transform:
     rank 0 | 0F0 0F1  .  0B0  .  0B1
     rank 1 |  .  1F0 1B0 1F1 1B1  .
     """
-    cells = _rows(rows)
+    cells = read_table(rows)
 
+    @transforming
     def transform(program: Program) -> Program:
         homes = None
         if replicated:
@@ -51,43 +47,3 @@ def from_table(rows: Table, *, replicated: bool = False) -> Transform:
         return by_table(program, cells, move=True, homes=homes)
 
     return transform
-
-
-def _rows(table: Table) -> list[list[Cell]]:
-    if isinstance(table, Path):
-        table = table.read_text()
-    if isinstance(table, str):
-        return _from_text(table)
-    if isinstance(table, Mapping):
-        ranks = sorted(table)
-        if ranks != list(range(len(ranks))):
-            missing = next(rank for rank in range(len(ranks) + 1) if rank not in table)
-            raise ProgramError(f"rank {missing} is missing: the table names ranks {ranks}; ranks are 0..n-1.")
-        table = [table[rank] for rank in ranks]
-    rows = [[cell for cell in row if cell is not None and cell not in ("", ".")] for row in table]
-    if not rows:
-        raise ProgramError("the table is empty; give a list of cells for each rank.")
-    return rows
-
-
-def _from_text(text: str) -> list[list[Cell]]:
-    """A grid or CSV text; errors say the row and column of the stray cell."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    rows: list[list[Cell]] = []
-    for number, line in enumerate(lines, 1):
-        body = line.partition("|")[2] if line.lstrip().startswith("rank") else line
-        found = next(csv.reader([body])) if "," in body else body.split()
-        row: list[Cell] = []
-        for column, cell in enumerate(found, 1):
-            if cell.strip() in ("", "."):
-                continue
-            if not cell.strip()[:1].isupper():
-                try:
-                    parse_cell(cell)
-                except ProgramError as error:
-                    raise ProgramError(f"row {number}, column {column}: {error}") from None
-            row.append(cell.strip())
-        rows.append(row)
-    if not rows:
-        raise ProgramError("the table is empty; write a line of cells for each rank.")
-    return rows

@@ -7,12 +7,17 @@ from functools import cached_property
 from operator import itemgetter
 
 from fpipe.order import arrange, held_kinds, scheduled_kinds
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, parts_of
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, parts_of, the_program
 
 Transform = Callable[[Program], Program]
 
 _new = tuple.__new__
 _BACKWARD = frozenset("BIW")
+
+
+def transforming(rewrite: Transform) -> Transform:
+    """A transform that says so when it is not given a program."""
+    return lambda program: rewrite(the_program(program))
 
 
 def moved(op: Op, rank: int) -> Op:
@@ -137,7 +142,7 @@ def _on_several(stage: int, ops: Sequence[Op]) -> str:
     cells = " and ".join(f"{op.cell} on rank {rank}" for rank, op in sorted(first.items()))
     return (
         f"stage {stage} is on several ranks: {cells}. If they are to hold replicas of its parameters, say so by "
-        f"homes={{{stage}: {sorted(first)}}} (from_table: replicated=True)."
+        f"homes={{{stage}: {sorted(first)}}} (from_table: replicated=True); if it is a slip, move one."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.program import Program, building
+from fpipe.program import Program, building, the_program
 from fpipe.transforms._rewrite import Transform
 
 
@@ -19,8 +19,15 @@ def chain(*transforms: Transform) -> Transform:
 
     def transform(program: Program) -> Program:
         with building():
-            for step in transforms:
-                program = step(program)
+            program = the_program(program)
+            for number, step in enumerate(transforms):
+                made = step(program)
+                if not isinstance(made, Program):
+                    raise TypeError(
+                        f"number {number} of the chain gave a {type(made).__name__}, no Program; a transform is made "
+                        "by a call, such as fpipe.schedules.gpipe(4)."
+                    )
+                program = made
         return program
 
     return transform
@@ -36,4 +43,4 @@ def identity() -> Transform:
     >>> print(fpipe.plot(fpipe.identity()(program)))
     rank 0 | 0F0 1F0 1B0 0B0
     """
-    return lambda program: program
+    return the_program

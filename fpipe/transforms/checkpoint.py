@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from fpipe.program import Op, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt
+from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
 
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
 
@@ -56,6 +56,7 @@ def checkpoint(
         raise ValueError(f"a stage is in one group at most; found {groups}.")
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
 
+    @transforming
     def transform(program: Program) -> Program:
         if policy == "except_last" and not any(op.kind == "SPLIT" for op in program.ops):
             raise ProgramError('"except_last" is about microbatches: put fpipe.split() before fpipe.checkpoint().')

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Output, Program, Value
-from fpipe.transforms._rewrite import Transform, refuse_freed
+from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 
 def communicate(*, again: Iterable[str] = ()) -> Transform:
@@ -41,6 +41,7 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
     """
     repeated = frozenset((again,) if isinstance(again, str) else again)
 
+    @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
         sender = _Sender(program, repeated)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fpipe.program import Op, Program, Value
-from fpipe.transforms._rewrite import Transform, refuse_freed
+from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 
 def free() -> Transform:
@@ -27,6 +27,7 @@ def free() -> Transform:
     _ = FREE[0,0] res[0,0] dx[1,0] @ 0
     """
 
+    @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
         kept = {end.value for end in (*program.inputs, *program.outputs)}

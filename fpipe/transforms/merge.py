@@ -14,7 +14,7 @@ from typing import Literal
 
 from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt
+from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt, transforming
 
 
 def merge(
@@ -52,6 +52,7 @@ def merge(
         raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
     how = () if spec is None else (("spec", spec_text(spec)),)
 
+    @transforming
     def transform(program: Program) -> Program:
         parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
         ends: list[Output] = []

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fpipe.check import ranks_are_whole
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.transforms._rewrite import Transform, keep_to_data, moved, rebuilt
+from fpipe.transforms._rewrite import Transform, keep_to_data, moved, rebuilt, transforming
 
 Rule = Callable[[str, int, int], int]
-Homes = Mapping[int, Iterable[int]] | Callable[[int], Iterable[int]]
+Homes = Mapping[int, Iterable[int] | int] | Callable[[int], Iterable[int] | int]
 _NAMED = ("linear", "looped", "v", "bidirectional")
 
 
@@ -47,11 +47,18 @@ def place(
     >>> fpipe.place("looped", ranks=2)(program).placement
     (0, 1, 0, 1)
     """
+    if ranks is not None and not isinstance(policy, str):
+        raise ValueError(
+            f"ranks= goes with a named placement ({', '.join(_NAMED)}); a list or a function says them itself."
+        )
+    if not isinstance(policy, str | Sequence) and not callable(policy):
+        raise TypeError(f"a placement is a name, a list with each stage's rank, or a function; found {policy!r}.")
     if isinstance(policy, str) and policy not in _NAMED:
         raise ValueError(
             f"{policy!r} is not a placement; known: {', '.join(_NAMED)}, a list, or f(kind, stage, microbatch) -> rank."
         )
 
+    @transforming
     def transform(program: Program) -> Program:
         rule, homed = _rule(policy, program, ranks), homes
         if policy == "bidirectional" and homes is None:
@@ -80,7 +87,10 @@ def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Prog
 def homes_said(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
     """Where stages live, as far as it was said."""
     said = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes or {}
-    return {stage: tuple(sorted(found)) for stage, found in said.items()}
+    odd = next((stage for stage in said if not 0 <= stage < program.stages), None)
+    if odd is not None:
+        raise ProgramError(f"homes names stage {odd}; this program has stages 0..{program.stages - 1}.")
+    return {stage: (found,) if isinstance(found, int) else tuple(sorted(found)) for stage, found in said.items()}
 
 
 def _at(op: Op, rule: Rule) -> Op:
@@ -91,7 +101,10 @@ def _at(op: Op, rule: Rule) -> Op:
         if len(parts) > 1:
             raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(parts)}; a PAIR is on one rank.")
         return moved(op, parts.pop())
-    return moved(op, rule(op.kind, op.stage, op.microbatch or 0))
+    rank = rule(op.kind, op.stage, op.microbatch or 0)
+    if type(rank) is not int or rank < 0:
+        raise ProgramError(f"the placement puts {op.cell} on rank {rank!r}; a rank is a whole number from 0.")
+    return moved(op, rank)
 
 
 def _rule(policy: str | Sequence[int] | Rule, program: Program, ranks: int | None) -> Rule:
@@ -116,8 +129,8 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
             raise ProgramError(f"the placement lists {len(policy)} ranks for {stages} stages; give one rank a stage.")
         return list(policy)
     p = stages if ranks is None else ranks
-    if p < 1:
-        raise ValueError(f"ranks is at least 1, found {p}.")
+    if type(p) is not int or p < 1:
+        raise ValueError(f"ranks is a whole number, at least 1; found {p!r}.")
     if p > stages:
         raise ProgramError(
             f"{p} ranks for {stages} stages: each rank needs a stage. Cut the model finer, or use fewer ranks."

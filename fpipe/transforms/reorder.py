@@ -8,31 +8,24 @@ split backward, and naming 2I0 and 2W0 splits 2B0. A table that names one R (or 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 from fpipe.order import arrange, scheduled_kinds
-from fpipe.program import Op, Program, ProgramError, building, kind_of, pair, parts_of
-from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed
+from fpipe.program import Op, Program, ProgramError, building, pair, parts_of
+from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
+from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, parse_cell, read_table, show
 from fpipe.transforms.place import Homes, homes_said, stage_ranks
 from fpipe.transforms.split_backward import split_backward
 
-Key = tuple[str, int | None, int | None, int | None]
-Cell = str | Key
-Rows = Sequence[Sequence[Cell]]
 
-_N = "(0|[1-9][0-9]{0,8})"
-_CELL = re.compile(rf"{_N}([A-Z]+){_N}(?:\.{_N})?")
-
-
-def reorder(order: Rows | Callable[[Program], Rows]) -> Transform:
+def reorder(order: Table | Callable[[Program], Rows]) -> Transform:
     """Put the scheduled ops of each rank in an order, without moving any to another rank.
 
     Args:
-        order: a list of cells for each rank, or `f(program)` that gives it. A cell is text such as "2F0", or
-            `(kind, stage, microbatch, slice)`.
+        order: a table as `from_table` takes it (a list of cells for each rank, a grid, CSV, a path), or `f(program)`
+            that gives the lists. A cell is text such as "2F0", or `(kind, stage, microbatch, slice)`.
 
     Raises:
         ProgramError: an op that stands twice or is missing, that the program does not have, or that is on another rank;
@@ -46,8 +39,9 @@ def reorder(order: Rows | Callable[[Program], Rows]) -> Transform:
     rank 0 | 0F0 0F1 0B0 0B1
     """
 
+    @transforming
     def transform(program: Program) -> Program:
-        rows = order(program) if callable(order) else order
+        rows = order(program) if callable(order) else read_table(order)
         return by_table(program, rows, move=False)
 
     return transform
@@ -59,6 +53,7 @@ def in_rows(policy: str | Sequence[int], ranks: int | None, rows: Callable[[Prog
     `rows(program, placement)` gives the cells of each rank, where stage s is on rank `placement[s]`.
     """
 
+    @transforming
     def transform(program: Program) -> Program:
         with building():
             placement = stage_ranks(policy, program.stages, ranks)
@@ -85,39 +80,6 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
     return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources, positions)
 
 
-def parse_cell(text: str) -> tuple[Key, ...]:
-    """The ops a cell names: one, or the parts of a pair.
-
-    >>> parse_cell("2F0.1")
-    (('F', 2, 0, 1),)
-    >>> parse_cell("(0F7;7B3)")
-    (('F', 0, 7, None), ('B', 7, 3, None))
-    >>> parse_cell("0F1garbage")
-    Traceback (most recent call last):
-    fpipe.program.ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0 or (0F7;7B3).
-    """
-    text = text.strip()
-    if text.startswith("(") and text.endswith(")"):
-        return tuple(key for part in text[1:-1].split(";") for key in parse_cell(part))
-    found = _CELL.match(text)
-    if found is None or found.end() != len(text):
-        why = (
-            f"after {found[0]} comes {text[found.end() :]!r}"
-            if found
-            else "it does not start with stage, kind, microbatch"
-        )
-        raise ProgramError(f"{text!r} is not a cell: {why}. Cells read 2F0 or (0F7;7B3).")
-    stage, kind, microbatch, piece = found.groups()
-    kind_of(kind)
-    return ((kind, int(stage), int(microbatch), None if piece is None else int(piece)),)
-
-
-def show(key: Key) -> str:
-    """A key as its cell."""
-    kind, stage, microbatch, piece = key
-    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
-
-
 def _split_where_named(program: Program, rows: Rows) -> Program:
     """Split each full backward that the table names as I or W."""
     if {cell[0] for row in rows for cell in row} <= {"F", "B", "R"}:  # keys, and no halves among them
@@ -136,12 +98,7 @@ def _split_where_named(program: Program, rows: Rows) -> Program:
 
 
 def _keys(cell: str) -> tuple[Key, ...]:
-    return () if _is_general(cell) else parse_cell(cell)
-
-
-def _is_general(cell: str) -> bool:
-    """Cells such as SEND(y[0,0]>1), which name an op by a value."""
-    return cell[:1].isupper()
+    return () if is_general(cell) else parse_cell(cell)
 
 
 class _Finder:
@@ -185,7 +142,7 @@ class _Finder:
         """Everything but a scheduled op by its key."""
         if found >= 0:
             return (found,)
-        if isinstance(cell, str) and _is_general(cell):
+        if isinstance(cell, str) and is_general(cell):
             if cell not in self.others:
                 raise ProgramError(f"{place}: the program has no op {cell}.")
             return (self.other(cell),)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, building, kind_of, pair, parts_of
-from fpipe.transforms._rewrite import Transform, rebuilt
+from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 
 _new = tuple.__new__
 _BATCH = {"inputs": "x", "target": "t"}
@@ -53,8 +53,11 @@ def split(
     """
     many, how = _sizes(microbatches, size, rows, allow_fewer)
     if spec is not None:
+        if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
         how = (*how, ("spec", spec_text(spec)))
 
+    @transforming
     def transform(program: Program) -> Program:
         if any(op.kind == "SPLIT" for op in program.ops) or program.microbatches > 1:
             raise ProgramError(
@@ -76,8 +79,8 @@ def _sizes(
     if (count is None) == (size is None):
         raise ValueError("say either the number of microbatches, split(8), or their size, split(size=4, rows=32).")
     for word, given in (("microbatches", count), ("size", size), ("rows", rows)):
-        if given is not None and given < 1:
-            raise ValueError(f"{word} is at least 1, found {given}.")
+        if given is not None and (type(given) is not int or given < 1):
+            raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
     if size is not None:
         if rows is None:
             raise ValueError(

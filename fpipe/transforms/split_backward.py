@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fpipe.program import Op, Program, Value, kind_of, pair
-from fpipe.transforms._rewrite import Transform, rebuilt
+from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 
 Where = Callable[[int, int], bool]
 
@@ -44,7 +44,9 @@ def split_backward(where: Where | None = None) -> Transform:
         else:
             yield op
 
-    return lambda program: rebuilt(program, [made for op in program.ops for made in change(op)])
+    if where is not None and not callable(where):
+        raise TypeError(f"where is f(stage, microbatch) -> bool or None, found {where!r}.")
+    return transforming(lambda program: rebuilt(program, [made for op in program.ops for made in change(op)]))
 
 
 def _split_in_pair(op: Op, change: Callable[[Op], Iterator[Op]]) -> Iterator[Op]:
@@ -65,6 +67,7 @@ def merge_backward() -> Transform:
     rank 0 | 0F0 1F0 1B0 0B0
     """
 
+    @transforming
     def transform(program: Program) -> Program:
         merged: dict[int, Op | None] = {}
         open_at: dict[int, int] = {}  # rank -> position of an I that its next scheduled op may close

@@ -1,0 +1,112 @@
+"""Read a table: which op each rank does after which, as lists, a grid, CSV or a file; a stray sign is an error."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fpipe.program import ProgramError, kind_of
+
+Key = tuple[str, int | None, int | None, int | None]
+"""An op by kind, stage, microbatch and slice."""
+Cell = str | Key
+Rows = Sequence[Sequence[Cell]]
+Table = Sequence[Sequence[Cell | None]] | Mapping[int, Sequence[Cell | None]] | str | Path
+
+_N = "(0|[1-9][0-9]{0,8})"
+_CELL = re.compile(rf"{_N}([A-Z]+){_N}(?:\.{_N})?")
+
+
+def parse_cell(text: str) -> tuple[Key, ...]:
+    """The ops a cell names: one, or the parts of a pair.
+
+    >>> parse_cell("2F0.1")
+    (('F', 2, 0, 1),)
+    >>> parse_cell("(0F7;7B3)")
+    (('F', 0, 7, None), ('B', 7, 3, None))
+    >>> parse_cell("0F1garbage")
+    Traceback (most recent call last):
+    fpipe.program.ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0 or (0F7;7B3).
+    """
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        return tuple(key for part in text[1:-1].split(";") for key in parse_cell(part))
+    found = _CELL.match(text)
+    if found is None or found.end() != len(text):
+        why = (
+            f"after {found[0]} comes {text[found.end() :]!r}"
+            if found
+            else "it does not start with stage, kind, microbatch"
+        )
+        raise ProgramError(f"{text!r} is not a cell: {why}. Cells read 2F0 or (0F7;7B3).")
+    stage, kind, microbatch, piece = found.groups()
+    kind_of(kind)
+    return ((kind, int(stage), int(microbatch), None if piece is None else int(piece)),)
+
+
+def show(key: Key) -> str:
+    """A key as its cell."""
+    kind, stage, microbatch, piece = key
+    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
+
+
+def is_general(cell: str) -> bool:
+    """Cells such as SEND(y[0,0]>1), which name an op by a value."""
+    return cell[:1].isupper()
+
+
+def read_table(table: Table) -> list[list[Cell]]:
+    """The cells of each rank, idle ones left out."""
+    if isinstance(table, Path):
+        table = table.read_text()
+    if isinstance(table, str):
+        if table.endswith((".csv", ".txt")) and "\n" not in table:
+            raise ProgramError(f"{table!r} is the name of a file, it seems; hand in pathlib.Path({table!r}).")
+        return _from_text(table)
+    if isinstance(table, Mapping):
+        ranks = sorted(table)
+        if ranks != list(range(len(ranks))):
+            missing = next(rank for rank in range(len(ranks) + 1) if rank not in table)
+            raise ProgramError(f"rank {missing} is missing: the table names ranks {ranks}; ranks are 0..n-1.")
+        table = [table[rank] for rank in ranks]
+    if not isinstance(table, Sequence):
+        raise TypeError(f"a table is a list of rows, {{rank: row}}, text or a path; found {type(table).__name__}.")
+    rows = [
+        [cell for cell in (row.split() if isinstance(row, str) else row) if cell is not None and not _idle(cell)]
+        for row in table
+    ]
+    odd = next((cell for row in rows for cell in row if not isinstance(cell, str | tuple) or not len(cell)), None)
+    if odd is not None:
+        raise TypeError(f"a cell is text such as '2F0', or (kind, stage, microbatch, slice); found {odd!r}.")
+    if not rows:
+        raise ProgramError("the table is empty; give a list of cells for each rank.")
+    return rows
+
+
+def _idle(cell: object) -> bool:
+    return cell is None or (isinstance(cell, str) and cell.strip() in ("", ".", "None"))
+
+
+def _from_text(text: str) -> list[list[Cell]]:
+    """A grid or CSV text; errors say the row and column of the stray cell."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows: list[list[Cell]] = []
+    for number, line in enumerate(lines, 1):
+        body = line.partition("|")[2] if line.lstrip().startswith("rank") else line
+        found = next(csv.reader([body])) if "," in body else body.split()
+        row: list[Cell] = []
+        for column, cell in enumerate(found, 1):
+            if _idle(cell):
+                continue
+            if not cell.strip()[:1].isupper():
+                try:
+                    parse_cell(cell)
+                except ProgramError as error:
+                    raise ProgramError(f"row {number}, column {column}: {error}") from None
+            row.append(cell.strip())
+        rows.append(row)
+    if not rows:
+        raise ProgramError("the table is empty; write a line of cells for each rank.")
+    return rows
