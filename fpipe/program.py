@@ -191,10 +191,10 @@ KINDS: dict[str, Kind] = {
 def register_kind(name: str, kind: Kind) -> None:
     """Add a kind of op to the language; `register_meaning` and `register_cost` say what it does and takes.
 
-    >>> register_kind("CLIP", Kind("after"))
-    >>> Program.parse("params[0] @ 0 \\n clipped[0] = CLIP[0] params[0] @ 0 \\n grads[0] = clipped[0] @ 0").ops
-    (clipped[0] = CLIP[0] params[0] @ 0,)
-    >>> _ = KINDS.pop("CLIP")
+    >>> register_kind("PRUNE", Kind("after"))
+    >>> Program.parse("params[0] @ 0 \\n pruned[0] = PRUNE[0] params[0] @ 0 \\n grads[0] = pruned[0] @ 0").ops
+    (pruned[0] = PRUNE[0] params[0] @ 0,)
+    >>> _ = KINDS.pop("PRUNE")
     """
     if not isinstance(kind, Kind):
         raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
@@ -432,7 +432,9 @@ def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
             call = ast.parse(f"how({text})", mode="eval").body
         assert isinstance(call, ast.Call)
         assert not call.args
-        assert all(word.arg for word in call.keywords)
+        names = [word.arg for word in call.keywords]
+        assert None not in names
+        assert len(set(names)) == len(names)
         how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
         hash(how)
     except (SyntaxError, ValueError, AssertionError, TypeError):

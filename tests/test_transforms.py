@@ -298,3 +298,62 @@ def test_parameters_that_travel_do_so_for_each_reader(order):
     )(CHAIN)
     trips = [op for op in program.ops if op.kind == "SEND" and op.reads[0].name == "params"]
     assert len(trips) == count(program, "F") + count(program, "B")
+
+
+def test_a_recompute_that_others_wait_for_takes_its_tick():
+    """Its start was taken for its end, and a program came out that read before it wrote."""
+    program = fpipe.chain(
+        fpipe.split(3), fpipe.checkpoint(groups=[range(2)]), fpipe.place([0, 0]), fpipe.communicate()
+    )(fpipe.program(2))
+    assert fpipe.Program.parse(str(program)) == program
+
+
+def test_a_group_over_two_ranks_is_refused():
+    with pytest.raises(ProgramError, match=re.escape("the stages of a checkpoint group are on one rank.")):
+        fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[range(3)]), fpipe.place("looped", ranks=2))(
+            fpipe.program(3)
+        )
+
+
+@pytest.mark.parametrize("groups", [[(0, 2)], [(0, 1), (1, 2)], [()]], ids=["a gap", "twice", "empty"])
+def test_groups_are_of_adjacent_stages_each_once(groups: list[tuple[int, ...]]):
+    with pytest.raises(ValueError, match="group"):
+        fpipe.checkpoint(groups=groups)
+
+
+def test_outputs_can_be_dropped_after_they_were_merged():
+    once = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
+    twice = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(outputs=False))
+    assert twice(fpipe.program(2)) == once(fpipe.program(2))
+
+
+def test_losses_cannot_be_kept_after_they_were_merged():
+    with pytest.raises(ProgramError, match=re.escape("say losses=True in the first merge().")):
+        fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(losses=True))(fpipe.program(2))
+
+
+def test_transfers_that_are_there_are_used_again():
+    program = fpipe.chain(fpipe.split(2), fpipe.place("bidirectional"), fpipe.communicate())(fpipe.program(2))
+    merged = fpipe.chain(fpipe.split_backward(), fpipe.communicate())(program)
+    assert sum(op.kind == "SEND" for op in merged.ops) == sum(op.kind == "SEND" for op in program.ops)
+
+
+def test_split_comes_before_transfers():
+    with pytest.raises(ProgramError, match=re.escape("put fpipe.split() before fpipe.communicate().")):
+        fpipe.chain(fpipe.place("linear"), fpipe.communicate(), fpipe.split(2))(fpipe.program(2))
+
+
+def test_results_with_several_homes_cost_the_same_before_and_after_communicate():
+    program = fpipe.chain(fpipe.split(2), fpipe.place("bidirectional"), fpipe.merge())(fpipe.program(2))
+    costs = fpipe.Costs(transfer=1)
+    assert fpipe.simulate(fpipe.communicate()(program), costs).makespan == fpipe.simulate(program, costs).makespan
+
+
+WRONG = [fpipe.split(2), fpipe.merge(), fpipe.place(), fpipe.free(), fpipe.communicate(), fpipe.checkpoint()]
+
+
+@pytest.mark.parametrize("transform", [*WRONG, fpipe.schedules.gpipe(1), fpipe.split_backward(), fpipe.identity()])
+def test_a_transform_says_that_it_wants_a_program(transform):
+    model = fpipe.from_functions([lambda p, x: x])
+    with pytest.raises(TypeError, match=r"a Program is wanted here, such as fpipe.program\(model\); found Model."):
+        transform(model)

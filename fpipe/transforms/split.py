@@ -63,6 +63,8 @@ def split(
             raise ProgramError(
                 f"this program is split into {program.microbatches} microbatches already; split it once."
             )
+        if any(kind_of(op.kind).lane == "copy" for op in program.ops):
+            raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
         with building():
             ops, outputs, sources = _copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):

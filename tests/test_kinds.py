@@ -1,0 +1,69 @@
+"""Programs that are in order and lose nothing, and still mean nothing: each refused as it enters."""
+
+import re
+
+import pytest
+
+import fpipe
+
+BASE = str(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2)))
+SENT = str(fpipe.chain(fpipe.place("linear"), fpipe.communicate())(fpipe.program(2)))
+
+ODD = {
+    "residuals of another": (
+        BASE.replace("B[0,0] params[0] res[0,0]", "B[0,0] params[0] res[0,#]")
+        .replace("B[0,1] params[0] res[0,1]", "B[0,1] params[0] res[0,0]")
+        .replace("#", "1"),
+        "0B0 reads res[0,1] (the residuals of 0F1), which is not its own",
+    ),
+    "the gradient of another stage": (
+        BASE.replace("grads[0] = sum[0,1]", "grads[0] = sum[1,1]").replace(
+            "grads[1] = sum[1,1]", "grads[1] = sum[0,1]"
+        ),
+        "the output grads[0] = sum[1,1] @ 0 gives stage 0 the gradient of another.",
+    ),
+    "one result twice": (BASE + "\nloss = loss @ 1", "the output loss stands twice"),
+    "a SEND to its own rank": (
+        SENT.replace("y[0,0]>1", "y[0,0]>0")
+        .replace("y[0,0]@1", "y[0,0]@0")
+        .replace("RECV[0,0] y[0,0]>0 @ 1", "RECV[0,0] y[0,0]>0 @ 0"),
+        "sends to its own rank",
+    ),
+    "a SEND that sends nothing": (
+        SENT.replace("y[0,0]>1", "y[0,0]@5"),
+        "SEND(y[0,0]@5) does not read a value and write it in flight.",
+    ),
+    "a backward without residuals": (
+        "params[0] @ 0\ng[0,0] = B[0,0] params[0] @ 0\ngrads[0] = g[0,0] @ 0",
+        "0B0 reads no res",
+    ),
+    "an op of no stage": ("params[0] @ 0\ny = F[] params[0] @ 0\noutputs = y @ 0", "names no stage and microbatch"),
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), ODD.values(), ids=ODD.keys())
+def test_it_is_refused(text: str, sentence: str):
+    with pytest.raises(fpipe.ProgramError, match=re.escape(sentence)):
+        fpipe.Program.parse(text)
+
+
+NUMBERS = [
+    "y[0,0] = F[00,0] params[0] @ 0",
+    "y[0,0] = F[٠,0] params[0] @ 0",
+    "y[0,] @ 0",
+    "params[" + "1" * 5000 + "] @ 0",
+]
+
+
+@pytest.mark.parametrize(
+    "line", NUMBERS, ids=["a leading zero", "a foreign digit", "a missing number", "a long number"]
+)
+def test_numbers_are_read_strictly(line: str):
+    with pytest.raises(fpipe.ProgramError, match="line 1"):
+        fpipe.Program.parse(line)
+
+
+@pytest.mark.parametrize("how", ["{**{'a': 1}}", "{x=1, x=2}", "{x=[1]}"])
+def test_what_an_op_says_besides_is_a_list_of_names_with_values(how: str):
+    with pytest.raises(fpipe.ProgramError, match="is not a list of name=literal"):
+        fpipe.Program.parse(f"params[0] @ 0\nsum[0] = ADD[0] params[0] {how} @ 0\ngrads[0] = sum[0] @ 0")

@@ -1,0 +1,138 @@
+"""What a step hands back, and what it leaves alone: results share memory with nothing, and nothing is silently zero."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum(1).mean()
+
+
+def linear(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ p["w"]
+
+
+def two(loss: Any = squares, **more: Any) -> fpipe.Model:
+    return fpipe.from_functions([linear, linear], loss, **more)
+
+
+def params() -> tuple[dict[str, Tensor], ...]:
+    make = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(3, 3, generator=make)} for _ in range(2))
+
+
+def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, generator=make), torch.randn(rows, 3, generator=make)
+
+
+def test_gradients_share_no_memory():
+    """The cotangent of `x + p` is p's gradient, so two leaves were one tensor, and clipping one scaled both."""
+    model = fpipe.from_functions(
+        [lambda p, x: x * 0 + p["b"], lambda p, x: x + p["c"]], lambda y, t: (y * t).sum(), reduction="sum"
+    )
+    given = ({"b": torch.ones(1, 3)}, {"c": torch.ones(1, 3)})
+    grads = fpipe.build(fpipe.program(model), model)(given, batch(1)).grads
+    assert grads[0]["b"].data_ptr() != grads[1]["c"].data_ptr()
+
+
+def test_a_gradient_can_be_changed_in_place():
+    model = fpipe.from_functions([lambda p, x: p["w"] + x.sum() * 0], lambda y, t: y.sum())
+    grads = fpipe.build(fpipe.program(model), model)(({"w": torch.ones(2, 2)},), batch()).grads
+    assert torch.equal(grads[0]["w"].mul_(2), torch.full((2, 2), 2.0))
+
+
+def test_outputs_are_not_the_callers_batch():
+    model = fpipe.from_functions([lambda p, x: x], squares)
+    given = batch()
+    fpipe.build(fpipe.program(model), model)(({},), given).outputs.add_(1)
+    assert torch.equal(given[0], batch()[0])
+
+
+def test_a_counted_loss_is_divided_without_a_split_too():
+    model = two(lambda y, t: ((y - t).square().sum(), 21), reduction="count")
+    found = fpipe.build(fpipe.program(model), model)(params(), batch())
+    expected = (batch()[0] @ params()[0]["w"] @ params()[1]["w"] - batch()[1]).square().sum() / 21
+    assert torch.equal(found.loss, expected)
+
+
+def test_inference_mode_is_refused_instead_of_giving_zeros():
+    model = two()
+    step = fpipe.build(fpipe.program(model), model)
+    for run in (step, lambda *given: fpipe.reference(model, *given)):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+            run(params(), batch())
+
+
+def test_no_grad_around_a_step_changes_nothing():
+    model = two()
+    with torch.no_grad():
+        report = fpipe.verify(fpipe.program(model), model, params(), batch())
+        loss = fpipe.reference(model, params(), batch()).grads[0]["w"].abs().sum()
+    assert report.bitwise
+    assert loss > 0
+
+
+def test_tensors_inside_an_object_that_is_no_pytree_are_refused():
+    @dataclasses.dataclass
+    class Hidden:
+        inside: Tensor
+
+    model = fpipe.from_functions(
+        [lambda p, x: {"plain": x, "hidden": Hidden(x @ p["w"])}, lambda p, x: x["hidden"].inside + x["plain"]], squares
+    )
+    with pytest.raises(TypeError, match=r"returned a Hidden that holds tensors, which is no pytree"):
+        fpipe.build(fpipe.program(model), model)((params()[0], {}), batch())
+
+
+def test_a_stage_that_changes_its_parameters_is_refused():
+    def grows(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        with torch.no_grad():
+            p["w"].mul_(2)
+        return x @ p["w"]
+
+    model = fpipe.from_functions([grows], squares)
+    with pytest.raises(RuntimeError, match="changed its parameters in place"):
+        fpipe.build(fpipe.program(model), model)(params()[:1], batch())
+
+
+def test_a_stage_that_adds_to_the_batchs_dict_does_not_reach_the_callers():
+    def adds(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
+        x["more"] = x["x"]
+        return x["more"] @ p["w"]
+
+    model = fpipe.from_functions([adds], squares)
+    inputs = {"x": batch()[0]}
+    fpipe.build(fpipe.program(model), model)(params()[:1], (inputs, batch()[1]))
+    assert list(inputs) == ["x"]
+
+
+def test_zero_dimensional_outputs_are_averaged_by_rows():
+    model = fpipe.from_functions([lambda p, x: (x @ p["w"]).square().mean()])
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params()[:1], batch(11)).bitwise
+
+
+def test_merge_joins_as_its_spec_says():
+    model = fpipe.from_functions([lambda p, x: p["w"] @ x], lambda y, t: (y - t).square().mean())
+    wide = tuple(part.T.contiguous() for part in batch(12))
+    spec = fpipe.Chunk(1)
+    program = fpipe.chain(fpipe.split(4, spec), fpipe.merge(spec))(fpipe.program(model))
+    assert fpipe.verify(program, model, params()[:1], wide).bitwise
+    assert fpipe.build(program, model)(params()[:1], wide).outputs.shape == (3, 12)
+
+
+def test_a_state_of_some_stages_only_is_handed_back_whole():
+    counted = fpipe.Stage(linear, update=lambda state, x: {"n": state["n"] + len(x)})
+    model = fpipe.Model((counted, fpipe.Stage(linear)), squares, ("batch", 0))
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    state = ({"n": torch.zeros(())}, {"idle": torch.ones(2)})
+    report = fpipe.verify(program, model, params(), batch(), state=state)
+    assert report.bitwise
+    assert "state[1]['idle']" in [leaf.name for leaf in report.leaves]
