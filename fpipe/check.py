@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, count
-from operator import ge
+from operator import ge, itemgetter
 
 from fpipe.program import ENTRY_RULES, NOWHERE, Op, Program, ProgramError, Value, building, kind_of, pair, the_program
 
@@ -59,15 +59,16 @@ def check(program: Program) -> None:
     """
     program = the_program(program)
     with building():
-        for kind in {op.kind for op in program.ops}:
+        kinds = set(map(itemgetter(0), program.ops))
+        for kind in kinds:
             kind_of(kind)
-        for op in program.ops:
-            if op[7]:
-                pair(*op[7])
+        if "PAIR" in kinds:
+            for op in program.ops:
+                if op.parts:
+                    pair(*op.parts)
         written = _written_once(program)
         _written_before_read(program, written)
         _read_or_wanted(program, written)
-        kinds = {op.kind for op in program.ops}
         if kinds & {"SEND", "RECV"}:
             _flights_land(program)
         if "FREE" in kinds:
@@ -293,7 +294,8 @@ def _nothing_after_free(program: Program) -> None:
 
 def ranks_are_whole(program: Program) -> None:
     """Rule 4: ranks are 0..n-1."""
-    used = {op.rank for op in program.ops}.union(*(end.homes for end in (*program.inputs, *program.outputs)))
+    homes = {end[1] for end in program.inputs} | {end[2] for end in program.outputs}
+    used = set(map(itemgetter(4), program.ops)).union(*homes)
     if min(used, default=0) < 0:
         raise ProgramError(f"rank {min(used)} is no rank: ranks are 0..n-1.")
     if used != set(range(len(used))):
@@ -301,6 +303,6 @@ def ranks_are_whole(program: Program) -> None:
         raise ProgramError(
             f"rank {gap} is missing: ranks are 0..{max(used)}, and each has an op or is the home of a value."
         )
-    for end in (*program.inputs, *program.outputs):
-        if not end.homes:
-            raise ProgramError(f"{end.value} has no home: name at least one rank.")
+    if () in homes:
+        end = next(end for end in (*program.inputs, *program.outputs) if not end.homes)
+        raise ProgramError(f"{end.value} has no home: name at least one rank.")

@@ -18,6 +18,7 @@ from fpipe.program import Op, Output, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.meaning import RULES, Residuals, Run
 from fpipe.simulate import Event, Timeline
+from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]
 
@@ -65,9 +66,8 @@ def local(program: Program, model: Model, *, record: bool = False, check_finite:
 def _drops(program: Program) -> list[list[Value]]:
     """For each op the values it is the last to read (or that it writes for nobody)."""
     kept = {end.value for end in program.outputs}
-    last = {value: position for position, op in enumerate(program.ops) for value in (*op.writes, *op.reads)}
     drops: list[list[Value]] = [[] for _ in program.ops]
-    for value, position in last.items():
+    for value, position in last_uses(program).items():
         if value not in kept:
             drops[position].append(value)
     return drops

@@ -24,10 +24,9 @@ def moved(op: Op, rank: int) -> Op:
     """The same op on another rank."""
     if op.rank == rank:
         return op
-    kind, stage, microbatch, piece, _, reads, writes, parts, how = op
-    if parts:
-        parts = tuple([moved(part, rank) for part in parts])
-    return _new(Op, (kind, stage, microbatch, piece, rank, reads, writes, parts, how))
+    if op.parts:
+        op = op._replace(parts=tuple(moved(part, rank) for part in op.parts))
+    return _new(Op, (*op[:4], rank, *op[5:]))
 
 
 def rebuilt(
@@ -155,13 +154,12 @@ class _Where:
         self.readers: dict[tuple[str, int | None, int | None, int | None], int] = {}
         self.late: dict[Value, int] = {}  # what unscheduled ops write
         table = scheduled_kinds()
+        pairs: set[tuple[int | None, int]] = set()
         for op in parts_of(ops):
-            stage = op[1]
-            if op[0] in table and stage is not None:
-                if stage in self.ranks:
-                    self.ranks[stage].add(op[4])
-                else:
-                    self.ranks[stage] = {op[4]}
+            if op[0] in table:
+                pairs.add((op[1], op[4]))
+        for stage, rank in sorted((stage, rank) for stage, rank in pairs if stage is not None):
+            self.ranks.setdefault(stage, set()).add(rank)
 
     def reader(self, direction: str, op: Op) -> int:
         """The rank of the forward or backward of a stage for a microbatch (and slice)."""

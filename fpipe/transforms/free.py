@@ -31,7 +31,7 @@ def free() -> Transform:
     def transform(program: Program) -> Program:
         refuse_freed(program)
         kept = {end.value for end in (*program.inputs, *program.outputs)}
-        last = last_reads(program)
+        last = last_uses(program)
         dead: defaultdict[int, list[Value]] = defaultdict(list)
         for value, position in last.items():
             if value not in kept and not (value.at and ">" in value.at):
@@ -50,6 +50,6 @@ def free() -> Transform:
     return transform
 
 
-def last_reads(program: Program) -> dict[Value, int]:
-    """The position of the last op that reads each value."""
-    return {value: position for position, op in enumerate(program.ops) for value in op.reads}
+def last_uses(program: Program) -> dict[Value, int]:
+    """The position of the last op that reads each value, or of its writer where nobody does."""
+    return {value: position for position, op in enumerate(program.ops) for value in (*op.writes, *op.reads)}

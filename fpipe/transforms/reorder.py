@@ -121,7 +121,7 @@ class _Finder:
 
     def row(self, rank: int, row: Sequence[Cell], move: bool) -> list[int]:
         """The positions of a row's ops, which are now on that rank."""
-        take, ops = self.left.pop, self.ops
+        take, ops, new = self.left.pop, self.ops, tuple.__new__
         found = [take(cell, -1) for cell in row]
         if -1 in found:
             pairs = enumerate(zip(row, found, strict=True))
@@ -135,7 +135,7 @@ class _Finder:
                         "reorder() keeps ops on their rank; use fpipe.place() before, or fpipe.schedules.from_table() "
                         "for both."
                     )
-                ops[position] = moved(op, rank)
+                ops[position] = moved(op, rank) if op[7] else new(Op, (*op[:4], rank, *op[5:]))
         return found
 
     def slowly(self, cell: Cell, found: int, place: str) -> Sequence[int]:

@@ -9,10 +9,10 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain, count, repeat
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice, repeat
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, building, kind_of, pair, parts_of
@@ -99,6 +99,11 @@ def _sizes(
     return count, ()
 
 
+_T = TypeVar("_T")
+_Label = tuple[str, "int | None", int, int, tuple[int, ...]]
+"""A result's name, stage and port, the number of its value, and its homes."""
+
+
 class _Form(NamedTuple):
     """An op of the base program with numbers for its values."""
 
@@ -174,33 +179,38 @@ def _copies(
     stamp = _Stamp()
     targets = {op.stage for op in parts_of(program.ops) if any(value.name == "target" for value in op.reads)}
     forms = [form for op in program.ops if op.kind != "SCALE" for form in _forms(op, stamp, targets)]
-    made = [(form, _getter(form.reads), _getter(form.writes)) for form in forms]
-    labels = [_label(program, end, stamp) for end in program.outputs]
-    ops: list[Op] = []
-    ends: list[list[Output]] = [[] for _ in labels]
-    for index, values in zip(range(many), stamp.values(), strict=False):
-        rule = (("index", index), ("count", many), *how)
-        for (kind, stage, indexed, piece, rank, _, _, parts, own), reads, writes in made:
-            if parts:
-                ops.append(_stamped_pair(parts, values, index))
-                continue
-            at = index if indexed else None
-            said = rule if kind == "SPLIT" else own
-            ops.append(_new(Op, (kind, stage, at, piece, rank, reads(values), writes(values), (), said)))
-        for column, (name, stage, port, number, homes) in zip(ends, labels, strict=True):
-            label = (name, stage, None if name == "state" else index, None, port, "")
-            column.append(_new(Output, (_new(Value, label), values[number], homes)))
-    last = [column[-1:] if name == "state" else column for column, (name, *_) in zip(ends, labels, strict=True)]
-    return ops, tuple(chain.from_iterable(last)), _sources(forms, stamp, many)
+    values = list(islice(stamp.values(), many))
+    rules = [(("index", index), ("count", many), *how) for index in range(many)]
+    columns = [_column(form, values, rules) for form in forms]
+    results = chain.from_iterable([_results(_label(program, end, stamp), values) for end in program.outputs])
+    return list(_microbatch_by_microbatch(columns)), tuple(results), _sources(forms, stamp, many)
 
 
-def _label(program: Program, end: Output, stamp: _Stamp) -> tuple[str, int | None, int, int, tuple[int, ...]]:
-    """A result's name, and the number of its value in each microbatch; a gradient is taken before it is scaled."""
-    value = end.value
-    writer = program.ops[program.writer[value]]
-    if writer.kind == "SCALE":
-        value = writer.reads[0]
-    return end.name.name, end.name.stage, end.name.port, stamp.number(value), end.homes
+def _microbatch_by_microbatch(columns: Iterable[Iterable[_T]]) -> Iterator[_T]:
+    """What one form makes of all microbatches, form by form, in the order of the list."""
+    return chain.from_iterable(zip(*columns, strict=True))
+
+
+def _column(form: _Form, values: list[list[Value]], rules: list[tuple[tuple[str, object], ...]]) -> Iterable[Op]:
+    """The ops of one form for all microbatches. Every step is an iterator of C: no line of Python runs for each op."""
+    many = len(values)
+    if form.parts:
+        return [_stamped_pair(form.parts, found, index) for index, found in enumerate(values)]
+    at = range(many) if form.indexed else repeat(None, many)
+    place = (repeat(form.kind), repeat(form.stage), at, repeat(form.slice), repeat(form.rank))
+    reads, writes = map(_getter(form.reads), values), map(_getter(form.writes), values)
+    said = rules if form.kind == "SPLIT" else repeat(form.how)
+    return map(_new, repeat(Op), zip(*place, reads, writes, repeat(()), said, strict=False))
+
+
+def _results(label: _Label, values: list[list[Value]]) -> Iterable[Output]:
+    """One result of all microbatches; of a state only the last."""
+    name, stage, port, number, homes = label
+    if name == "state":
+        return [Output(Value(name, stage, port=port), values[-1][number], homes)]
+    fields = zip(repeat(name), repeat(stage), range(len(values)), repeat(None), repeat(port), repeat(""), strict=False)
+    found = zip(map(_new, repeat(Value), fields), map(itemgetter(number), values), repeat(homes), strict=False)
+    return map(_new, repeat(Output), found)
 
 
 def _sources(forms: list[_Form], stamp: _Stamp, many: int) -> list[Sources] | None:
@@ -213,13 +223,21 @@ def _sources(forms: list[_Form], stamp: _Stamp, many: int) -> list[Sources] | No
     before = [writer[twin] - size for twin in twins.values() if twin is not None]  # written in the copy before
     place: dict[int, int] = {number: -1 for number, twin in twins.items() if twin is None}  # the last: an input
     place |= {number: size + at for at, number in enumerate(n for n, twin in twins.items() if twin is not None)}
+    positions = [
+        [*range(base, base + size), *[base + step if base else -1 for step in before], -1]
+        for base in range(0, size * many, size)
+    ]
     reads = [_getter([place.get(number, writer.get(number, -1)) for number in form.reads]) for form in forms]
-    sources: list[Sources] = []
-    for base in range(0, size * many, size):
-        earlier = [base + step if base else -1 for step in before]
-        positions = [*range(base, base + size), *earlier, -1]
-        sources += [read(positions) for read in reads]
-    return sources
+    return list(_microbatch_by_microbatch([map(read, positions) for read in reads]))
+
+
+def _label(program: Program, end: Output, stamp: _Stamp) -> _Label:
+    """A result's name, and the number of its value in each microbatch; a gradient is taken before it is scaled."""
+    value = end.value
+    writer = program.ops[program.writer[value]]
+    if writer.kind == "SCALE":
+        value = writer.reads[0]
+    return end.name.name, end.name.stage, end.name.port, stamp.number(value), end.homes
 
 
 def _forms(op: Op, stamp: _Stamp, targets: set[int | None]) -> Iterator[_Form]:
