@@ -40,7 +40,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Replicate:
-    """A leaf goes whole to every microbatch, and comes back the same from each."""
+    """A leaf goes whole to every microbatch, and comes back the same from each.
+
+    >>> import torch
+    >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
+    >>> cut(batch, 0, 2, {"x": Chunk(), "table": Replicate()})[0]["table"].shape
+    torch.Size([9])
+    """
 
 
 def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:

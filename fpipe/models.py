@@ -35,6 +35,10 @@ class Stage:
             together.
         within: `within(params, thunk)` runs the thunk while `params` are in the place of a module's own, which a
             backward pass needs where it computes something again.
+
+    >>> scale = Stage(lambda params, x: x * params["w"], name="scale")
+    >>> scale.forward({"w": 3}, 2)
+    6
     """
 
     forward: Callable[..., Any]
@@ -63,6 +67,11 @@ class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values.
+
+    >>> scale = Stage(lambda params, x: x * params["w"])
+    >>> add = Stage(lambda params, x: x[0] + x[1])
+    >>> Model((scale, add), loss=lambda y, target: y.sum(), inputs=("batch", (0, "batch"))).sources(1)
+    (0, 'batch')
     """
 
     stages: tuple[Stage, ...]

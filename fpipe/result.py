@@ -19,6 +19,13 @@ class Result:
         losses: the loss of each microbatch, where `merge(losses=True)` asked for them.
         input_grads: gradients of the inputs.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
+
+    >>> import fpipe, torch
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).abs().mean())
+    >>> step = fpipe.build(fpipe.program(model), model)
+    >>> result = step(({"w": torch.tensor(2.0)},), (torch.ones(3), torch.zeros(3)))
+    >>> result.loss, result.outputs, result.grads
+    (tensor(2.), tensor([2., 2., 2.]), ({'w': tensor(1.)},))
     """
 
     loss: Any = None

@@ -28,6 +28,10 @@ class Timeline:
     microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
     the end of W or of a full backward; `peak_released` lets go of them at the end of I. In a measured timeline
     (`build(record=True)`) peaks are bytes. `delivered`: when the last result reached its last home, if that is away.
+
+    >>> import fpipe
+    >>> print(fpipe.simulate(fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))))
+    makespan 15, span 15, bubble 20.0%, peak per rank [4, 4]
     """
 
     events: tuple[Event, ...]
