@@ -97,7 +97,7 @@ MODELS = {
     ),
     "a program without the ties": (
         lambda: fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model),
-        "stage 0 of the model takes params[0] params[0]:1 inputs, in the program it takes params[0] inputs;",
+        "stage 0 of the model takes params[0] params[0]:1 inputs, in the program 0F0 takes params[0] inputs;",
     ),
     "zero microbatches": (lambda: fpipe.split(0), "microbatches is a whole number, at least 1; found 0."),
     "no size and no number": (lambda: fpipe.split(), "say either the number of microbatches, split(8), or their size"),

@@ -67,3 +67,18 @@ def test_numbers_are_read_strictly(line: str):
 def test_what_an_op_says_besides_is_a_list_of_names_with_values(how: str):
     with pytest.raises(fpipe.ProgramError, match="is not a list of name=literal"):
         fpipe.Program.parse(f"params[0] @ 0\nsum[0] = ADD[0] params[0] {how} @ 0\ngrads[0] = sum[0] @ 0")
+
+
+def test_a_backward_that_forgets_a_cotangent_is_not_the_models():
+    """Two cotangents side by side, where one ADD of them belongs: the second would have taken the first one's place."""
+    model = fpipe.from_functions(
+        [lambda p, x: x * 2, lambda p, x: x, lambda p, x: x[0] + x[1]],
+        lambda y, t: y.sum(),
+        inputs=["batch", 0, (1, 0)],
+    )
+    text = str(fpipe.program(model))
+    added = next(line for line in text.splitlines() if "dy[0,0] = ADD" in line)
+    both = added.split("] ", 2)[2].removesuffix(" @ 0")
+    wrong = fpipe.Program.parse(text.replace(added + "\n", "").replace("res[0,0] dy[0,0]", f"res[0,0] {both}"))
+    with pytest.raises(ValueError, match=re.escape("in the program 0B0 takes")):
+        fpipe.build(wrong, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fpipe.models import Model
-from fpipe.program import Program, Value, parts_of, the_program
+from fpipe.program import Op, Program, Value, parts_of, the_program
 from fpipe.runtimes.local import Step, local
 from fpipe.training import program as program_of
 
@@ -55,22 +55,19 @@ def _check_match(program: Program, model: Model) -> None:
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
             f"fpipe.program(model)."
         )
-    wanted, found = _taken(program_of(model)), _taken(program)
-    for stage, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
-        if mine != theirs:
+    wanted = {(op.kind, op.stage): _read(op) for op in program_of(model).ops}
+    for op in parts_of(program.ops):
+        mine = wanted.get(("B" if op.kind == "I" else op.kind, op.stage))
+        if op.kind in "FBI" and mine is not None and mine != _read(op):
             raise ValueError(
-                f"stage {stage} of the model takes {' '.join(mine)}, in the program it takes {' '.join(theirs)}; start "
-                f"from fpipe.program(model)."
+                f"stage {op.stage} of the model takes {' '.join(mine)}, in the program {op.cell} takes "
+                f"{' '.join(_read(op))}; start from fpipe.program(model)."
             )
 
 
-def _taken(program: Program) -> list[list[str]]:
-    """What each stage's forward reads, whichever the microbatch and wherever the copy."""
+def _read(op: Op) -> list[str]:
+    """What an op reads, whichever the microbatch and wherever the copy; not what a SPLIT or a slice adds."""
     words = {"x": "inputs", "t": "target"}
-    found: list[list[str]] = [[] for _ in range(program.stages)]
-    for op in parts_of(program.ops):
-        if op.kind == "F" and op.stage is not None and not found[op.stage]:
-            whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
-            named = (Value(words[v.name]) if v.name in words else v for v in whole)
-            found[op.stage] = [str(value) for value in named if value.name != "carry"]
-    return found
+    whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
+    named = (Value(words[v.name]) if v.name in words else v for v in whole)
+    return [str(value) for value in named if value.name not in ("carry", "dcarry", "w")]

@@ -132,52 +132,44 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """B and I: the gradient of a stage's graph. I computes the weight gradients too and hands them over: plain autograd
     cannot stop half-way without doing the way to that point twice."""
-    residuals: Residuals | None = None
-    cotangent: Leaves | None = None
-    carried: Leaves | None = None
-    weight = 1.0
-    for value, arg in zip(op.reads, args, strict=True):
-        if value.name == "res":
-            residuals = arg
-        elif value.name in ("dx", "dy"):
-            cotangent = arg
-        elif value.name == "dcarry":
-            carried = arg
-        elif value.name == "w":
-            weight = arg if run.model.reduction == "mean" else 1.0
-    assert residuals is not None
-    roots: list[Tensor] = []
-    seeds: list[Tensor] = []
+    named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
+    residuals: Residuals = named["res"]
+    weight = named.get("w", 1.0) if run.model.reduction == "mean" else 1.0
+    roots = _roots(residuals, named.get("dy", named.get("dx")), named.get("dcarry"), weight)
+    inputs, carry, params = _gradients(residuals, roots)
+    made: dict[str, Callable[[int], Any]] = {
+        "dx": inputs.__getitem__,
+        "g": params.__getitem__,
+        "dcarry": lambda port: carry,
+        "wres": lambda port: params,
+    }
+    return [made[value.name](value.port) for value in op.writes]
+
+
+def _roots(
+    residuals: Residuals, cotangent: Leaves | None, carried: Leaves | None, weight: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Where the gradient starts: each output that has a cotangent, and the loss with its microbatch's weight."""
     pairs = [
         *zip(residuals.outputs, cotangent or [], strict=False),
         *zip(residuals.carried, carried or [], strict=False),
     ]
     if residuals.loss is not None:
         pairs.append((residuals.loss, torch.full_like(residuals.loss, weight)))
-    for root, seed in pairs:
-        if isinstance(root, Tensor) and root.requires_grad and seed is not None:
-            roots.append(root)
-            seeds.append(seed)
+    return [(root, seed) for root, seed in pairs if _wants(root) and seed is not None]
+
+
+def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tuple[list[Leaves], Leaves, list[Leaves]]:
+    """For the leaves of each input, of the carry and of each parameter bundle; None where nothing depends on one."""
     groups = [*residuals.inputs, residuals.carry, *residuals.params]
     wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
     if roots and wanted:
-        found = iter(residuals.around(lambda: torch.autograd.grad(roots, wanted, seeds, allow_unused=True)))
+        ends, seeds = zip(*roots, strict=True)
+        found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
     grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
-    inputs, carry, params = (
-        grads[: len(residuals.inputs)],
-        grads[len(residuals.inputs)],
-        grads[len(residuals.inputs) + 1 :],
-    )
-    made: list[Any] = []
-    for value in op.writes:
-        if value.name == "dx":
-            made.append(inputs[value.port])
-        elif value.name == "dcarry":
-            made.append(carry)
-        else:
-            made.append(params if value.name == "wres" else params[value.port])
-    return made
+    count = len(residuals.inputs)
+    return grads[:count], grads[count], grads[count + 1 :]
 
 
 def weight_gradient(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
