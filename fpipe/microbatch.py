@@ -65,8 +65,10 @@ def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:
         if dim is not None:
             found[place] = leaf.shape[dim]
     if not found:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
-            "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch."
+            "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch. Rows "
+            f"are those of torch tensors; found {kinds}."
         )
     first, n = next(iter(found.items()))
     for place, size in found.items():

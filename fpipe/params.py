@@ -88,7 +88,10 @@ def assign_grads(params: Any, grads: Any) -> None:
     """
     place = tree.difference(params, grads)
     if place is not None:
-        raise ValueError(f"params and grads differ in structure: only one of them has a leaf at {place}.")
+        raise ValueError(
+            f"params and grads differ in structure: only one of them has a leaf at {place or 'the top'}. Gradients are "
+            "Result.grads of a merged program."
+        )
     pairs = list(zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True))
     for (place, param), grad in pairs:
         if getattr(param, "shape", None) != getattr(grad, "shape", None) and grad is not None:
