@@ -100,6 +100,7 @@ class StageModule:
         self.number, self.children, self.names = number, dict(children), names
         self.bound = _Bound(children)
         modules = [(path, module) for path, module in self.bound.named_modules() if path]
+        self.modules = modules
         self.moody = [(path, module) for path, module in modules if isinstance(module, _DEPEND_ON_MODE)]
         self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
         self.lock = threading.RLock()
@@ -129,22 +130,19 @@ class StageModule:
             _refuse_impure(path, module)
         own = {name: params[leaf[0]] for leaf in self.names for name in leaf}
         with self.lock:
-            before, held = _versions(self.bound), list(self.bound.buffers())
+            buffers = _Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
                 made = torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
                     vars(module).update(attributes)
-            after = _versions(self.bound)
-            del held  # until here, so that no new tensor has the id of an old one
-        # A copy per call would keep the module's buffers clean, and lose the update without a word; this loses nothing.
-        for name in {**before, **after}:
-            if before.get(name) != after.get(name):
-                raise RuntimeError(
-                    f"stage {self.number} wrote buffer {name!r} of its module as it ran, and the buffer stays changed: "
-                    "buffers that a stage writes are not supported yet. Switch the writing off, say by .eval()."
-                )
+                written = buffers.put_back()
+        if written:
+            raise RuntimeError(
+                f"stage {self.number} wrote buffer {written[0]!r} of its module as it ran (it is put back): buffers "
+                "that a stage writes are not supported yet. Switch the writing off, say by .eval()."
+            )
         return made
 
 
@@ -168,9 +166,45 @@ def _kept(module: nn.Module) -> dict[str, Any]:
     return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor each buffer is and how often it has been written."""
-    return {name: (id(b), 0 if b.is_inference() else b._version) for name, b in module.named_buffers()}
+class _Buffers:
+    """The buffers of modules as they are, to tell afterwards which were written, and to put them back.
+
+    Versions tell most writes. `F.batch_norm` writes without a new one, so floating buffers of modules in training are
+    compared.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self.owners = [(path, owner, _own_buffers(owner)) for path, owner in modules]
+        self.copies = [
+            {name: (buffer._version, buffer.clone()) for name, buffer in found.items()} for _, _, found in self.owners
+        ]
+
+    def put_back(self) -> list[str]:
+        """The names of what was written, which is now as it was."""
+        written: list[str] = []
+        for (path, owner, found), copies in zip(self.owners, self.copies, strict=True):
+            now = _own_buffers(owner)
+            for name, buffer in found.items():
+                version, before = copies[name]
+                told = buffer._version == version and not (owner.training and buffer.is_floating_point())
+                if now.get(name) is not buffer or not (told or _equal(buffer, before)):
+                    written.append(f"{path}.{name}")
+                    setattr(owner, name, buffer)
+                    with torch.no_grad():
+                        buffer.copy_(before)
+            for name in now.keys() - found.keys():
+                written.append(f"{path}.{name}")
+                delattr(owner, name)
+        return written
+
+
+def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Equal numbers, NaN for NaN."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:

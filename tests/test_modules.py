@@ -304,9 +304,41 @@ def test_hooks_of_children_run():
 def test_a_written_buffer_does_not_pass_silently(how):
     model, params, _ = from_sequential(nn.Sequential(nn.Linear(3, 3), Writer(how)), sizes=[1, 1])
     name = "1.more" if how == "new" else "1.seen"
-    sentence = f"stage 1 wrote buffer '{name}' of its module as it ran, and the buffer stays changed"
+    sentence = f"stage 1 wrote buffer '{name}' of its module as it ran (it is put back)"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         model.stages[1].forward(params[1], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("how", ["in place", "rebound", "new"])
+def test_a_written_buffer_is_put_back(how):
+    net = nn.Sequential(nn.Linear(3, 3), Writer(how))
+    model, params, _ = from_sequential(net, sizes=[1, 1])
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    with pytest.raises(RuntimeError, match="wrote buffer"):
+        model.stages[1].forward(params[1], torch.zeros(2, 3))
+    after = dict(net.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+class Functional(nn.Module):
+    """Batch norm by hand: F.batch_norm writes its running statistics without a new version."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+def test_a_buffer_that_batch_norm_writes_by_hand_is_seen():
+    net = nn.Sequential(Functional())
+    model, params, _ = from_sequential(net, stages=1)
+    with pytest.raises(RuntimeError, match=r"wrote buffer '0\.mean'"):
+        model.stages[0].forward(params[0], torch.randn(4, 3))
+    assert torch.equal(net[0].mean, torch.zeros(3))
 
 
 def test_threads_that_run_one_stage_do_not_mix_their_params():
