@@ -119,3 +119,11 @@ def test_the_rows_of_a_program_are_its_order():
     program = PIPELINE(fpipe.program(3))
     named = [[op.cell for op in row if op.kind in "FBIWR"] for _, row in sorted(by_rank(program.ops).items())]
     assert named == program.table()
+
+
+def test_an_op_of_a_stage_that_has_no_schedule_stays_where_it_is():
+    text = str(fpipe.program(1)).replace("grads[0] = g[0,0]", "sum[7] = ADD[7] g[0,0] @ 0\ngrads[7] = sum[7]")
+    lines = text.splitlines()
+    ops = sorted(lines, key=lambda line: (" = " in line) + (line.split(" = ")[-1][:1].islower()))
+    program = fpipe.Program.parse("\n".join(ops))
+    assert fpipe.place([0] * program.stages)(program).placement[0] == 0

@@ -102,12 +102,11 @@ def keep_to_data(
                 rank = where.reader("F", op)
             elif op.kind == "R" or (op.writes and op.writes[0].name == "dy"):
                 rank = where.reader("B", op)
-            elif len(home[stage]) == 1:
-                rank = home[stage][0]
             else:
-                found = {where.made(value) for value in op.reads} - {None}
-                first = found.pop() if len(found) == 1 else None
-                rank = first if first in home[stage] else home[stage][0]
+                at: tuple[int, ...] = home.get(stage, (op.rank,))
+                found = {where.made(value) for value in op.reads} if len(at) > 1 else set(at)
+                there = [rank for rank in at if found - {None} == {rank}]
+                rank = there[0] if there else min(at)
             if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
                 raise ProgramError(
                     f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; the "
@@ -122,12 +121,13 @@ def keep_to_data(
 
     def given(end: Input) -> Input:
         stage = end.value.stage
-        return end._replace(homes=home[stage] if stage is not None else tuple(sorted(used[end.value])) or (0,))
+        at = tuple(sorted(used[end.value])) if stage is None else home.get(stage, end.homes)
+        return end._replace(homes=at or (0,))
 
     def wanted(end: Output) -> Output:
         (kind, stage, *_), value, homes = end
         if stage is not None and kind in ("grads", "state"):
-            now = home[stage]
+            now = home.get(stage, homes)
         else:
             rank = where.made(value)
             now = homes if rank is None else (rank,)
@@ -163,14 +163,14 @@ class _Where:
 
     def reader(self, direction: str, op: Op) -> int:
         """The rank of the forward or backward of a stage for a microbatch (and slice)."""
-        found = self.ranks[op.stage or 0]
+        found = self.ranks.get(op.stage or 0, {op.rank})
         if len(found) == 1:
             return next(iter(found))
         if not self.readers:
             for other in parts_of(self.ops):
                 if other.kind in "FBI":
                     self.readers["F" if other.kind == "F" else "B", *other[1:4]] = other.rank
-        return self.readers[direction, *op[1:4]]
+        return self.readers.get((direction, *op[1:4]), op.rank)
 
     def note(self, op: Op) -> None:
         """Remember where an unscheduled op has gone."""
