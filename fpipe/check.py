@@ -64,7 +64,7 @@ def check(program: Program) -> None:
             kind_of(kind)
         if "PAIR" in kinds:
             for op in program.ops:
-                if op.parts:
+                if op.kind == "PAIR":
                     pair(*op.parts)
         written = _written_once(program)
         _written_before_read(program, written)
@@ -86,7 +86,7 @@ def check_kinds(program: Program) -> None:
     """
     for position, op in enumerate(program.ops):
         for part in op.parts or (op,):
-            why = _odd(part, op) or ("a PAIR has two parts" if op.kind == "PAIR" and len(op.parts) < 2 else None)
+            why = _odd(part, op)
             if why:
                 at, drawn = where(program, position)
                 raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")

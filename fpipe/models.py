@@ -16,7 +16,7 @@ from fpipe import tree
 Source = int | Literal["batch"]
 Reduction = Literal["mean", "sum", "count"]
 
-_MAY_ASK = ("state", "key", "microbatch")
+_MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not callable(self.forward):
             raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
-        odd = (
-            set(self.asks) - {"state", "key", "microbatch", "carry"} if not isinstance(self.asks, str) else {self.asks}
-        )
-        if odd:
-            raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {sorted(odd)}.")
+        if isinstance(self.asks, str) or not _MAY_ASK.issuperset(self.asks):
+            raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.asks!r}.")
         if self.update is not None and "state" in self.asks:
             raise ValueError(
                 "a stage that asks for its state returns the new one itself; it has no update= beside that."
@@ -252,7 +249,7 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
     given = getattr(fn, "keywords", {})  # what functools.partial has filled in
     asked = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
     for name in asked:
-        if name in _MAY_ASK and name != "microbatch":
+        if name in ("state", "key"):
             what = "random keys for functions are" if name == "key" else "module state for functions is"
             raise ValueError(f"{who} asks for {name!r}: {what} not supported yet.")
         if name != "microbatch" and asked[name].default is inspect.Parameter.empty:

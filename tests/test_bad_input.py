@@ -366,3 +366,9 @@ def test_a_tied_stage_has_a_dict_of_params():
 def test_except_last_is_about_microbatches():
     with pytest.raises(fpipe.ProgramError, match=re.escape("put fpipe.split() before fpipe.checkpoint()")):
         fpipe.checkpoint("except_last")(fpipe.program(2))
+
+
+@pytest.mark.parametrize("asks", ["state", frozenset({"mask"})], ids=["a word", "another"])
+def test_a_stage_asks_for_what_there_is(asks):
+    with pytest.raises(ValueError, match="asks is a set of 'state', 'key', 'microbatch' and 'carry'; found"):
+        fpipe.Stage(lambda p, x: x, asks=asks)
