@@ -152,6 +152,21 @@ def taken_apart(stage: Stage, made: Any) -> tuple[Any, Any, Any]:
     return made[0], found.get("state"), found.get("carry")
 
 
+def refuse_odd_output(y: Any, who: str) -> None:
+    """A stage returns tensors. One inside an object that is no pytree would pass uncut, and lose its gradient."""
+    leaves = tree.leaves(y)
+    for leaf in leaves:
+        if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
+            found = type(leaf).__name__
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{who} returned a {found} that holds tensors, which is no pytree: its gradient would be lost. "
+                    f"Return a dict or a tuple, or register {found} by torch.utils._pytree.register_pytree_node."
+                )
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(f"{who} returned {type(y).__name__} without any tensor; a stage returns a pytree of tensors.")
+
+
 def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any]:
     """The loss of an output, and what it counts (None unless the model says reduction="count")."""
     made = output if model.loss is None else model.loss(output, target)
@@ -298,6 +313,9 @@ def refuse_inference_mode() -> None:
 def without_random(who: str) -> Generator[None]:
     """Refuse a stage that draws from the global random numbers: a recompute would draw others, and every schedule its
     own. The numbers are left as they were found."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
+        yield
+        return
     before = torch.get_rng_state()
     yield
     if not torch.equal(before, torch.get_rng_state()):

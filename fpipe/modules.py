@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -104,20 +105,23 @@ class StageModule:
         self.moody = [(path, module) for path, module in modules if isinstance(module, _DEPEND_ON_MODE)]
         self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
         self.lock = threading.RLock()
+        trained = {name for leaf in names for name in leaf}
+        fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
+        fixed += [path for path, _ in self.bound.named_buffers(remove_duplicate=False)]
+        owners = [path.rpartition(".") for path in fixed]
+        self.fixed = [(path, self.bound.get_submodule(o), n) for path, (o, _, n) in zip(fixed, owners, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StageModule, (self.number, self.children, self.names)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
         """The stage's output."""
+        return self.within(params, partial(self._through, x))
 
-        def through() -> Any:
-            y = x
-            for module in self.children.values():
-                y = module(y)
-            return y
-
-        return self.within(params, through)
+    def _through(self, x: Any) -> Any:
+        for module in self.children.values():
+            x = module(x)
+        return x
 
     def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
         """Do something while `params` are in the modules' place.
@@ -144,6 +148,78 @@ class StageModule:
                 "that a stage writes are not supported yet. Switch the writing off, say by .eval()."
             )
         return made
+
+    def constants(self) -> list[Tensor]:
+        """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
+        return [getattr(owner, name) for _, owner, name in self.fixed]
+
+    def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any) -> Any:
+        """The stage's output as a function of all that it reads, `params` in the order of its names."""
+        for path, module in self.moody:
+            _refuse_impure(path, module)
+        own = {name: tensor for leaf, tensor in zip(self.names, params, strict=True) for name in leaf}
+        own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
+        with self.lock:
+            kept = [_kept(module) for module in self.caching]
+            try:
+                return torch.func.functional_call(self.bound, own, (partial(self._through, x),), tie_weights=False)
+            finally:
+                for module, attributes in zip(self.caching, kept, strict=True):
+                    vars(module).update(attributes)
+
+    def modes(self) -> list[bool]:
+        """Which modules are in training."""
+        return [module.training for _, module in self.modules]
+
+    def twin(self) -> Any:
+        """Equal for stages that compute the same function of their parameters and constants, in their order."""
+        place = {name: str(at) for at, name in enumerate(self.children)}
+        short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
+        fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
+        return tuple(short), fixed, tuple(_twin(module) for module in self.children.values())
+
+
+def _short(path: str, place: Mapping[str, str]) -> str:
+    """A leaf's name with its child's place in the stage instead of the child's name."""
+    child, dot, rest = path.partition(".")
+    return place[child] + dot + rest
+
+
+def _twin(module: nn.Module) -> Any:
+    """What a module computes, as a value to compare: class, plain attributes, mode, and the same of its children."""
+    attributes = vars(module)
+    plain = tuple((name, _comparable(attributes[name])) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    children = tuple((name, child and _twin(child)) for name, child in attributes["_modules"].items())
+    return type(module), plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
+
+
+_NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
+
+
+def _comparable(value: Any) -> Any:
+    """A plain value as itself, of any type told apart from others; anything else as the one object that it is."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_comparable(one) for one in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_comparable(one) for one in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((_comparable(key), _comparable(one)) for key, one in value.items())
+    return _Same(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """One object, which stays alive while somebody may compare it."""
+
+    what: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.what is self.what
+
+    def __hash__(self) -> int:
+        return id(self.what)
 
 
 class _Bound(nn.Module):

@@ -23,6 +23,7 @@ FLOORS = {
         "reference",
         "result",
         "linearize",
+        "graphs",
         "check",
         "order",
         "microbatch",

@@ -6,7 +6,8 @@ from typing import Literal
 
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, parts_of, the_program
-from fpipe.runtimes.local import Step, local
+from fpipe.runtimes.local import local
+from fpipe.runtimes.walk import Step
 from fpipe.training import program as program_of
 
 
@@ -15,6 +16,7 @@ def build(
     model: Model,
     *,
     runtime: Literal["local"] = "local",
+    trace: bool = True,
     record: bool = False,
     check_finite: bool = False,
 ) -> Step:
@@ -44,7 +46,7 @@ def build(
     if runtime != "local":
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
     _check_match(the_program(program), model)
-    return local(program, model, record=record, check_finite=check_finite)
+    return local(program, model, trace=trace, record=record, check_finite=check_finite)
 
 
 def _check_match(program: Program, model: Model) -> None:

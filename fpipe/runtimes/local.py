@@ -1,224 +1,179 @@
-"""Run a program in this process, by walking down its list: the definition of what a program means."""
+"""Run a program in this process: lowered once for each signature of what a step is handed, then call after call."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.graph import Fact, fact
+from fpipe.graphs.trace import Untraceable
+from fpipe.linearize import ambient
 from fpipe.microbatch import check_batch, rows, spec_of
-from fpipe.models import Model, check_params, refuse_inference_mode
-from fpipe.program import Op, Output, Program, Value
+from fpipe.models import Model, refuse_inference_mode
+from fpipe.modules import StageModule
+from fpipe.program import Program, Value
 from fpipe.result import Result
-from fpipe.runtimes.meaning import RULES, Residuals, Run
-from fpipe.simulate import Event, Timeline
-from fpipe.transforms.free import last_uses
+from fpipe.runtimes.ends import handed_back, handed_in
+from fpipe.runtimes.lower import lower
+from fpipe.runtimes.shapes import Thing, dense
+from fpipe.runtimes.walk import Step, place_of, walk
 
-Step = Callable[..., Result]
 
-
-def local(program: Program, model: Model, *, record: bool = False, check_finite: bool = False) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
-    for op in program.ops:
-        for part in op.parts or (op,):
-            if part.kind not in RULES:
-                raise ValueError(
-                    f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
-                )
-    drops = _drops(program)
-    spec = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
+def local(
+    program: Program, model: Model, *, trace: bool = True, record: bool = False, check_finite: bool = False
+) -> Step:
+    """A pure `step(params, batch, *, state=None, key=None) -> Result`."""
+    plain = walk(program, model, record=record, check_finite=check_finite)
+    if not trace or record or check_finite:
+        return plain
+    known: dict[Any, _Lowered | None] = {}
+    modules = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
-        check_batch(batch)
-        if state is not None and len(state) != len(model.stages):
-            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record)
-        values = _handed_in(program, model, params, batch, state, key)
-        book = _Book(values, program.ranks) if record else None
-        for op, dead in zip(program.ops, drops, strict=True):
+        leaves, containers = tree.flatten((params, batch, state))
+        modes = [mode for module in modules for mode in module.modes()]
+        signature = (containers, ambient(), *map(_signature, leaves), *modes)
+        if signature not in known:
             try:
-                started = time.perf_counter()
-                made = RULES[op.kind](op, [values[value] for value in op.reads], run)
-                if check_finite:
-                    _refuse_infinite(op, made)
-            except Exception as error:
-                error.add_note(f"in {op.cell}: {_place(op, model)}")
-                raise
-            values.update(zip(op.writes, made, strict=True))
-            if book:
-                book.note(op, values, dead, started)
-            for value in dead:
-                del values[value]
-        return _results(program, model, (params, batch, state), values, book.timeline() if book else None)
+                known[signature] = _Lowered(program, model, params, batch, state, key)
+            except Untraceable as error:
+                known[signature] = None
+                made = plain(params, batch, state=state, key=key)  # it knows better what is wrong, if something is
+                warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=2)
+                return made
+        lowered = known[signature]
+        return plain(params, batch, state=state, key=key) if lowered is None else lowered.run(leaves, state)
 
     return step
 
 
-def _drops(program: Program) -> list[list[Value]]:
-    """For each op the values it is the last to read (or that it writes for nobody)."""
-    kept = {end.value for end in program.outputs}
-    drops: list[list[Value]] = [[] for _ in program.ops]
-    for value, position in last_uses(program).items():
-        if value not in kept:
-            drops[position].append(value)
-    return drops
+def _signature(leaf: Any) -> Any:
+    """What of a leaf the traces depend on."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf
 
 
-def _place(op: Op, model: Model) -> str:
-    name = model.stages[op.stage].name if op.stage is not None else ""
-    parts = (
-        (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
-        (f"microbatch {op.microbatch}", op.microbatch),
-    )
-    return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
+class _Leaf:
+    """The place of a leaf among those that a step is handed, or in a slot."""
+
+    def __init__(self, at: int, slot: int = -1, copied: bool = False) -> None:
+        self.at, self.slot, self.copied = at, slot, copied
 
 
-def _handed_in(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    batch: tuple[Any, Any],
-    state: Sequence[Any] | None,
-    key: int | None,
-) -> dict[Value, Any]:
-    """The caller's values by name. Tied leaves are bundles of their own."""
-    params = check_params(model, params)
-    own = [
-        dict(stage) if any(group[0][0] == number for group in model.ties) else stage
-        for number, stage in enumerate(params)
-    ]
-    found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
-    for group in model.ties:
-        owner, leaf = group[0]
-        port = next(port for _, port, name in model.tied(owner) if name == leaf)
-        found[Value("params", owner, port=port)] = own[owner].pop(leaf)
-    for number, stage in enumerate(own):
-        found[Value("params", number)] = stage
-        if state is not None:
-            found[Value("state", number)] = state[number]
-    missing = next(
-        (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
-        None,
-    )
-    if missing is not None:
-        raise ValueError(f"this program reads {missing}: hand it in as step(..., {missing.name}=...).")
-    return {end.value: found[end.value] for end in program.inputs}
+class _Lowered:
+    """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
+
+    def __init__(self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None) -> None:
+        check_batch(batch)
+        if state is not None and len(state) != len(model.stages):
+            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
+        leaves, containers = tree.flatten((params, batch, state))
+        places = tree.unflatten(containers, [_Leaf(at) for at in range(len(leaves))])
+        storages: dict[int, int] = {}
+        things: dict[Value, Thing] = {}
+        handed: dict[Value, list[int]] = {}
+        if state is None:
+            places = (*places[:2], None)
+        for value, held in handed_in(program, model, *places, key).items():
+            found, spec = tree.flatten(held)
+            handed[value] = [leaf.at for leaf in found]
+            things[value] = Thing(tuple(_fact(leaves[leaf.at], value.name, storages) for leaf in found), spec)
+        modules = {number: stage.forward for number, stage in enumerate(model.stages)}
+        constants = {Value("const", n): m for n, m in modules.items() if isinstance(m, StageModule) and m.fixed}
+        for value, module in constants.items():
+            facts = [_fact(leaf, value.name, storages) for leaf in module.constants()]
+            things[value] = Thing(tuple(facts))
+        split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
+        self.lowered = lower(program, model, things, rows(batch, spec_of(split)))
+        self.model = model
+        slots = self.lowered.slots
+        self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(len(slots))]
+        self.inputs = [(slots[value], at) for value, at in handed.items()]
+        self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
+        self.code = [call[:4] for call in self.lowered.calls]
+        self.results = self._results(program, params, state, {*storages.values()})
+
+    def run(self, leaves: Sequence[Any], state: Any) -> Result:
+        """One step."""
+        slots = self.start[:]
+        for slot, places in self.inputs:
+            slots[slot] = [leaves[at] for at in places]
+        for slot, module in self.constants:
+            slots[slot] = module.constants()
+        at = -1
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for kind in ("cpu", "cuda"):  # the graphs hold the casts
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            for function, reads, slot in self.lowered.prepare:
+                slots[slot] = function(*[slots[k] for k in reads])[0]
+            try:
+                for at, (function, reads, shared, writes) in enumerate(self.code):  # noqa: B007
+                    lists = [slots[k] for k in reads]
+                    for k in shared:
+                        lists[k] = lists[k][:]
+                    for k, made in zip(writes, function(*lists), strict=True):
+                        slots[k] = made
+            except Exception as error:
+                op = self.lowered.calls[at].ops[0]
+                error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
+                raise
+            containers, found, untouched = self.results
+            whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
+        if untouched:
+            assert state is not None
+            whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
+        return Result(**whole)
+
+    def _results(self, program: Program, params: Any, state: Any, given: set[int]) -> tuple[Any, list[Any], set[int]]:
+        """The containers of the results, for each leaf its place, and the stages whose state stays the caller's."""
+        things, slots = self.lowered.things, self.lowered.slots
+        values: dict[Value, Any] = {}
+        facts: dict[_Leaf, Any] = {}
+        for end in program.outputs:
+            thing = things[end.value]
+            places = [_Leaf(at, slots[end.value]) for at in range(len(thing.leaves))]
+            facts |= dict(zip(places, thing.leaves, strict=True))
+            kept = [None if leaf is None else place for leaf, place in zip(thing.leaves, places, strict=True)]
+            values[end.value] = kept if thing.spec is None else tree.unflatten(thing.spec, kept)
+        written = {end.name.stage for end in program.outputs if end.name.name == "state"}
+        untouched = {n for n in range(len(self.model.stages)) if written and n not in written}
+        state = [None if n in untouched else own for n, own in enumerate(state)] if written else None
+        whole = handed_back(program, self.model, params, state, values, lambda leaf: leaf)
+        found, containers = tree.flatten(whole)
+        for leaf in found:
+            known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
+            if isinstance(known, Fact):
+                leaf.copied = known.storage in given or not dense(known)
+                given.add(known.storage)
+        return containers, found, untouched
 
 
-def _refuse_infinite(op: Op, made: Sequence[Any]) -> None:
-    for value, thing in zip(op.writes, made, strict=True):
-        for leaf in () if isinstance(thing, Residuals) else tree.leaves(thing):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-                raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
-
-
-def _results(
-    program: Program, model: Model, given: tuple[Sequence[Any], Any, Any], values: dict[Value, Any], timeline: Any
-) -> Result:
-    params, _, state = given
-    taken = {pointer for pointer, _ in _storages(list(given))}
-    whole: dict[str, Any] = {}
-    streams: defaultdict[str, dict[int, Any]] = defaultdict(dict)
-    by_name: defaultdict[tuple[str, int | None], list[Output]] = defaultdict(list)
-    for end in program.outputs:
-        by_name[end.name.name, end.name.microbatch].append(end)
-    for (name, index), ends in by_name.items():
-        if name == "grads":
-            made: Any = tree.tree_map(partial(_own, taken), _gradients(model, params, ends, values))
-        elif name == "state":
-            found = {end.name.stage: values[end.value] for end in ends}
-            made = tuple(found.get(number, state[number]) for number in range(len(model.stages)))
-        else:
-            made = values[ends[0].value]
-            made = tree.tree_map(partial(_own, taken), made)
-        if index is None:
-            whole[name] = made
-        else:
-            streams[name][index] = made
-    whole |= {name: tuple(parts[index] for index in sorted(parts)) for name, parts in streams.items()}
-    whole.pop("count", None)
-    return Result(**whole, timeline=timeline)
-
-
-def _own(taken: set[int], leaf: Any) -> Any:
-    """A result that shares memory with nothing the caller has: an in-place change of one would change the other."""
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+def _fact(leaf: Any, name: str, storages: dict[int, int]) -> Any:
+    """What is known of a leaf that a step is handed; parameters with floating dtypes get gradients."""
+    if not isinstance(leaf, Tensor):
         return leaf
-    leaf = leaf.detach()
-    dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
-    if not dense or leaf.untyped_storage().data_ptr() in taken:
-        leaf = leaf.clone(memory_format=torch.contiguous_format)
-    taken.add(leaf.untyped_storage().data_ptr())
-    return leaf
+    if leaf.layout is not torch.strided:
+        raise Untraceable(f"it is handed a tensor of layout {leaf.layout}")
+    known = fact(leaf, storages)
+    trains = name == "params" and (leaf.is_floating_point() or leaf.is_complex())
+    return known._replace(aval=known.aval._replace(wants=trains))
 
 
-def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: dict[Value, Any]) -> tuple[Any, ...]:
-    """Gradients in the shape of params; zeros where the loss does not depend on a parameter."""
-    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
-    made: list[Any] = []
-    for number, stage in enumerate(params):
-        tied = {leaf: found[number, port][0] for owner, port, leaf in model.tied(number) if owner == number}
-        own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
-        grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
-        grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads
-        leaves, spec = tree.flatten(stage)
-        made.append(
-            tree.unflatten(spec, [_or_zero(leaf, grad) for leaf, grad in zip(leaves, tree.leaves(grads), strict=True)])
-        )
-    return tuple(made)
-
-
-def _or_zero(leaf: Any, grad: Tensor | None) -> Tensor | None:
-    if grad is None and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-        return torch.zeros_like(leaf)
-    return grad
-
-
-class _Book:
-    """Keeps account of what each rank holds: bytes of distinct storages, those of the caller's values aside."""
-
-    def __init__(self, given: dict[Value, Any], ranks: int) -> None:
-        self.given = {pointer for thing in given.values() for pointer, _ in _storages(thing)}
-        self.held: list[Counter[int]] = [Counter() for _ in range(ranks)]
-        self.bytes, self.peak = [0] * ranks, [0] * ranks
-        self.known: dict[Value, tuple[int, list[tuple[int, int]]]] = {}
-        self.events: list[Event] = []
-        self.began = time.perf_counter()
-
-    def note(self, op: Op, values: dict[Value, Any], dead: Sequence[Value], started: float) -> None:
-        self.events.append(Event(op, started - self.began, time.perf_counter() - self.began))
-        for value in op.writes:
-            found = [(pointer, size) for pointer, size in _storages(values[value]) if pointer not in self.given]
-            self.known[value] = (op.rank, found)
-            for pointer, size in found:
-                self.held[op.rank][pointer] += 1
-                if self.held[op.rank][pointer] == 1:
-                    self.bytes[op.rank] += size
-        self.peak[op.rank] = max(self.peak[op.rank], self.bytes[op.rank])
-        for value in dead:
-            rank, found = self.known.pop(value, (0, []))
-            for pointer, size in found:
-                self.held[rank][pointer] -= 1
-                if not self.held[rank][pointer]:
-                    self.bytes[rank] -= size
-
-    def timeline(self) -> Timeline:
-        peak = tuple(map(float, self.peak))
-        return Timeline(tuple(self.events), len(peak), peak, peak)
-
-
-def _storages(thing: Any) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each distinct storage of a value."""
-    leaves = [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    seen = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors}
-    return iter(seen.items())
+def _result(leaf: Any, slots: Sequence[Any]) -> Any:
+    """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
+    if isinstance(leaf, _Leaf):
+        made = slots[leaf.slot][leaf.at]
+        return made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf

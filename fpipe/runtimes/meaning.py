@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.microbatch import cut, join, spec_of
-from fpipe.models import Model, loss_of, taken_apart, unchanged, without_random
+from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, unchanged, without_random
 from fpipe.program import Op, kind_of
 
 Leaves = list[Any]
@@ -96,14 +96,11 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
     outputs = tree.leaves(y)
-    refuse_hidden_tensors(outputs, given.who)
     if given.versions != [leaf._version for leaf in given.watched]:
         raise RuntimeError(
             f"{given.who} changed its parameters in place, and they stay so; a stage is a pure function."
         )
-    if not any(isinstance(leaf, Tensor) for leaf in outputs):
-        found = type(y).__name__
-        raise TypeError(f"{given.who} returned {found} without any tensor; a stage returns a pytree of tensors.")
+    refuse_odd_output(y, given.who)
 
     def around(what: Callable[[], Any]) -> Any:
         return what() if stage.within is None else stage.within(params, what)
@@ -208,10 +205,15 @@ def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 def scale(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """SCALE: a total, or its gradients, divided by what it counts (by 1 if it counts nothing)."""
     total, count = args
-    divisor = count if count != 0 else 1
+    divisor = _or_one(count)
     if isinstance(total, Tensor):  # the loss itself
         return [total / divisor]
     return [[leaf if leaf is None else leaf / divisor for leaf in total]]
+
+
+def _or_one(count: Any) -> Any:
+    """What a total is divided by, without looking at the data of a tensor."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
@@ -226,7 +228,7 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     made: dict[str, Any] = {}
     if "count" in named:
         made["count"] = count = sum(named["count"][1:], named["count"][0])
-        loss = loss / (count if count != 0 else 1)
+        loss = loss / _or_one(count)
     made["loss"] = loss
     if "y" in named:
         sizes = [round(weight * run.rows) for weight in named["w"]]
@@ -306,18 +308,6 @@ def _watching(saved: list[Tensor]) -> saved_tensors_hooks:
 
 def _itself(leaf: Any) -> Any:
     return leaf
-
-
-def refuse_hidden_tensors(leaves: Leaves, who: str) -> None:
-    """A tensor inside an object that is no pytree would pass uncut, or lose its gradient without a word."""
-    for leaf in leaves:
-        if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
-            found = type(leaf).__name__
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{who} returned a {found} that holds tensors, which is no pytree: its gradient would be lost. "
-                    f"Return a dict or a tuple, or register {found} by torch.utils._pytree.register_pytree_node."
-                )
 
 
 def _wants(leaf: Any) -> bool:

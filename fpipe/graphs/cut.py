@@ -1,0 +1,204 @@
+"""Cut a stage and its gradient into F, I and W: each result takes what it needs, and nothing is computed twice.
+
+    y, loss     need these ops:                                        F
+    dx          needs these beyond F:                                  I       F -> res -> I
+    g           needs these beyond F and I:                            W       I -> wres -> W
+    dx and g    need these beyond F:                                   B       F -> res -> B
+
+What crosses a cut are tensors as they are, parameters aside, which every part is given. A view of a parameter is made
+again on the other side, since it costs nothing and holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import getitem
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from fpipe.graphs.graph import Graph, Name, Node
+
+_KNOWN = ("params", "const")  # what every part is given anew
+_SEEDS = ("dy", "dcarry", "dloss")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The parts of a traced stage.
+
+    Args:
+        graph: the stage and its gradient.
+        wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`); the others are not computed.
+    """
+
+    graph: Graph
+    wanted: tuple[str, ...]
+
+    def forward(self, writes: Sequence[str]) -> Graph:
+        """F or R: `writes` are among y, loss, count, state, carry and res."""
+        return self._part([label for label in self.graph.reads if label not in _SEEDS], writes)
+
+    def backward(self) -> Graph:
+        """B: all gradients."""
+        return self._part([*self._params, *self._seeds, "res"], [*self.wanted, *self._gradients])
+
+    def backward_input(self) -> Graph:
+        """I: the cotangents of what the stage was given, and what is left for W."""
+        return self._part([*self._params, *self._seeds, "res"], [*self.wanted, "wres"])
+
+    def backward_weight(self) -> Graph:
+        """W: the gradients of parameters."""
+        return self._part([*self._params, "wres"], self._gradients)
+
+    @property
+    def early(self) -> list[Name]:
+        """Gradients of parameters that I cannot leave to W: the op that makes them makes what I needs too."""
+        inner = self._input_ops
+        return [name for name in self._leaves(self._gradients) if name in inner]
+
+    def _part(self, reads: Sequence[str], writes: Sequence[str]) -> Graph:
+        graph = self.graph
+        crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
+        given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
+        made = {label: graph.writes[label] if label in graph.writes else crossing[label] for label in writes}
+        known = {name for leaves in given.values() for name in leaves if name is not None}
+        ops = graph.behind((leaf for leaves in made.values() for leaf in leaves), known)
+        nodes = _narrowed([node for node in graph.nodes if node.name in ops])
+        return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
+
+    @cached_property
+    def _params(self) -> list[str]:
+        return [label for label in self.graph.reads if label.split(":")[0] in _KNOWN]
+
+    @cached_property
+    def _seeds(self) -> list[str]:
+        return [label for label in self.graph.reads if label in _SEEDS]
+
+    @cached_property
+    def _gradients(self) -> list[str]:
+        return [label for label in self.graph.writes if label.split(":")[0] == "g"]
+
+    def _leaves(self, labels: Iterable[str]) -> list[Name]:
+        return [leaf for label in labels for leaf in self.graph.writes[label] if isinstance(leaf, Name)]
+
+    @cached_property
+    def _forward_ops(self) -> set[Name]:
+        outputs = [label for label in ("y", "loss", "count", "state", "carry") if label in self.graph.writes]
+        return self.graph.behind(self._leaves(outputs))
+
+    @cached_property
+    def _input_ops(self) -> set[Name]:
+        return self.graph.behind(self._leaves(self.wanted), self._forward_ops)
+
+    @cached_property
+    def _weight_ops(self) -> set[Name]:
+        """What g needs beyond F and I. An op that can make one of its results alone is asked again for the others."""
+        known = self._forward_ops | self._input_ops
+        ops = self.graph.behind(self._leaves(self._gradients), known)
+        written = {node.name: node for node in self.graph.nodes}
+        for name in [*ops]:
+            node = written[name]
+            if node.op is getitem and _mask_of(written[node.args[0]]) is not None:
+                ops |= {node.args[0]}
+        return ops
+
+    @cached_property
+    def residuals(self) -> list[Name]:
+        """What F leaves for the backward."""
+        backward = self._input_ops | self._weight_ops
+        made = self._leaves([*self.wanted, *self._gradients])
+        return self._crossing(backward, made, self._forward_ops | self._held)
+
+    @cached_property
+    def weight_residuals(self) -> list[Name]:
+        """What I leaves for W."""
+        seeds = {name for label in self._seeds for name in self.graph.reads[label] if name is not None}
+        known = self._forward_ops | self._input_ops | self._held | seeds
+        return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
+
+    @cached_property
+    def _held(self) -> set[Name]:
+        """What F was given and might have to keep."""
+        labels = [label for label in self.graph.reads if label not in (*self._params, *self._seeds)]
+        return {name for label in labels for name in self.graph.reads[label] if name is not None}
+
+    def _crossing(self, ops: Collection[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
+        """What `ops` and results read of the `known`, in the order of the graph."""
+        read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
+        again = views_of_params(self.graph)
+        crossing = (read & known) - ops - again
+        return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
+
+
+def views_of_params(graph: Graph) -> set[Name]:
+    """Views of parameters (and of buffers), and views of those."""
+    known = {name for label in graph.reads if label.split(":")[0] in _KNOWN for name in graph.reads[label]}
+    storages = {graph.facts[name].storage for name in known if name is not None}
+    found: set[Name] = set()
+    for node in graph.nodes:
+        fact = graph.facts.get(node.name)
+        if fact is not None and fact.storage in storages and {*node.reads} <= known | found:
+            found.add(node.name)
+    return found
+
+
+def prepared(graph: Graph) -> tuple[Graph, Graph]:
+    """Views of parameters apart from the rest: a step makes them once, for all microbatches."""
+    views = views_of_params(graph)
+    labels = [label for label in graph.reads if label.split(":")[0] in _KNOWN]
+    rest = [node for node in graph.nodes if node.name not in views]
+    read = {name for node in rest for name in node.reads}
+    read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
+    given = [name for label in labels for name in graph.reads[label] if name is not None]
+    ready = tuple(name for name in (*given, *(node.name for node in graph.nodes)) if name in read & {*given, *views})
+    needed = graph.behind(ready)
+    first = replace(
+        graph,
+        nodes=tuple(node for node in graph.nodes if node.name in needed),
+        reads={label: graph.reads[label] for label in labels},
+        writes={"ready": ready},
+    )
+    reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
+    return first, replace(graph, nodes=tuple(rest), reads={"ready": ready, **reads})
+
+
+def _narrowed(nodes: list[Node]) -> list[Node]:
+    """Ops that take a mask of the results they should make: only those that somebody reads."""
+    used: dict[Name, set[int]] = {}
+    for node in nodes:
+        if node.op is getitem:
+            used.setdefault(node.args[0], set()).add(node.args[1])
+    made: list[Node] = []
+    for node in nodes:
+        at = _mask_of(node)
+        if at is not None and node.name in used:
+            mask = [wanted and place in used[node.name] for place, wanted in enumerate(node.args[at])]
+            node = node._replace(args=(*node.args[:at], mask, *node.args[at + 1 :]))
+        made.append(node)
+    return made
+
+
+def _mask_of(node: Node) -> int | None:
+    """Where an op's mask of results stands among its arguments, if it has one."""
+    if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE:
+        return None
+    return len(node.args) - 1 if isinstance(node.args[-1], list) else None
+
+
+_aten: Any = torch.ops.aten
+# With a mask these compute each result apart from the others, to the same bits; tests/test_linearize.py looks.
+_SEPARABLE = tuple(
+    getattr(_aten, name).default
+    for name in (
+        "convolution_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+        "native_batch_norm_backward",
+        "_fused_rms_norm_backward",
+    )
+    if hasattr(_aten, name)
+)

@@ -1,0 +1,199 @@
+"""A list of torch ops with named values: what a traced function computes, forward and backward, without its Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Name(str):
+    """The name of a tensor (or of an op's list of tensors) in a graph; any other argument of an op is itself.
+
+    >>> Node(Name("b"), torch.ops.aten.add.Tensor, (Name("a"), 1), {}).reads
+    ['a']
+    """
+
+    __slots__ = ()
+
+
+class Aval(NamedTuple):
+    """What is known of a tensor before it exists, and whether a gradient of it is wanted."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    wants: bool = False
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+class Fact(NamedTuple):
+    """A tensor's aval, and the storage it is in: tensors of one number share it; `bytes` is its size."""
+
+    aval: Aval
+    storage: int
+    bytes: int
+    offset: int = 0
+
+
+class Node(NamedTuple):
+    """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
+
+    name: Name
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def reads(self) -> list[Name]:
+        """The values it reads, in order."""
+        return [*_names(self.args), *_names(self.kwargs.values())]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in an order that can be run, and what a traced function reads and writes, label by label.
+
+    Attributes:
+        nodes: the ops; none writes what it reads.
+        facts: of each tensor, what is known of it.
+        constants: tensors that the function holds on to.
+        reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
+        writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
+    """
+
+    nodes: tuple[Node, ...]
+    facts: Mapping[Name, Fact]
+    constants: Mapping[Name, Tensor]
+    reads: Mapping[str, tuple[Any, ...]]
+    writes: Mapping[str, tuple[Any, ...]]
+
+    def inputs(self) -> Iterator[Name]:
+        """The names of all that it reads."""
+        return (name for names in self.reads.values() for name in names if name is not None)
+
+    def behind(self, roots: Iterable[Any], known: Collection[Name] = ()) -> set[Name]:
+        """The ops that `roots` need, directly or through others, those `known` aside."""
+        written = {node.name: node for node in self.nodes}
+        found: set[Name] = set()
+        todo = [name for name in roots if isinstance(name, Name)]
+        while todo:
+            name = todo.pop()
+            if name in written and name not in found and name not in known:
+                found.add(name)
+                todo.extend(written[name].reads)
+        return found
+
+
+def aval(tensor: Tensor) -> Aval:
+    """What would have to be known of this tensor before it exists."""
+    return Aval(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
+    """What there is to know of a tensor; `numbers` are those given to storages so far."""
+    storage = tensor.untyped_storage()
+    number = numbers.setdefault(storage._cdata, fresh_storage())
+    return Fact(aval(tensor), number, storage.nbytes(), int(tensor.storage_offset()))
+
+
+def apart(known: Aval) -> Fact:
+    """A tensor in memory of its own."""
+    size = 1 + sum((n - 1) * step for n, step in zip(known.shape, known.stride, strict=True))
+    return Fact(known, fresh_storage(), 0 if 0 in known.shape else size * known.dtype.itemsize)
+
+
+def renamed(args: Any, names: Mapping[Name, Any]) -> Any:
+    """Arguments of an op with other names in them."""
+    if isinstance(args, Name):
+        return names.get(args, args)
+    if isinstance(args, list | tuple):
+        return type(args)(renamed(arg, names) for arg in args)
+    return args
+
+
+def rewritten(node: Node, names: Mapping[Name, Any], name: Name | None = None) -> Node:
+    """A node that reads (and if asked, writes) other names."""
+    kwargs = {word: renamed(arg, names) for word, arg in node.kwargs.items()}
+    return Node(node.name if name is None else name, node.op, renamed(node.args, names), kwargs)
+
+
+_FRESH = count()
+
+
+def fresh_storage() -> int:
+    """A number that no storage has yet."""
+    return next(_FRESH)
+
+
+def without_repeated_views(graph: Graph) -> Graph:
+    """Each view of a tensor once: `t(t(w))` is w. A view computes nothing, so the bits are the same."""
+    first: dict[Any, Name] = {}
+    names: dict[Name, Name] = {}
+    kept: list[Node] = []
+    for name in graph.inputs():
+        first.setdefault(_place(graph.facts[name]), name)
+    for node in graph.nodes:
+        new = rewritten(node, names)
+        fact = graph.facts.get(node.name)
+        known = first.setdefault(_place(fact), node.name) if fact is not None else node.name
+        if known is node.name:
+            kept.append(new)
+        else:
+            names[node.name] = known
+    writes = {label: renamed(leaves, names) for label, leaves in graph.writes.items()}
+    return replace(graph, nodes=tuple(kept), writes=writes)
+
+
+def _place(fact: Fact) -> Any:
+    return fact.storage, fact.offset, fact.aval[:4]
+
+
+def inlined(first: Graph, then: Graph) -> Graph:
+    """`then(first)` as one graph: what `first` writes as `y` is what `then` reads as `x`; on the way back `dx` is `dy`.
+
+    x -> first -> y -> then -> loss     dloss -> then -> dx = dy -> first -> dx, g
+    """
+    back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
+    names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
+    names |= {name: Name(f"loss_{name}") for name in then.constants}
+    handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
+    names |= handed
+    up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
+    # A tensor that one graph hands to the other has one storage in both.
+    same = {then.facts[name].storage: first.facts[y].storage for name, y in handed.items()}
+    facts = {names.get(name, name): _moved(fact, same) for name, fact in then.facts.items() if name in names}
+    same = {first.facts[seed].storage: facts[dx].storage for seed, dx in up.items()}
+    facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
+    forward = first.behind(leaf for label in ("y", "carry", "state") for leaf in first.writes.get(label, ()))
+    end = 1 + max((at for at, node in enumerate(first.nodes) if node.name in forward), default=-1)
+    own = [rewritten(node, up) for node in first.nodes]
+    others = [rewritten(node, names, names[node.name]) for node in then.nodes]
+    reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
+    writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
+    return Graph(
+        (*own[:end], *others, *own[end:]),
+        facts,
+        {**first.constants, **{names[name]: tensor for name, tensor in then.constants.items()}},
+        {label: leaves for label, leaves in first.reads.items() if label != "dy"} | reads,
+        {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
+    )
+
+
+def _moved(fact: Fact, storages: Mapping[int, int]) -> Fact:
+    return fact._replace(storage=storages.get(fact.storage, fact.storage))
+
+
+def _names(args: Iterable[Any]) -> Iterator[Name]:
+    for arg in args:
+        if isinstance(arg, Name):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _names(arg)

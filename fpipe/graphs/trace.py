@@ -1,0 +1,263 @@
+"""Write down what plain autograd does: a function and its gradient, run once on tensors without data, op by op.
+
+    y = f(params, x)        --> trace -->        y = ops(params, x);  dx, g = more ops(params, x, dy)
+
+The gradient is `torch.autograd.grad`'s own, so the ops are those that run without us, in their order. (Tracing
+`torch.func.vjp` instead takes ops apart: GroupNorm, SiLU, LSTM and weight norm then differ in their last bits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, count
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+
+Leaves = Sequence[Any]
+Groups = Mapping[str, Leaves]
+Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
+"""A function of leaves by label (`params`, `x`, `x:1`, ...) to leaves by label (`y`, `loss`, ...)."""
+
+_aten = torch.ops.aten
+_COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
+
+
+class Untraceable(Exception):
+    """A function that no list of ops stands for, and why."""
+
+
+def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """What a function reads and writes, by running it on tensors without data.
+
+    Returns:
+        A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
+        storage number share their memory.
+
+    >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
+    >>> reads, writes = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
+    float32[3, 2] True
+    """
+    numbers: dict[int, int] = {}
+    with _reasons(), _fake_mode(), torch.enable_grad():
+        given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
+        made = function({label: [*leaves] for label, leaves in given.items()})
+        return _facts(given, numbers), _facts(made, numbers)
+
+
+def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str, list[Any]]:
+    return {
+        label: [fact(leaf, numbers) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for label, leaves in groups.items()
+    }
+
+
+def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
+    """The function and its gradient as one graph.
+
+    Args:
+        function: it depends on nothing but what it reads, and constants.
+        reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
+            `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
+        seeds: the avals of cotangents, `dy` for `y` and so on; None where there is none.
+
+    Raises:
+        Untraceable: the function looks at data, draws random numbers, or changes what it reads.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    groups: Groups = {**reads, **seeds}
+    places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
+    shown: list[tuple[str, list[Any]]] = []
+
+    def joint(*tensors: Tensor) -> list[Tensor]:
+        given = {label: list(leaves) for label, leaves in groups.items()}
+        for (label, at), tensor in zip(places, tensors, strict=True):
+            given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
+        shown[:] = _with_gradient(function, given, reads, seeds)
+        return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
+
+    with _reasons():
+        with _fake_mode():
+            fakes = [_empty(groups[label][at]).detach() for label, at in places]
+        traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+        _refuse_random(calls)
+        if any(map(_written, calls)):
+            _refuse_changes(traced)
+            traced = _functional(traced, fakes)
+        return without_repeated_views(_graph(traced, groups, places, shown))
+
+
+def _with_gradient(
+    function: Flat, given: Mapping[str, list[Any]], reads: Groups, seeds: Groups
+) -> Iterator[tuple[str, list[Any]]]:
+    """What the function writes, then the gradients of what wants one."""
+    with torch.enable_grad():
+        made = function({label: given[label] for label in reads})
+        yield from made.items()
+        pairs = [
+            (root, seed)
+            for label in seeds
+            for root, seed in zip(made[label[1:]], given[label], strict=True)
+            if isinstance(root, Tensor) and root.requires_grad and seed is not None
+        ]
+        labels = [label for label in reads if label.split(":")[0] in _COTANGENT]
+        wanted = [leaf for label in labels for leaf in given[label] if _wants(leaf)]
+        found: Iterator[Any] = iter([None] * len(wanted))
+        if pairs and wanted:
+            roots, cotangents = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+        for label in labels:
+            name, *port = label.split(":")
+            written = ":".join([_COTANGENT[name], *port])
+            yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
+
+
+def _wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _fake_mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _empty(leaf: Any) -> Any:
+    if not isinstance(leaf, Aval):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.wants)
+
+
+@contextmanager
+def _reasons() -> Generator[None]:
+    """Whatever stops a trace is the reason why there is none."""
+    try:
+        yield
+    except Untraceable:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise Untraceable(f"{type(error).__name__}: {reason}") from error
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op changes in place."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    schema = node.target._schema.arguments
+    values = [*node.args, *(node.kwargs.get(a.name) for a in schema[len(node.args) :])]
+    if node.target in _BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
+        return [value for value in values[3:5] if isinstance(value, fx.Node)]
+    changed = [v for a, v in zip(schema, values, strict=False) if a.alias_info is not None and a.alias_info.is_write]
+    flat = [one for value in changed for one in (value if isinstance(value, list | tuple) else [value])]
+    return [value for value in flat if isinstance(value, fx.Node)]
+
+
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+
+
+def _refuse_random(calls: Sequence[fx.Node]) -> None:
+    for node in calls:
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            names = [argument.name for argument in node.target._schema.arguments]
+            said = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            if said.get("dropout_p") != 0.0:
+                raise Untraceable(f"it draws random numbers ({node.target})")
+
+
+def _refuse_changes(traced: Any) -> None:
+    """A function that writes what it was given, or what it holds on to, is not pure."""
+    nodes = traced.graph.nodes
+    given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+    storages = {_storage(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
+    for node in nodes:
+        for changed in _written(node) if node.op == "call_function" else ():
+            if changed in given or _storage(changed.meta["val"]) in storages:
+                raise Untraceable(f"it changes what it is given in place ({node.target})")
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
+    """The same ops with none that changes a tensor: what autograd did in place, on tensors of its own, is a new one."""
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and node.target in _BATCH_NORMS and _written(node):
+            node.target = _aten._native_batch_norm_legit.default
+    traced.recompile()
+    again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and _written(node)), None)
+    if left is not None:
+        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
+    return again
+
+
+def _graph(traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]) -> Graph:
+    """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
+    names: dict[fx.Node, Any] = {}
+    facts: dict[Name, Fact] = {}
+    constants: dict[Name, Tensor] = {}
+    nodes: list[Node] = []
+    numbers: dict[int, int] = {}
+    taken: set[str] = set()
+    reads: dict[str, list[Any]] = {label: [None] * len(leaves) for label, leaves in groups.items()}
+    given = iter(places)
+    results: list[Any] = []
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            results = list(node.args[0])
+            continue
+        name = _unused(node.name, taken)
+        if node.op == "placeholder":
+            label, at = next(given)
+            name = _unused(f"{label.replace(':', '')}_{at}", taken)
+            reads[label][at] = name
+        elif node.op == "get_attr":
+            constants[name] = getattr(traced, node.target)
+        elif node.target in _NOTHING:
+            names[node] = names[node.args[0]]
+            continue
+        else:
+            args, kwargs = _plain(node.args, names), {word: _plain(arg, names) for word, arg in node.kwargs.items()}
+            nodes.append(Node(name, node.target, args, kwargs))
+        names[node] = name
+        value = node.meta.get("val", constants.get(name))
+        if isinstance(value, Tensor):
+            facts[name] = fact(value.detach(), numbers)
+    writes: dict[str, list[Any]] = {}
+    found = iter(results)
+    for label, leaves in shown:
+        writes[label] = [names[next(found)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tuples = [{label: tuple(leaves) for label, leaves in side.items()} for side in (reads, writes)]
+    return Graph(tuple(nodes), facts, constants, *tuples)
+
+
+_NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+
+
+def _unused(name: str, taken: set[str]) -> Name:
+    found = next(new for new in chain([name], (f"{name}_{k}" for k in count(1))) if new not in taken)
+    taken.add(found)
+    return Name(found)
+
+
+def _plain(arg: Any, names: Mapping[fx.Node, Any]) -> Any:
+    """An argument with our names, in plain lists and tuples."""
+    if isinstance(arg, fx.Node):
+        return names[arg]
+    if isinstance(arg, list | tuple):
+        return (list if isinstance(arg, list) else tuple)(_plain(one, names) for one in arg)
+    return arg

@@ -1,0 +1,321 @@
+"""Turn a stage into four functions with everything between them in the open: forward, backward, and its two halves.
+
+    y = f(params, x)    --> linearize -->    y, res = forward(params, x)
+                                             dx, dparams = backward(params, res, dy)
+                                             dx, wres = backward_input(params, res, dy)
+                                             dparams = backward_weight(params, wres)
+
+The four do what plain autograd does, op by op, so their bits are its bits. `res` and `wres` are lists of the tensors
+that the next function reads and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.code import compiled, source
+from fpipe.graphs.cut import Cut
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
+from fpipe.graphs.trace import Untraceable, outline, trace
+from fpipe.models import Model, Stage, loss_of, refuse_odd_output, taken_apart
+from fpipe.modules import StageModule
+from fpipe.params import same_keys
+
+Spec = Any
+Groups = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
+
+    Attributes:
+        stage: its number.
+        reads: by label (`params`, `params:1`, `x`, `x:1`, `carry`, `state`, `target`, `const`) avals of the tensors,
+            and leaves that are no tensors as they are.
+        specs: the containers around them.
+        microbatch: its number, if the stage asks for it.
+    """
+
+    stage: int | None
+    reads: tuple[tuple[str, tuple[Any, ...]], ...]
+    specs: tuple[tuple[str, Spec], ...]
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a call reads and writes: a fact for each tensor leaf, and the containers around what it writes."""
+
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    specs: Mapping[str, Spec]
+
+    def avals(self, label: str) -> tuple[Any, ...]:
+        """The avals of what is written under a label, other leaves as they are."""
+        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
+
+
+class Traces:
+    """What has been traced of a model's stages. Stages that compute the same function share their traces.
+
+    They are the same function if they are one Python function, or modules equal in class, plain attributes, mode and
+    shapes of their leaves, recursively.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = ref(model)  # the cache of all traces must not keep a model alive
+        self.outlines: dict[Any, Outline] = {}
+        self.graphs: dict[Any, Graph] = {}
+        self.made: dict[Any, Any] = {}  # whatever else is made once for a trace
+        self.count = 0
+
+    @property
+    def model(self) -> Model:
+        """The model that this is about."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def outline(self, call: Call) -> Outline:
+        """What a call writes, by running it once on tensors without data."""
+        key = self._key(call)
+        if key not in self.outlines:
+            specs: dict[str, Spec] = {}
+            reads, writes = outline(self._flat(call, specs), dict(call.reads))
+            self.outlines[key] = Outline(reads, writes, specs)
+        return self.outlines[key]
+
+    def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        key = self._key(call), tuple(seeds.items())
+        if key not in self.graphs:
+            if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+                self.graphs[key] = _the_loss_itself(call, seeds)
+            else:
+                self.count += 1
+                self.graphs[key] = trace(self._flat(call, {}), dict(call.reads), seeds)
+        return self.graphs[key]
+
+    def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
+        """The last stage and the loss, each traced apart, as one graph."""
+        key = "loss", self._key(call), tuple(seeds.items()), self._key(loss), weight
+        if key not in self.graphs:
+            top = self.graph(loss, {"dloss": (weight,)})
+            dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
+            self.graphs[key] = inlined(self.graph(call, seeds | {"dy": dy}), top)
+        return self.graphs[key]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was first asked for under this key."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def _key(self, call: Call) -> Any:
+        try:
+            hash(call.reads)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+        kinds = tuple(type(leaf) for _, leaves in call.reads for leaf in leaves)  # 1 and True are equal
+        if call.stage is None:
+            return None, kinds, call.reads, call.specs, ambient()
+        stage = self.model.stages[call.stage]
+        what = (stage.forward.twin(), _positions(stage.forward, call)) if _is_module(stage) else (stage.forward, None)
+        specs = tuple((label, spec) for label, spec in call.specs if not (_is_module(stage) and label == "params"))
+        several = isinstance(self.model.inputs[call.stage], tuple)
+        return what, kinds, call.reads, specs, call.microbatch, ambient(), several
+
+    def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
+        """The call as a function of leaves; it notes the containers of what it writes."""
+        model, containers = self.model, dict(call.specs)
+
+        def whole(given: Mapping[str, list[Any]], label: str) -> Any:
+            return tree.unflatten(containers[label], given[label])
+
+        def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            made, total = loss_of(model, whole(given, "x"), whole(given, "target"))
+            return written({"loss": made, "count": total} if model.reduction == "count" else {"loss": made})
+
+        def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            assert call.stage is not None
+            one = model.stages[call.stage]
+            taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
+            x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
+            if isinstance(one.forward, StageModule):
+                order = _positions(one.forward, call)
+                params = [given["params"][at] for at in order]
+                return written({"y": one.forward.pure(params, given.get("const", []), x)})
+            own = whole(given, "params")
+            ties = [leaf for _, _, leaf in model.tied(call.stage)]
+            more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
+            said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
+            said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
+            made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
+            y, state, carry = taken_apart(one, made)
+            return written({"y": y} | {w: v for w, v in (("state", state), ("carry", carry)) if w in one.asks})
+
+        def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
+            if "y" in made:
+                refuse_odd_output(made["y"], "it")
+            leaves: dict[str, list[Any]] = {}
+            for label, value in made.items():
+                leaves[label], specs[label] = tree.flatten(value)
+            return leaves
+
+        return loss if call.stage is None else stage
+
+
+_TRACES: WeakKeyDictionary[Model, Traces] = WeakKeyDictionary()
+
+
+def traces_of(model: Model) -> Traces:
+    """What has been traced of a model so far, by whatever step."""
+    return _TRACES.setdefault(model, Traces(model))
+
+
+def _is_module(stage: Stage) -> bool:
+    return isinstance(stage.forward, StageModule)
+
+
+def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
+    """Where each of the module's parameters stands among the leaves handed in."""
+    given = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
+    same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
+    return tuple(given[leaf[0]] for leaf in module.names)
+
+
+def ambient() -> tuple[Any, ...]:
+    """What changes the ops that torch runs for the same Python: autocast, and the default dtype."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
+
+
+def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
+    reads = {label: tuple(Name(f"{label}_{at}") for at in range(len(leaves))) for label, leaves in call.reads}
+    seed, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
+    avals[seed] = seeds["dloss"][0]
+    facts = {name: apart(known) for name, known in avals.items() if isinstance(known, Aval)}
+    named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
+    writes = {"loss": named["x"], "dx": (seed if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (seed,)}, writes)
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """A stage as four functions; printed, their text.
+
+    Attributes:
+        traced: the stage and its gradient as a graph, and how it is cut.
+    """
+
+    traced: Cut
+    specs: Mapping[str, Spec]
+
+    def forward(self, params: Any, x: Any) -> tuple[Any, list[Tensor]]:
+        """The output, and what the backward reads: `y, res`."""
+        y, res = self._run("forward", params, x=x)
+        return tree.unflatten(self.specs["y"], y), res
+
+    def backward(self, params: Any, res: list[Tensor], dy: Any) -> tuple[Any, Any]:
+        """The gradients of the input and of the parameters: `dx, dparams`. None where there is none."""
+        dx, dparams = self._run("backward", params, dy=dy, res=res)
+        return tree.unflatten(self.specs["x"], dx), tree.unflatten(self.specs["params"], dparams)
+
+    def backward_input(self, params: Any, res: list[Tensor], dy: Any) -> tuple[Any, list[Tensor]]:
+        """The gradient of the input, and what is left for the parameters': `dx, wres`."""
+        dx, wres = self._run("backward_input", params, dy=dy, res=res)
+        return tree.unflatten(self.specs["x"], dx), wres
+
+    def backward_weight(self, params: Any, wres: list[Tensor]) -> Any:
+        """The gradients of the parameters."""
+        return tree.unflatten(self.specs["params"], self._run("backward_weight", params, wres=wres)[0])
+
+    def _run(self, name: str, params: Any, **given: Any) -> Any:
+        with torch.no_grad():
+            return self._functions[name](tree.leaves(params), *([*tree.leaves(value)] for value in given.values()))
+
+    @cached_property
+    def graphs(self) -> dict[str, Graph]:
+        """The graph of each function, by its name."""
+        cut = self.traced
+        return {
+            "forward": cut.forward(["y", "res"]),
+            "backward": cut.backward(),
+            "backward_input": cut.backward_input(),
+            "backward_weight": cut.backward_weight(),
+        }
+
+    @cached_property
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        return {name: compiled(graph, name) for name, graph in self.graphs.items()}
+
+    def __str__(self) -> str:
+        return "\n\n".join(source(graph, name) for name, graph in self.graphs.items())
+
+
+def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linearized:
+    """Forward, backward, input gradient and weight gradient of a stage function, each a list of torch ops.
+
+    Args:
+        function: `f(params, x) -> y`.
+        params: a pytree of tensors, which may be on the meta device; those with floating dtypes get gradients.
+        x: the same for the input.
+
+    Returns:
+        `Linearized`: functions for tensors of these shapes, dtypes and strides, and their text.
+
+    Raises:
+        ValueError: the function cannot be traced; why.
+
+    >>> import fpipe, torch
+    >>> params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
+    >>> one = fpipe.linearize(lambda params, x: (x @ params["w"]).relu(), params, x)
+    >>> y, res = one.forward(params, x)
+    >>> dx, wres = one.backward_input(params, res, torch.ones(4, 2))
+    >>> one.backward_weight(params, wres)
+    {'w': tensor([[4., 4.],
+            [4., 4.],
+            [4., 4.]])}
+    >>> print(str(one).split("\\n\\n")[3])
+    def backward_weight(params, wres):
+        [_] = params
+        [x_0, threshold_backward] = wres
+        wres.clear()
+        t = aten_t(x_0); del x_0
+        mm_1 = aten_mm(t, threshold_backward); del t, threshold_backward
+        return [mm_1],
+    """
+    traces = Traces(Model((Stage(function),), None, ("batch",)))
+    leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
+    reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())
+    specs = {label: spec for label, (_, spec) in leaves.items()}
+    call = Call(0, reads, tuple(specs.items()))
+    try:
+        outline = traces.outline(call)
+        dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))
+        return Linearized(Cut(traces.graph(call, {"dy": dy}), ("dx",)), {**specs, **outline.specs})
+    except Untraceable as error:
+        raise ValueError(f"this function cannot be written down as torch ops: {error}") from error
+
+
+def wanting(leaf: Any) -> Any:
+    """The aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return aval(leaf)._replace(wants=leaf.is_floating_point() or leaf.is_complex())
+
+
+def wants(leaf: Any) -> bool:
+    """Whether a leaf is a tensor's aval with a gradient."""
+    return isinstance(leaf, Aval) and leaf.wants

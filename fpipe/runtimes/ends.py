@@ -1,0 +1,100 @@
+"""The two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.models import Model, check_params
+from fpipe.program import Output, Program, Value
+
+
+def handed_in(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    key: int | None,
+) -> dict[Value, Any]:
+    """The caller's values by name. Tied leaves are bundles of their own."""
+    params = check_params(model, params)
+    own = [
+        dict(stage) if any(group[0][0] == number for group in model.ties) else stage
+        for number, stage in enumerate(params)
+    ]
+    found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
+    for group in model.ties:
+        owner, leaf = group[0]
+        port = next(port for _, port, name in model.tied(owner) if name == leaf)
+        found[Value("params", owner, port=port)] = own[owner].pop(leaf)
+    for number, stage in enumerate(own):
+        found[Value("params", number)] = stage
+        if state is not None:
+            found[Value("state", number)] = state[number]
+    missing = next(
+        (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
+        None,
+    )
+    if missing is not None:
+        raise ValueError(f"this program reads {missing}: hand it in as step(..., {missing.name}=...).")
+    return {end.value: found[end.value] for end in program.inputs}
+
+
+def handed_back(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    state: Sequence[Any] | None,
+    values: Mapping[Value, Any],
+    own: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """The results by name, `own` of each leaf; a tuple over microbatches where they were not merged."""
+    whole: dict[str, Any] = {}
+    streams: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    by_name: defaultdict[tuple[str, int | None], list[Output]] = defaultdict(list)
+    for end in program.outputs:
+        by_name[end.name.name, end.name.microbatch].append(end)
+    for (name, index), ends in by_name.items():
+        if name == "grads":
+            made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
+        elif name == "state":
+            assert state is not None
+            found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
+            made = tuple(found.get(number, state[number]) for number in range(len(model.stages)))
+        else:
+            made = tree.tree_map(own, values[ends[0].value])
+        if index is None:
+            whole[name] = made
+        else:
+            streams[name][index] = made
+    whole |= {name: tuple(parts[index] for index in sorted(parts)) for name, parts in streams.items()}
+    whole.pop("count", None)
+    return whole
+
+
+def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
+    """Gradients in the shape of params; zeros where the loss does not depend on a parameter."""
+    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+    made: list[Any] = []
+    for number, stage in enumerate(params):
+        tied = {leaf: found[number, port][0] for owner, port, leaf in model.tied(number) if owner == number}
+        own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
+        grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
+        grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads
+        leaves, spec = tree.flatten(stage)
+        made.append(
+            tree.unflatten(spec, [_or_zero(leaf, grad) for leaf, grad in zip(leaves, tree.leaves(grads), strict=True)])
+        )
+    return tuple(made)
+
+
+def _or_zero(leaf: Any, grad: Tensor | None) -> Tensor | None:
+    if grad is None and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return torch.zeros_like(leaf)
+    return grad

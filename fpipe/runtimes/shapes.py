@@ -1,0 +1,276 @@
+"""Walk down a program with shapes instead of tensors: what every value will be, before anything runs.
+
+    params[0]: float32[512, 512]   x[0,0]: float32[8, 512]        -->        y[0,0]: float32[8, 512]   res[0,0]: ...
+
+So the bytes of each value are known, and which tensors share their memory; and how each stage is traced and cut. The
+stages are traced with the cotangents that come, so from the last one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.cut import Cut
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, fact, fresh_storage
+from fpipe.graphs.trace import Untraceable
+from fpipe.linearize import Call, Traces, traces_of, wants
+from fpipe.models import Model
+from fpipe.program import Op, Value
+from fpipe.runtimes.meaning import RULES, Run
+
+Place = tuple[int | None, int | None, int | None]
+"""Stage, microbatch and slice of an op."""
+
+
+class Thing(NamedTuple):
+    """What is known of a value before it exists: a fact for each tensor leaf, and the containers around the leaves.
+
+    A list over leaves (gradients, residuals) has no containers.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Any = None
+
+
+class Shapes:
+    """What each value is, and how each stage of each microbatch is cut."""
+
+    def __init__(self, model: Model, things: dict[Value, Thing], rows: int) -> None:
+        self.model, self.things, self.run = model, things, Run(model, rows)
+        self.traces: Traces = traces_of(model)
+        self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
+        self.cuts: dict[Place, Cut] = {}
+        self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
+
+    def follow(self, op: Op) -> None:
+        """Find out what an op writes."""
+        if op.kind in "FR":
+            self.forward(op)
+        elif op.kind in "BI":
+            self.backward(op)
+        elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
+            for read, written in zip(op.reads, op.writes, strict=True):
+                self.origin[written] = self.origin.get(read, read)
+                if read in self.things:  # what a forward leaves is known when its backward is
+                    self.things[written] = self.things[read]
+        elif op.kind != "W":
+            made = self.add(op) if op.kind == "ADD" else self.abstractly(op)
+            self.things.update(zip(op.writes, made, strict=True))
+
+    def forward(self, op: Op) -> None:
+        call = self.call(op)
+        named = self.labels(op)
+        given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
+        made = self.outlined(call, given)
+        loss = None
+        if "target" in given:
+            pair = {"x": made["y"], "target": given["target"]}
+            loss = Call(None, *_described(pair))
+            made |= self.outlined(loss, pair)
+        self.calls[op[1:4]] = (call, loss, op)
+        made["again"] = made["y"]
+        self.things.update({value: made[value.name] for value in op.writes if value.name != "res"})
+
+    def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
+        """What a call writes, each tensor in memory of its own or in that of what is given."""
+        outline = self.traces.outline(call)
+        places = {
+            known.storage: leaf.storage
+            for label, leaves in outline.reads.items()
+            for known, leaf in zip(leaves, given[label].leaves, strict=True)
+            if isinstance(leaf, Fact)
+        }
+        return {
+            label: Thing(tuple(_placed(leaf, places) for leaf in leaves), outline.specs[label])
+            for label, leaves in outline.writes.items()
+        }
+
+    def call(self, op: Op) -> Call:
+        """How an F or R calls its stage."""
+        assert op.stage is not None
+        stage = self.model.stages[op.stage]
+        if "key" in stage.asks:
+            raise Untraceable("it asks for a random key")
+        groups = {label: self.things[value] for label, value in self.labels(op).items() if label != "target"}
+        reads, specs = _described(groups | self.constants(op.stage))
+        return Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None)
+
+    def constants(self, stage: int | None) -> dict[str, Thing]:
+        """What a module reads besides its parameters."""
+        thing = self.things.get(Value("const", stage))
+        return {} if thing is None else {"const": thing}
+
+    def labels(self, op: Op) -> dict[str, Value]:
+        """The values an op reads by the label that graphs have for them."""
+        found: dict[str, Value] = {}
+        counts: dict[str, int] = {}
+        for value in op.reads:
+            word = _LABELS.get(value.name, value.name) if op.kind in "FR" else _BACKWARD_LABELS.get(value.name)
+            if word in ("params", "x"):
+                at = counts[word] = counts.get(word, -1) + 1
+                word += f":{at}" if at else ""
+            if word is not None:
+                found[word] = value
+        return found
+
+    def backward(self, op: Op) -> None:
+        """Trace the stage and its gradient, now that the cotangents are known, and see what comes out."""
+        place = op[1:4]
+        call, loss, first = self.calls[place]
+        named = self.labels(op)
+        seeds: dict[str, tuple[Any, ...]] = {}
+        outline = self.traces.outline(call)
+        if "dy" in named:
+            seeds["dy"] = self.cotangents(named["dy"], outline.avals("y"))
+        elif loss is None:
+            seeds["dy"] = (None,) * len(outline.writes["y"])
+        if "dcarry" in named:
+            seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
+        graph = self.traced(call, seeds, loss)
+        wanted = tuple(label_of(value) for value in op.writes if value.name in ("dx", "dcarry"))
+        cut = self.cuts[place] = self.traces.once(("cut", id(graph), wanted), lambda: Cut(graph, wanted))
+        self.write(op, first, cut, named)
+
+    def cut_of(self, op: Op) -> Cut:
+        """How the stage of an op is cut for its microbatch; nothing behind the outputs where no backward follows."""
+        place = op[1:4]
+        if place not in self.cuts:
+            call, loss, _ = self.calls[place]
+            graph = self.traced(call, {"dy": (None,) * len(self.traces.outline(call).writes["y"])}, loss)
+            self.cuts[place] = self.traces.once(("cut", id(graph), ()), lambda: Cut(graph, ()))
+        return self.cuts[place]
+
+    def loss_of(self, op: Op) -> Aval:
+        """What is known of the loss that an op's stage writes."""
+        loss = self.calls[op[1:4]][1]
+        assert loss is not None
+        return self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
+
+    def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
+        """A stage and its gradient, with the loss if it reads the target."""
+        if loss is None:
+            return self.traces.graph(call, seeds)
+        weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
+        return self.traces.with_loss(call, seeds, loss, weight)
+
+    def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        given = self.things[value].leaves
+        return tuple(_aval(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
+
+    def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
+        """What a backward (and its W) writes, and the residuals between: which memory each is in."""
+        graph = cut.graph
+        places: dict[int, int] = {}  # storages of the graph -> of this microbatch
+        given = {label: self.things[value] for label, value in self.labels(first).items()}
+        given |= {label: self.things[named[label]] for label in ("dy", "dcarry") if label in named}
+        given |= self.constants(op.stage)
+        for label, leaves in graph.reads.items():
+            for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
+                if name is not None and isinstance(leaf, Fact):
+                    places[graph.facts[name].storage] = leaf.storage
+        for value in first.writes:  # what F or R writes, it may keep too
+            names = graph.writes.get(label_of(value), ())  # none for residuals
+            for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
+                if isinstance(name, Name):
+                    places.setdefault(graph.facts[name].storage, leaf.storage)
+
+        def thing(leaves: Sequence[Any]) -> Thing:
+            return Thing(tuple(_placed(graph.facts.get(leaf, leaf), places) for leaf in leaves))
+
+        made = {label: thing(leaves) for label, leaves in graph.writes.items()}
+        made |= {"res": thing(cut.residuals), "wres": thing(cut.weight_residuals)}
+        gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
+        gradients = [value for value in gradients if label_of(value) in made]
+        read = next(value for value in op.reads if value.name == "res")
+        source = self.origin.get(read, read)
+        residuals = [source, *(copy for copy, original in self.origin.items() if original == source)]
+        self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
+
+    def add(self, op: Op) -> list[Thing]:
+        """Sums over leaves: as their first part where all parts are alike."""
+        parts = [self.things[value].leaves for value in op.reads]
+        leaves: list[Any] = []
+        for column in zip(*parts, strict=True):
+            facts = [leaf for leaf in column if leaf is not None]
+            alike = len({leaf.aval for leaf in facts}) == 1
+            if not facts or len(facts) == 1:
+                leaves.append(facts[0] if facts else None)
+            elif alike and dense(facts[0]):
+                leaves.append(apart(facts[0].aval))
+            else:
+                return self.abstractly(op)
+        return [Thing(tuple(leaves))]
+
+    def abstractly(self, op: Op) -> list[Thing]:
+        """What an op writes, by running its rule on tensors without data."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        homes: dict[int, int] = {}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            things = [self.things[value] for value in op.reads]
+            args = [whole(thing, [_fake(leaf, homes) for leaf in thing.leaves]) for thing in things]
+            try:
+                made = RULES[op.kind](op, args, self.run)
+            except Exception as error:
+                raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
+        found: list[Thing] = []
+        for result in made:
+            leaves, spec = tree.flatten(result)
+            facts = (fact(leaf, homes) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            found.append(Thing(tuple(facts), None if isinstance(result, list) else spec))
+        return found
+
+
+_LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
+_BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
+
+
+def label_of(value: Value) -> str:
+    return ("y" if value.name == "again" else value.name) + (f":{value.port}" if value.port else "")
+
+
+def _aval(leaf: Any) -> Any:
+    return leaf.aval if isinstance(leaf, Fact) else leaf
+
+
+def _described(groups: Mapping[str, Thing]) -> tuple[Any, Any]:
+    """The avals of leaves, and the containers around them, label by label."""
+    reads = tuple((label, tuple(map(_aval, thing.leaves))) for label, thing in groups.items())
+    return reads, tuple((label, thing.spec) for label, thing in groups.items())
+
+
+def _placed(leaf: Any, places: dict[int, int]) -> Any:
+    """A fact in the memory that `places` has for its own."""
+    if not isinstance(leaf, Fact):
+        return leaf
+    return leaf._replace(storage=places.setdefault(leaf.storage, fresh_storage()))
+
+
+def dense(fact: Fact) -> bool:
+    """Whether a tensor fills its memory, each place once."""
+    steps = sorted((step, n) for n, step in zip(fact.aval.shape, fact.aval.stride, strict=True) if n != 1)
+    expected = 1
+    for step, n in steps:
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _fake(leaf: Any, homes: dict[int, int]) -> Any:
+    if not isinstance(leaf, Fact):
+        return leaf
+    known = leaf.aval
+    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+    homes[made.untyped_storage()._cdata] = leaf.storage
+    return made.requires_grad_(known.wants)
+
+
+def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
+    """Leaves in their containers."""
+    return list(leaves) if thing.spec is None else tree.unflatten(thing.spec, leaves)

@@ -1,0 +1,145 @@
+"""Run a program by walking down its list, each stage under plain autograd: the definition of what a program means."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.microbatch import check_batch, rows, spec_of
+from fpipe.models import Model, refuse_inference_mode
+from fpipe.program import Op, Program, Value
+from fpipe.result import Result
+from fpipe.runtimes.ends import handed_back, handed_in
+from fpipe.runtimes.meaning import RULES, Residuals, Run
+from fpipe.simulate import Event, Timeline
+from fpipe.transforms.free import last_uses
+
+Step = Callable[..., Result]
+
+
+def walk(program: Program, model: Model, *, record: bool = False, check_finite: bool = False) -> Step:
+    """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
+    for op in program.ops:
+        for part in op.parts or (op,):
+            if part.kind not in RULES:
+                raise ValueError(
+                    f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
+                )
+    drops = _drops(program)
+    spec = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
+
+    def step(
+        params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
+    ) -> Result:
+        refuse_inference_mode()
+        check_batch(batch)
+        if state is not None and len(state) != len(model.stages):
+            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
+        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record)
+        values = handed_in(program, model, params, batch, state, key)
+        book = Book(values, program.ranks) if record else None
+        for op, dead in zip(program.ops, drops, strict=True):
+            try:
+                started = time.perf_counter()
+                made = RULES[op.kind](op, [values[value] for value in op.reads], run)
+                if check_finite:
+                    refuse_infinite(op, made)
+            except Exception as error:
+                error.add_note(f"in {op.cell}: {place_of(op, model)}")
+                raise
+            values.update(zip(op.writes, made, strict=True))
+            if book:
+                book.note(op, values, dead, started)
+            for value in dead:
+                del values[value]
+        taken = {pointer for pointer, _ in storages([params, batch, state])}
+        whole = handed_back(program, model, params, state, values, partial(own_leaf, taken))
+        return Result(**whole, timeline=book.timeline() if book else None)
+
+    return step
+
+
+def _drops(program: Program) -> list[list[Value]]:
+    """For each op the values it is the last to read (or that it writes for nobody)."""
+    kept = {end.value for end in program.outputs}
+    drops: list[list[Value]] = [[] for _ in program.ops]
+    for value, position in last_uses(program).items():
+        if value not in kept:
+            drops[position].append(value)
+    return drops
+
+
+def place_of(op: Op, model: Model) -> str:
+    name = model.stages[op.stage].name if op.stage is not None else ""
+    parts = (
+        (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
+        (f"microbatch {op.microbatch}", op.microbatch),
+    )
+    return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
+
+
+def refuse_infinite(op: Op, made: Sequence[Any]) -> None:
+    for value, thing in zip(op.writes, made, strict=True):
+        for leaf in () if isinstance(thing, Residuals) else tree.leaves(thing):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+                raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
+
+
+def own_leaf(taken: set[int], leaf: Any) -> Any:
+    """A result that shares memory with nothing the caller has: an in-place change of one would change the other."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    leaf = leaf.detach()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
+    if not dense or leaf.untyped_storage().data_ptr() in taken:
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    taken.add(leaf.untyped_storage().data_ptr())
+    return leaf
+
+
+class Book:
+    """Keeps account of what each rank holds: bytes of distinct storages, those of the caller's values aside."""
+
+    def __init__(self, given: dict[Value, Any], ranks: int) -> None:
+        self.given = {pointer for thing in given.values() for pointer, _ in storages(thing)}
+        self.held: list[Counter[int]] = [Counter() for _ in range(ranks)]
+        self.bytes, self.peak = [0] * ranks, [0] * ranks
+        self.known: dict[Value, tuple[int, list[tuple[int, int]]]] = {}
+        self.events: list[Event] = []
+        self.began = time.perf_counter()
+
+    def note(self, op: Op, values: dict[Value, Any], dead: Sequence[Value], started: float) -> None:
+        self.events.append(Event(op, started - self.began, time.perf_counter() - self.began))
+        for value in op.writes:
+            found = [(pointer, size) for pointer, size in storages(values[value]) if pointer not in self.given]
+            self.known[value] = (op.rank, found)
+            for pointer, size in found:
+                self.held[op.rank][pointer] += 1
+                if self.held[op.rank][pointer] == 1:
+                    self.bytes[op.rank] += size
+        self.peak[op.rank] = max(self.peak[op.rank], self.bytes[op.rank])
+        for value in dead:
+            rank, found = self.known.pop(value, (0, []))
+            for pointer, size in found:
+                self.held[rank][pointer] -= 1
+                if not self.held[rank][pointer]:
+                    self.bytes[rank] -= size
+
+    def timeline(self) -> Timeline:
+        peak = tuple(map(float, self.peak))
+        return Timeline(tuple(self.events), len(peak), peak, peak)
+
+
+def storages(thing: Any) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each distinct storage of a value."""
+    leaves = [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    seen = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors}
+    return iter(seen.items())
