@@ -3,6 +3,7 @@
 from fpipe import schedules
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
+from fpipe.linearize import Linearized, linearize
 from fpipe.microbatch import Chunk, Replicate
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import from_sequential
@@ -32,6 +33,7 @@ __all__ = [
     "GradientMismatch",
     "Input",
     "Kind",
+    "Linearized",
     "Model",
     "Op",
     "Output",
@@ -54,6 +56,7 @@ __all__ = [
     "from_sequential",
     "identity",
     "join_params",
+    "linearize",
     "merge",
     "merge_backward",
     "pair",

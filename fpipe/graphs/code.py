@@ -116,6 +116,23 @@ def _fastest(node: Node, graph: Graph) -> Callable[..., Any]:
     op: Any = node.op
     if not isinstance(op, OpOverload):
         return op
+    key = op, _kinds(node.args, graph), tuple((word, _kinds(arg, graph)) for word, arg in node.kwargs.items())
+    if key not in _FASTEST:
+        _FASTEST[key] = _found(op, node, graph)
+    return _FASTEST[key]
+
+
+_FASTEST: dict[Any, Callable[..., Any]] = {}
+
+
+def _kinds(arg: Any, graph: Graph) -> Any:
+    """What torch's functions look at to tell which op is meant: the types of arguments, and which tensors are 0-d."""
+    if isinstance(arg, Name):
+        return arg in graph.facts and (len(graph.facts[arg].aval.shape) == 0, "tensor")
+    return (type(arg), *(_kinds(one, graph) for one in arg)) if isinstance(arg, list | tuple) else type(arg)
+
+
+def _found(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
     name = op._schema.name.split("::")[1]
     places: tuple[Any, ...] = (torch, torch._C._nn, torch.Tensor, torch._C._linalg, torch._C._special, torch._C._fft)
     for place in places:
