@@ -14,6 +14,7 @@ from fpipe.reference import reference
 from fpipe.result import Result
 from fpipe.runtimes.build import build
 from fpipe.runtimes.meaning import register_meaning
+from fpipe.runtimes.sizes import Sizes, sizes
 from fpipe.simulate import Timeline, simulate
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
@@ -42,6 +43,7 @@ __all__ = [
     "Replicate",
     "Report",
     "Result",
+    "Sizes",
     "Stage",
     "Timeline",
     "Value",
@@ -70,6 +72,7 @@ __all__ = [
     "reorder",
     "schedules",
     "simulate",
+    "sizes",
     "split",
     "split_backward",
     "split_params",

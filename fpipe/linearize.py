@@ -111,7 +111,7 @@ class Traces:
         if key not in self.graphs:
             top = self.graph(loss, {"dloss": (weight,)})
             dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
-            self.graphs[key] = inlined(self.graph(call, seeds | {"dy": dy}), top)
+            self.graphs[key] = inlined(self.graph(call, {**seeds, "dy": dy}), top)
         return self.graphs[key]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -128,11 +128,13 @@ class Traces:
         kinds = tuple(type(leaf) for _, leaves in call.reads for leaf in leaves)  # 1 and True are equal
         if call.stage is None:
             return None, kinds, call.reads, call.specs, ambient()
-        stage = self.model.stages[call.stage]
-        what = (stage.forward.twin(), _positions(stage.forward, call)) if _is_module(stage) else (stage.forward, None)
-        specs = tuple((label, spec) for label, spec in call.specs if not (_is_module(stage) and label == "params"))
+        forward, microbatch = self.model.stages[call.stage].forward, call.microbatch
+        what, specs = (forward, None), call.specs
+        if isinstance(forward, StageModule):
+            what = forward.twin(), _positions(forward, call)
+            specs = tuple((label, spec) for label, spec in specs if label != "params")
         several = isinstance(self.model.inputs[call.stage], tuple)
-        return what, kinds, call.reads, specs, call.microbatch, ambient(), several
+        return what, kinds, call.reads, specs, microbatch, ambient(), several
 
     def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
         """The call as a function of leaves; it notes the containers of what it writes."""
@@ -180,10 +182,6 @@ _TRACES: WeakKeyDictionary[Model, Traces] = WeakKeyDictionary()
 def traces_of(model: Model) -> Traces:
     """What has been traced of a model so far, by whatever step."""
     return _TRACES.setdefault(model, Traces(model))
-
-
-def _is_module(stage: Stage) -> bool:
-    return isinstance(stage.forward, StageModule)
 
 
 def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
@@ -289,14 +287,14 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
             [4., 4.]])}
     >>> print(str(one).split("\\n\\n")[3])
     def backward_weight(params, wres):
-        [_] = params
         [x_0, threshold_backward] = wres
         wres.clear()
         t = aten_t(x_0); del x_0
         mm_1 = aten_mm(t, threshold_backward); del t, threshold_backward
         return [mm_1],
     """
-    traces = Traces(Model((Stage(function),), None, ("batch",)))
+    model = Model((Stage(function),), None, ("batch",))
+    traces = Traces(model)
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
     reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())
     specs = {label: spec for label, (_, spec) in leaves.items()}

@@ -16,6 +16,7 @@ from fpipe import tree
 Source = int | Literal["batch"]
 Reduction = Literal["mean", "sum", "count"]
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
 
 
@@ -313,7 +314,7 @@ def refuse_inference_mode() -> None:
 def without_random(who: str) -> Generator[None]:
     """Refuse a stage that draws from the global random numbers: a recompute would draw others, and every schedule its
     own. The numbers are left as they were found."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
+    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
         yield
         return
     before = torch.get_rng_state()

@@ -33,7 +33,7 @@ def owned(graph: Graph, copied: Sequence[Name]) -> Graph:
 
 
 def adding(graph: Graph, labels: Sequence[str]) -> Graph:
-    """The graph that reads sums (`total` for `g`, `total:1` for `g:1`), adds its gradients to them, and writes the sums."""
+    """The graph that also reads sums (`total` for `g`, `total:1` for `g:1`) and adds its gradients to them."""
     written = {node.name: at for at, node in enumerate(graph.nodes)}
     behind: dict[int, list[Node]] = {}
     dropped: set[int] = set()
@@ -46,10 +46,11 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
         sums = "total" + label.removeprefix("g")
         totals: list[Name | None] = []
         for at, leaf in enumerate(leaves):
-            total = None if leaf is None else Name(f"{sums.replace(':', '')}_{at}")
-            totals.append(total)
-            if total is None:
+            if leaf is None:
+                totals.append(None)
                 continue
+            total = Name(f"{sums.replace(':', '')}_{at}")
+            totals.append(total)
             facts[total] = facts[leaf]
             product = _product(graph, leaf)
             if product is not None:

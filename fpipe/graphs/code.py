@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.graph import Graph, Name, Node
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _KEPT = ("ready", "params", "const")
 
 
@@ -54,8 +55,10 @@ def _written(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
     needed = results.union(*(node.reads for node in graph.nodes))
     for label, leaves in graph.reads.items():
         words = [leaf if leaf in needed else "_" for leaf in leaves]
-        if words:
-            lines.append(f"    [{', '.join(words)}] = {labels[label]}" + ("; del _" if "_" in words else ""))
+        kept = label.split(":")[0] in _KEPT
+        if words and not (kept and {*words} == {"_"}):
+            drop = "; del _" if "_" in words and not kept else ""
+            lines.append(f"    [{', '.join(words)}] = {labels[label]}{drop}")
     cleared = [word for label, word in labels.items() if label.split(":")[0] not in _KEPT]
     lines += ["    " + "; ".join(f"{word}.clear()" for word in cleared)] if cleared else []
     kept = {leaf for label, leaves in graph.reads.items() if label.split(":")[0] in _KEPT for leaf in leaves}
@@ -134,8 +137,7 @@ def _kinds(arg: Any, graph: Graph) -> Any:
 
 def _found(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
     name = op._schema.name.split("::")[1]
-    places: tuple[Any, ...] = (torch, torch._C._nn, torch.Tensor, torch._C._linalg, torch._C._special, torch._C._fft)
-    for place in places:
+    for place in (torch, _C._nn, torch.Tensor, _C._linalg, _C._special, _C._fft):
         found = getattr(place, name, None)
         if callable(found) and not hasattr(found, "__code__") and _same_call(found, node, graph):
             return found

@@ -11,7 +11,7 @@ again on the other side, since it costs nothing and holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import getitem
@@ -126,7 +126,7 @@ class Cut:
         labels = [label for label in self.graph.reads if label not in (*self._params, *self._seeds)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
-    def _crossing(self, ops: Collection[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
+    def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
         """What `ops` and results read of the `known`, in the order of the graph."""
         read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
         again = views_of_params(self.graph)

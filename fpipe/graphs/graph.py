@@ -99,9 +99,13 @@ def aval(tensor: Tensor) -> Aval:
 
 def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     """What there is to know of a tensor; `numbers` are those given to storages so far."""
-    storage = tensor.untyped_storage()
-    number = numbers.setdefault(storage._cdata, fresh_storage())
-    return Fact(aval(tensor), number, storage.nbytes(), int(tensor.storage_offset()))
+    number = numbers.setdefault(storage_of(tensor), fresh_storage())
+    return Fact(aval(tensor), number, tensor.untyped_storage().nbytes(), int(tensor.storage_offset()))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells a tensor's storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def apart(known: Aval) -> Fact:

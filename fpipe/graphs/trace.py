@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -153,7 +153,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     """The tensors that an op changes in place."""
     if not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema.arguments
+    target: Any = node.target
+    schema = target._schema.arguments
     values = [*node.args, *(node.kwargs.get(a.name) for a in schema[len(node.args) :])]
     if node.target in _BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
         return [value for value in values[3:5] if isinstance(value, fx.Node)]
@@ -168,7 +169,8 @@ _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default,
 def _refuse_random(calls: Sequence[fx.Node]) -> None:
     for node in calls:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            names = [argument.name for argument in node.target._schema.arguments]
+            target: Any = node.target
+            names = [argument.name for argument in target._schema.arguments]
             said = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             if said.get("dropout_p") != 0.0:
                 raise Untraceable(f"it draws random numbers ({node.target})")
@@ -178,15 +180,11 @@ def _refuse_changes(traced: Any) -> None:
     """A function that writes what it was given, or what it holds on to, is not pure."""
     nodes = traced.graph.nodes
     given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
-    storages = {_storage(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
+    storages = {storage_of(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
     for node in nodes:
         for changed in _written(node) if node.op == "call_function" else ():
-            if changed in given or _storage(changed.meta["val"]) in storages:
+            if changed in given or storage_of(changed.meta["val"]) in storages:
                 raise Untraceable(f"it changes what it is given in place ({node.target})")
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
@@ -205,7 +203,9 @@ def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     return again
 
 
-def _graph(traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]) -> Graph:
+def _graph(
+    traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
+) -> Graph:
     """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
     names: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}

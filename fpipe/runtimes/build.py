@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, parts_of, the_program
@@ -17,6 +17,7 @@ def build(
     *,
     runtime: Literal["local"] = "local",
     trace: bool = True,
+    example: tuple[Any, ...] | None = None,
     record: bool = False,
     check_finite: bool = False,
 ) -> Step:
@@ -26,6 +27,11 @@ def build(
         program: what to do, in which order.
         model: the stages it is about.
         runtime: "local" walks the program in this process.
+        trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
+            its gradient into F, I and W. False runs every stage under autograd; I then computes what W hands over. So
+            does, with a warning, a step with a stage that cannot be traced.
+        example: `(params, batch)` or `(params, batch, state)` to trace for at once, tensors or on the meta device;
+            without it the first step of each signature does.
         record: also return when each op ran and the most bytes each rank held, as `Result.timeline`.
         check_finite: raise `FloatingPointError` at the first op that writes NaN or an infinite number.
 
@@ -46,7 +52,7 @@ def build(
     if runtime != "local":
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
     _check_match(the_program(program), model)
-    return local(program, model, trace=trace, record=record, check_finite=check_finite)
+    return local(program, model, trace=trace, example=example, record=record, check_finite=check_finite)
 
 
 def _check_match(program: Program, model: Model) -> None:

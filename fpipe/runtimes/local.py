@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,39 +20,60 @@ from fpipe.models import Model, refuse_inference_mode
 from fpipe.modules import StageModule
 from fpipe.program import Program, Value
 from fpipe.result import Result
+from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.lower import lower
 from fpipe.runtimes.shapes import Thing, dense
-from fpipe.runtimes.walk import Step, place_of, walk
+from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
 
 
 def local(
-    program: Program, model: Model, *, trace: bool = True, record: bool = False, check_finite: bool = False
+    program: Program,
+    model: Model,
+    *,
+    trace: bool = True,
+    example: tuple[Any, ...] | None = None,
+    record: bool = False,
+    check_finite: bool = False,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result`."""
     plain = walk(program, model, record=record, check_finite=check_finite)
-    if not trace or record or check_finite:
+    if not trace:
         return plain
-    known: dict[Any, _Lowered | None] = {}
+    known: dict[Any, Prepared | None] = {}
     modules = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
+
+    def signature_of(leaves: Sequence[Any], containers: Any) -> Any:
+        modes = [mode for module in modules for mode in module.modes()]
+        return (containers, ambient(), *map(_signature, leaves), *modes)
+
+    if example is not None:
+        params, batch, state = (*example, None)[:3]
+        try:
+            known[signature_of(*tree.flatten((params, batch, state)))] = Prepared(
+                program, model, params, batch, state, None
+            )
+        except Untraceable as error:
+            warnings.warn(f"this step will run every stage under autograd, without a trace: {error}", stacklevel=3)
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
         leaves, containers = tree.flatten((params, batch, state))
-        modes = [mode for module in modules for mode in module.modes()]
-        signature = (containers, ambient(), *map(_signature, leaves), *modes)
+        signature = signature_of(leaves, containers)
         if signature not in known:
             try:
-                known[signature] = _Lowered(program, model, params, batch, state, key)
+                known[signature] = Prepared(program, model, params, batch, state, key)
             except Untraceable as error:
                 known[signature] = None
                 made = plain(params, batch, state=state, key=key)  # it knows better what is wrong, if something is
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=2)
                 return made
         lowered = known[signature]
-        return plain(params, batch, state=state, key=key) if lowered is None else lowered.run(leaves, state)
+        if lowered is None:
+            return plain(params, batch, state=state, key=key)
+        return lowered.run(leaves, state, record=record, check_finite=check_finite)
 
     return step
 
@@ -59,7 +81,7 @@ def local(
 def _signature(leaf: Any) -> Any:
     """What of a leaf the traces depend on."""
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return leaf.shape, leaf.stride(), leaf.dtype, torch.get_default_device() if leaf.is_meta else leaf.device
     return type(leaf), leaf
 
 
@@ -70,7 +92,7 @@ class _Leaf:
         self.at, self.slot, self.copied = at, slot, copied
 
 
-class _Lowered:
+class Prepared:
     """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
 
     def __init__(self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None) -> None:
@@ -78,13 +100,12 @@ class _Lowered:
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         leaves, containers = tree.flatten((params, batch, state))
-        places = tree.unflatten(containers, [_Leaf(at) for at in range(len(leaves))])
+        own_params, own_batch, own_state = tree.unflatten(containers, [_Leaf(at) for at in range(len(leaves))])
         storages: dict[int, int] = {}
         things: dict[Value, Thing] = {}
         handed: dict[Value, list[int]] = {}
-        if state is None:
-            places = (*places[:2], None)
-        for value, held in handed_in(program, model, *places, key).items():
+        ends = handed_in(program, model, own_params, own_batch, None if state is None else own_state, key)
+        for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
             things[value] = Thing(tuple(_fact(leaves[leaf.at], value.name, storages) for leaf in found), spec)
@@ -94,23 +115,24 @@ class _Lowered:
             facts = [_fact(leaf, value.name, storages) for leaf in module.constants()]
             things[value] = Thing(tuple(facts))
         split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
+        self.given = frozenset(storages.values())
         self.lowered = lower(program, model, things, rows(batch, spec_of(split)))
-        self.model = model
+        self.calls, self.things = self.lowered.calls, self.lowered.things
+        self.model, self.program = model, program
         slots = self.lowered.slots
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(len(slots))]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
-        self.code = [call[:4] for call in self.lowered.calls]
-        self.results = self._results(program, params, state, {*storages.values()})
+        self.code = [call[:4] for call in self.calls]
+        self.results = self._results(program, params, state, {*self.given})
 
-    def run(self, leaves: Sequence[Any], state: Any) -> Result:
+    def run(self, leaves: Sequence[Any], state: Any, *, record: bool, check_finite: bool) -> Result:
         """One step."""
         slots = self.start[:]
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
         for slot, module in self.constants:
             slots[slot] = module.constants()
-        at = -1
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for kind in ("cpu", "cuda"):  # the graphs hold the casts
@@ -118,23 +140,50 @@ class _Lowered:
                     stack.enter_context(torch.autocast(kind, enabled=False))
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
-            try:
-                for at, (function, reads, shared, writes) in enumerate(self.code):  # noqa: B007
-                    lists = [slots[k] for k in reads]
-                    for k in shared:
-                        lists[k] = lists[k][:]
-                    for k, made in zip(writes, function(*lists), strict=True):
-                        slots[k] = made
-            except Exception as error:
-                op = self.lowered.calls[at].ops[0]
-                error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
-                raise
+            own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
+            book = Book(self.program.ranks, [*leaves, *own]) if record else None
+            if book or check_finite:
+                self._watched(slots, book, check_finite)
+            else:
+                self._calls(slots)
             containers, found, untouched = self.results
             whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
         if untouched:
             assert state is not None
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
-        return Result(**whole)
+        return Result(**whole, timeline=book.timeline() if book else None)
+
+    def _calls(self, slots: list[Any]) -> None:
+        """The calls, one after the other."""
+        at = -1
+        try:
+            for at, (function, reads, shared, writes) in enumerate(self.code):  # noqa: B007
+                lists = [slots[k] for k in reads]
+                for k in shared:
+                    lists[k] = lists[k][:]
+                for k, made in zip(writes, function(*lists), strict=True):
+                    slots[k] = made
+        except Exception as error:
+            op = self.calls[at].ops[0]
+            error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
+            raise
+
+    def _watched(self, slots: list[Any], book: Book | None, check_finite: bool) -> None:
+        """The same, looking at what each call writes."""
+        for call in self.calls:
+            try:
+                started = time.perf_counter()
+                lists = [slots[k][:] if place in call.shared else slots[k] for place, k in enumerate(call.reads)]
+                written = [*zip(call.written, call.run(*lists), strict=True)]
+                if check_finite:
+                    refuse_infinite(call.ops[-1], written)
+            except Exception as error:
+                error.add_note(f"in {call.ops[0].cell}: {place_of(call.ops[0], self.model)}")
+                raise
+            if book:
+                book.note(call.ops, written, call.dead, started)
+            for k, (_, made) in zip(call.writes, written, strict=True):
+                slots[k] = made
 
     def _results(self, program: Program, params: Any, state: Any, given: set[int]) -> tuple[Any, list[Any], set[int]]:
         """The containers of the results, for each leaf its place, and the stages whose state stays the caller's."""
@@ -168,7 +217,8 @@ def _fact(leaf: Any, name: str, storages: dict[int, int]) -> Any:
         raise Untraceable(f"it is handed a tensor of layout {leaf.layout}")
     known = fact(leaf, storages)
     trains = name == "params" and (leaf.is_floating_point() or leaf.is_complex())
-    return known._replace(aval=known.aval._replace(wants=trains))
+    device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data
+    return known._replace(aval=known.aval._replace(wants=trains, device=device))
 
 
 def _result(leaf: Any, slots: Sequence[Any]) -> Any:

@@ -8,7 +8,6 @@ it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,23 +19,28 @@ from fpipe import tree
 from fpipe.graphs.add import adding, owned
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.graph import Fact, Graph, Name
+from fpipe.graphs.graph import Graph, Name
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.meaning import RULES, Run
-from fpipe.runtimes.shapes import Shapes, Thing, dense, label_of, whole
+from fpipe.runtimes.shapes import Shapes, Thing, label_of, whole
+from fpipe.runtimes.sums import Sums
 
 Leaves = list[Any]
 
 
 class Call(NamedTuple):
-    """One call: the slots it reads, which of these are read again later, the slots it writes, the ops it stands for."""
+    """One call: the slots it reads, which of these are read again later, the slots it writes; the ops it stands
+    for, the values it writes, and those that nobody reads after it.
+    """
 
     run: Callable[..., Sequence[Leaves]]
     reads: tuple[int, ...]
     shared: tuple[int, ...]
     writes: tuple[int, ...]
     ops: tuple[Op, ...]
+    written: tuple[Value, ...]
+    dead: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,13 @@ class _Writer:
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.kept = {end.value for end in program.outputs}
-        self.written = {value: at for at, op in enumerate(ops) for value in op.writes}
-        self.readers = Counter(value for op in ops for value in op.reads)
-        self.sums = self.foldable()
-        folded = {add for adds in self.sums.values() for add in adds.values()}
-        self.folded = folded
-        self.last = {value: at for at, op in enumerate(ops) for value in (*op.writes, *self.reads_of(at))}
+        self.sums = Sums(ops, self.kept, self.things)
+        self.adds = self.sums.adds
+        self.folded = {add for adds in self.adds.values() for add in adds.values()}
+        self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
+        self.dead: dict[int, list[Value]] = {}
+        for value, at in self.last.items():
+            self.dead.setdefault(at, []).append(value)
 
     def write(self) -> Lowered:
         calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
@@ -96,39 +101,18 @@ class _Writer:
     def slot(self, value: Any) -> int:
         return self.slots.setdefault(value, len(self.slots))
 
-    # Additions that a backward makes itself.
-
-    def foldable(self) -> dict[int, dict[Value, int]]:
-        """For each backward the gradients it can add to a sum itself, and the ADDs that would have done it."""
-        found: dict[int, dict[Value, int]] = {}
-        owned_sums: set[Value] = set()
-        for at, op in enumerate(self.ops):
-            if op.kind != "ADD" or len(op.reads) != 2:
-                continue
-            total, gradient = op.reads
-            maker = self.written.get(gradient, -1)
-            alone = self.readers[total] == self.readers[gradient] == 1 and not {total, gradient} & self.kept
-            if not alone or maker < 0 or self.ops[maker].kind not in "BW" or gradient.name != "g":
-                continue
-            start = self.written.get(total, len(self.ops))
-            mine = total in owned_sums or (total.name == "g" and start < len(self.ops) and self.ops[start].kind in "BW")
-            here = {self.ops[k].rank for k in (at, maker, start) if k < len(self.ops)}
-            same = [
-                (one is None) == (other is None)
-                for one, other in zip(self.things[total].leaves, self.things[gradient].leaves, strict=True)
-            ]
-            if mine and start < maker and len(here) == 1 and all(same):
-                found.setdefault(maker, {})[gradient] = at
-                owned_sums.add(op.writes[0])
-        return found
-
     def reads_of(self, at: int) -> list[Value]:
         """What is read at a position, the sums that a backward takes in there included."""
         if at in self.folded:
             return []
-        return [*self.ops[at].reads, *(self.ops[add].reads[0] for add in self.sums.get(at, {}).values())]
+        return [*self.ops[at].reads, *(self.ops[add].reads[0] for add in self.adds.get(at, {}).values())]
 
-    # Calls.
+    def writes_of(self, at: int) -> list[Value]:
+        """What is written at a position, the sums that a backward makes there included."""
+        if at in self.folded:
+            return []
+        adds = self.adds.get(at, {})
+        return [*(v for v in self.ops[at].writes if v not in adds), *(self.ops[add].writes[0] for add in adds.values())]
 
     def called(self, at: int, op: Op) -> Call:
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
@@ -139,13 +123,17 @@ class _Writer:
         ops = (self.ops[at], *extra)
         mine = {value for value in reads if self.last.get(value) == at and value not in self.kept}
         shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] != "ready")
-        return Call(run, tuple(map(self.slot, reads)), shared, tuple(map(self.slot, writes)), ops)
+        slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
+        dead = tuple(value for value in self.dead.get(at, ()) if value not in self.kept)
+        return Call(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
 
     def traced(self, at: int, op: Op) -> Call:
         """A part of a stage's graph."""
         cut = self.shapes.cut_of(op)
-        adds = self.sums.get(at, {})
-        copied = tuple(self.shared_gradients(op, [value for value in op.writes if value not in adds]))
+        adds = self.adds.get(at, {})
+        copied = tuple(
+            cut.graph.writes[label_of(value)][k] for value in op.writes for k in self.sums.copied.get(value, ())
+        )
         labels = tuple(label_of(value) for value in op.writes)
         key = ("code", id(cut), op.kind if op.kind in "BIW" else "F", labels, tuple(map(label_of, adds)), copied)
         first, run, graph = self.shapes.traces.once(key, lambda: _code(cut, op.kind, labels, key[4], copied))
@@ -158,26 +146,6 @@ class _Writer:
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[add] for add in adds.values()]
         return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
-
-    def shared_gradients(self, op: Op, values: Sequence[Value]) -> list[Name]:
-        """Gradients that will be added to in place, but lie in memory that something else lies in too."""
-        if op.kind not in "BW":
-            return []
-        graph = self.shapes.cut_of(op).graph
-        taken = Counter(
-            leaf.storage
-            for value in (*op.reads, *op.writes)
-            for leaf in self.things[value].leaves
-            if isinstance(leaf, Fact)
-        )
-        started = {self.ops[add].reads[0] for adds in self.sums.values() for add in adds.values()}
-        return [
-            name
-            for value in values
-            if value in started
-            for name, leaf in zip(graph.writes[label_of(value)], self.things[value].leaves, strict=True)
-            if isinstance(leaf, Fact) and (taken[leaf.storage] > 1 or not dense(leaf) or name in graph.constants)
-        ]
 
     def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
         """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""

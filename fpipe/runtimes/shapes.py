@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.cut import Cut
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, fact, fresh_storage
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, fact, fresh_storage, storage_of
 from fpipe.graphs.trace import Untraceable
 from fpipe.linearize import Call, Traces, traces_of, wants
 from fpipe.models import Model
@@ -63,6 +63,7 @@ class Shapes:
             self.things.update(zip(op.writes, made, strict=True))
 
     def forward(self, op: Op) -> None:
+        """What a stage writes, the loss behind it too."""
         call = self.call(op)
         named = self.labels(op)
         given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
@@ -159,6 +160,7 @@ class Shapes:
         return self.traces.with_loss(call, seeds, loss, weight)
 
     def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The avals of cotangents, for leaves that want one."""
         given = self.things[value].leaves
         return tuple(_aval(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
 
@@ -231,6 +233,7 @@ _BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy"
 
 
 def label_of(value: Value) -> str:
+    """What graphs call a value: its name and port."""
     return ("y" if value.name == "again" else value.name) + (f":{value.port}" if value.port else "")
 
 
@@ -267,7 +270,7 @@ def _fake(leaf: Any, homes: dict[int, int]) -> Any:
         return leaf
     known = leaf.aval
     made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
-    homes[made.untyped_storage()._cdata] = leaf.storage
+    homes[storage_of(made)] = leaf.storage
     return made.requires_grad_(known.wants)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,9 @@ from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, refuse_inference_mode
 from fpipe.program import Op, Program, Value
 from fpipe.result import Result
+from fpipe.runtimes.book import Book, storages
 from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.meaning import RULES, Residuals, Run
-from fpipe.simulate import Event, Timeline
 from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]
@@ -44,22 +43,23 @@ def walk(program: Program, model: Model, *, record: bool = False, check_finite: 
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         run = Run(model, rows(batch, spec_of(spec)), watch_saved=record)
         values = handed_in(program, model, params, batch, state, key)
-        book = Book(values, program.ranks) if record else None
+        book = Book(program.ranks, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
             try:
                 started = time.perf_counter()
                 made = RULES[op.kind](op, [values[value] for value in op.reads], run)
                 if check_finite:
-                    refuse_infinite(op, made)
+                    refuse_infinite(op, zip(op.writes, made, strict=True))
             except Exception as error:
                 error.add_note(f"in {op.cell}: {place_of(op, model)}")
                 raise
             values.update(zip(op.writes, made, strict=True))
             if book:
-                book.note(op, values, dead, started)
+                written = [(value, leaves_of(values[value])) for value in op.writes]
+                book.note([op], written, dead, started)
             for value in dead:
                 del values[value]
-        taken = {pointer for pointer, _ in storages([params, batch, state])}
+        taken = {*storages(tree.leaves((params, batch, state)))}
         whole = handed_back(program, model, params, state, values, partial(own_leaf, taken))
         return Result(**whole, timeline=book.timeline() if book else None)
 
@@ -77,6 +77,7 @@ def _drops(program: Program) -> list[list[Value]]:
 
 
 def place_of(op: Op, model: Model) -> str:
+    """Where an op stands, in words: stage, microbatch, rank."""
     name = model.stages[op.stage].name if op.stage is not None else ""
     parts = (
         (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
@@ -85,61 +86,26 @@ def place_of(op: Op, model: Model) -> str:
     return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
 
 
-def refuse_infinite(op: Op, made: Sequence[Any]) -> None:
-    for value, thing in zip(op.writes, made, strict=True):
-        for leaf in () if isinstance(thing, Residuals) else tree.leaves(thing):
+def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:
+    """An error at the first value with NaN or an infinite number in it, residuals aside."""
+    for value, thing in written:
+        for leaf in () if isinstance(thing, Residuals) or value.name in ("res", "wres") else tree.leaves(thing):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
 
 
-def own_leaf(taken: set[int], leaf: Any) -> Any:
+def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
     """A result that shares memory with nothing the caller has: an in-place change of one would change the other."""
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
         return leaf
     leaf = leaf.detach()
     dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
-    if not dense or leaf.untyped_storage().data_ptr() in taken:
+    if not dense or not taken.isdisjoint(storages([leaf])):
         leaf = leaf.clone(memory_format=torch.contiguous_format)
-    taken.add(leaf.untyped_storage().data_ptr())
+    taken |= storages([leaf]).keys()
     return leaf
 
 
-class Book:
-    """Keeps account of what each rank holds: bytes of distinct storages, those of the caller's values aside."""
-
-    def __init__(self, given: dict[Value, Any], ranks: int) -> None:
-        self.given = {pointer for thing in given.values() for pointer, _ in storages(thing)}
-        self.held: list[Counter[int]] = [Counter() for _ in range(ranks)]
-        self.bytes, self.peak = [0] * ranks, [0] * ranks
-        self.known: dict[Value, tuple[int, list[tuple[int, int]]]] = {}
-        self.events: list[Event] = []
-        self.began = time.perf_counter()
-
-    def note(self, op: Op, values: dict[Value, Any], dead: Sequence[Value], started: float) -> None:
-        self.events.append(Event(op, started - self.began, time.perf_counter() - self.began))
-        for value in op.writes:
-            found = [(pointer, size) for pointer, size in storages(values[value]) if pointer not in self.given]
-            self.known[value] = (op.rank, found)
-            for pointer, size in found:
-                self.held[op.rank][pointer] += 1
-                if self.held[op.rank][pointer] == 1:
-                    self.bytes[op.rank] += size
-        self.peak[op.rank] = max(self.peak[op.rank], self.bytes[op.rank])
-        for value in dead:
-            rank, found = self.known.pop(value, (0, []))
-            for pointer, size in found:
-                self.held[rank][pointer] -= 1
-                if not self.held[rank][pointer]:
-                    self.bytes[rank] -= size
-
-    def timeline(self) -> Timeline:
-        peak = tuple(map(float, self.peak))
-        return Timeline(tuple(self.events), len(peak), peak, peak)
-
-
-def storages(thing: Any) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each distinct storage of a value."""
-    leaves = [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    seen = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tensors}
-    return iter(seen.items())
+def leaves_of(thing: Any) -> list[Any]:
+    """The leaves of a value, those that autograd keeps for it among them."""
+    return [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)

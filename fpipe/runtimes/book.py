@@ -1,0 +1,79 @@
+"""Keep account of what each rank holds while a program runs: bytes of distinct storages, the caller's own aside."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fpipe.program import Op, Value
+from fpipe.simulate import Event, Timeline
+
+Storages = dict[Hashable, int]
+"""Bytes of storages, each under what tells it from the others."""
+
+
+class Account:
+    """Bytes held now and at most, on each rank: from where a value is written to where it is read last."""
+
+    def __init__(self, ranks: int, given: Iterable[Hashable]) -> None:
+        self.given = frozenset(given)
+        self.held: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
+        self.now, self.peak = [0] * ranks, [0] * ranks
+        self.known: dict[Value, tuple[int, Storages]] = {}
+
+    def note(self, rank: int, written: Iterable[tuple[Value, Storages]], dead: Iterable[Value]) -> None:
+        """An op on a rank: what it writes is there before what it reads last is gone."""
+        for value, found in written:
+            own = {storage: size for storage, size in found.items() if storage not in self.given}
+            self.known[value] = (rank, own)
+            for storage, size in own.items():
+                self.held[rank][storage] += 1
+                self.now[rank] += size if self.held[rank][storage] == 1 else 0
+        self.peak[rank] = max(self.peak[rank], self.now[rank])
+        for value in dead:
+            where, found = self.known.pop(value, (0, {}))
+            for storage, size in found.items():
+                self.held[where][storage] -= 1
+                self.now[where] -= size if not self.held[where][storage] else 0
+
+
+class Book:
+    """The account of a step as it runs, and when each op did."""
+
+    def __init__(self, ranks: int, given: Iterable[Any]) -> None:
+        self.account = Account(ranks, storages(given))
+        self.events: list[Event] = []
+        self.began = time.perf_counter()
+
+    def note(
+        self, ops: Sequence[Op], written: Iterable[tuple[Value, Iterable[Any]]], dead: Sequence[Value], started: float
+    ) -> None:
+        """What one op did, or several that ran as one, since it `started`."""
+        span = started - self.began, time.perf_counter() - self.began
+        self.events += [Event(op, *span) for op in ops]
+        found = [(value, storages(leaves)) for value, leaves in written]
+        self.account.note(ops[0].rank, found, dead)
+
+    def timeline(self) -> Timeline:
+        """When each op ran, and the most bytes each rank held."""
+        peak = tuple(map(float, self.account.peak))
+        return Timeline(tuple(self.events), len(peak), peak, peak)
+
+
+def storages(leaves: Iterable[Any]) -> Storages:
+    """The distinct storages of tensors.
+
+    A storage is known by a weak reference to it, so that one that is made where another was is not taken for it.
+    """
+    found: Storages = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            storage = leaf.untyped_storage()
+            found[StorageWeakRef(storage)] = storage.nbytes()
+    return found

@@ -1,0 +1,881 @@
+"""The kinds of layer and pattern that a trace has been tried on, as data: how to make each, and what comes of it.
+
+Each entry of `CASES` makes a stage function with its parameters and an input that has its rows in dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+
+class Made(NamedTuple):
+    """A stage to try: `function(params, x)`, and the module that it calls, if it calls one."""
+
+    function: Callable[[Any, Any], Any]
+    params: Any
+    x: Any
+    module: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of layer or pattern.
+
+    Attributes:
+        make: makes it, the same each time.
+        rounding: why its bits are not those of plain autograd; "" where they are.
+        whole: the ops that make what I needs and what W needs at once, so that W finds those gradients made.
+        refused: the sentence of the one who refuses it, `linearize` or `from_sequential`.
+        untraced: why there is no trace: `linearize` refuses it so, and a step runs it under autograd and warns.
+        more: what it computes or keeps more than plain autograd, and why.
+        step: whether it makes sense as a stage of a training step.
+    """
+
+    name: str
+    make: Callable[[], Made]
+    rounding: str = ""
+    whole: str = ""
+    refused: str = ""
+    untraced: str = ""
+    more: str = ""
+    step: bool = True
+
+    @property
+    def verdict(self) -> str:
+        if self.refused:
+            return f"refused: {self.refused}"
+        if self.untraced:
+            return f"under autograd, with a warning: {self.untraced}"
+        parts = [f"to rounding: {self.rounding}" if self.rounding else "bitwise"]
+        parts += [f"in one piece: {self.whole}"] if self.whole else []
+        parts += [self.more] if self.more else []
+        return "; ".join(parts)
+
+
+CASES: list[Case] = []
+
+
+def layer(name: str, make: Callable[[], nn.Module], x: Callable[[], Any], **said: Any) -> None:
+    """A module in training, unless it says otherwise."""
+
+    def made() -> Made:
+        torch.manual_seed(0)
+        module = make()
+        params = {key: leaf.detach() for key, leaf in module.named_parameters() if leaf.requires_grad}
+
+        def function(params: Any, x: Any) -> Any:
+            return torch.func.functional_call(module, params, x if isinstance(x, tuple) else (x,))
+
+        return Made(function, params, x(), module)
+
+    CASES.append(Case(name, made, **said))
+
+
+def pattern(name: str, params: Callable[[], Any], x: Callable[[], Any], **said: Any) -> Any:
+    """A stage written as a function."""
+
+    def add(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def made() -> Made:
+            torch.manual_seed(0)
+            return Made(function, params(), x())
+
+        CASES.append(Case(name, made, **said))
+        return function
+
+    return add
+
+
+def rows(*shape: int, **options: Any) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, **options)
+
+
+def ids(high: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(high, shape)
+
+
+def weights(*shapes: Sequence[int], **options: Any) -> Callable[[], dict[str, Tensor]]:
+    """w0, w1 and so on."""
+    return lambda: {f"w{k}": 0.3 * torch.randn(*shape, **options) for k, shape in enumerate(shapes)}
+
+
+# Layers.
+
+
+def after_linear(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), *modules)
+
+
+layer("Linear", lambda: nn.Linear(8, 6), rows(4, 8))
+layer("Linear without bias", lambda: nn.Linear(8, 6, bias=False), rows(4, 8))
+layer("Linear on a sequence", lambda: nn.Linear(8, 6), rows(4, 5, 8))
+layer("Bilinear", lambda: nn.Bilinear(8, 5, 6), lambda: (torch.randn(4, 8), torch.randn(4, 5)))
+layer("Conv1d", lambda: nn.Conv1d(4, 6, 3, padding=1), rows(4, 4, 9))
+layer("Conv2d", lambda: nn.Conv2d(4, 6, 3, stride=2), rows(4, 4, 9, 9))
+layer("Conv2d, channels last", lambda: nn.Conv2d(4, 6, 3), lambda: torch.randn(4, 4, 9, 9).to(memory_format=torch.channels_last))
+layer("Conv2d, padding reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), rows(4, 4, 9, 9))
+layer("Conv2d, padding same, dilated", lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), rows(4, 4, 9, 9))
+layer("Conv3d", lambda: nn.Conv3d(4, 6, 3), rows(4, 4, 5, 5, 5))
+layer("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), rows(4, 4, 9))
+layer("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), rows(4, 4, 5, 5))
+layer("Conv2d, grouped", lambda: nn.Conv2d(4, 6, 3, groups=2), rows(4, 4, 9, 9))
+layer("Conv2d, depthwise", lambda: nn.Conv2d(4, 8, 3, groups=4), rows(4, 4, 9, 9))
+layer("MaxPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2)), rows(4, 4, 9))
+layer("MaxPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.MaxPool2d(2)), rows(4, 4, 9, 9))
+layer("MaxPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 2), nn.MaxPool3d(2)), rows(4, 4, 5, 5, 5))
+layer("AvgPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.AvgPool1d(2)), rows(4, 4, 9))
+layer("AvgPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AvgPool2d(2)), rows(4, 4, 9, 9))
+layer("AvgPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 2), nn.AvgPool3d(2)), rows(4, 4, 5, 5, 5))
+layer("AdaptiveAvgPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(3)), rows(4, 4, 9, 9))
+layer("AdaptiveAvgPool2d to one", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1)), rows(4, 4, 9, 9))
+layer("AdaptiveMaxPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveMaxPool2d(3)), rows(4, 4, 9, 9))
+layer("LPPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.LPPool1d(2, 2)), rows(4, 4, 9))
+layer("LPPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.LPPool2d(2, 2)), rows(4, 4, 9, 9))
+layer("BatchNorm1d without running statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False), rows(4, 8))
+layer("BatchNorm2d without running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), rows(4, 4, 5, 5))
+
+
+def settled(module: nn.Module) -> nn.Module:
+    """In eval, with running statistics of something."""
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer) + ("var" in name))
+    return module.eval()
+
+
+layer("BatchNorm1d in eval", lambda: settled(nn.BatchNorm1d(8)), rows(4, 8))
+layer("BatchNorm2d in eval", lambda: settled(nn.BatchNorm2d(4)), rows(4, 4, 5, 5))
+layer("BatchNorm1d in training", lambda: nn.BatchNorm1d(8), rows(4, 8), refused="module '1' (BatchNorm1d): buffers written in training are not supported yet; call .eval().")
+layer("GroupNorm", lambda: nn.GroupNorm(2, 4), rows(4, 4, 5, 5))
+layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(4, affine=True), rows(4, 4, 5))
+layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(4, affine=True), rows(4, 4, 5, 5))
+layer("LayerNorm", lambda: nn.LayerNorm(8), rows(4, 8))
+layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), rows(4, 8))
+layer("RMSNorm", lambda: nn.RMSNorm(8), rows(4, 8))
+layer("LocalResponseNorm", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.LocalResponseNorm(2)), rows(4, 4, 5, 5))
+
+ACTIVATIONS = {
+    "ReLU": nn.ReLU(), "ReLU6": nn.ReLU6(), "LeakyReLU": nn.LeakyReLU(), "GELU": nn.GELU(), "GELU, tanh": nn.GELU("tanh"),
+    "SiLU": nn.SiLU(), "Mish": nn.Mish(), "ELU": nn.ELU(), "CELU": nn.CELU(), "SELU": nn.SELU(), "Softplus": nn.Softplus(),
+    "Softsign": nn.Softsign(), "Softshrink": nn.Softshrink(), "Hardshrink": nn.Hardshrink(), "Tanhshrink": nn.Tanhshrink(),
+    "Hardswish": nn.Hardswish(), "Hardsigmoid": nn.Hardsigmoid(), "Hardtanh": nn.Hardtanh(), "Threshold": nn.Threshold(0.1, 0.2),
+    "Sigmoid": nn.Sigmoid(), "LogSigmoid": nn.LogSigmoid(), "Tanh": nn.Tanh(), "GLU": nn.GLU(),
+    "Softmax": nn.Softmax(-1), "LogSoftmax": nn.LogSoftmax(-1), "Softmin": nn.Softmin(-1),
+    "RReLU in eval": nn.RReLU().eval(), "Dropout in eval": nn.Dropout(0.5).eval(), "Dropout, p=0": nn.Dropout(0.0),
+    "AlphaDropout in eval": nn.AlphaDropout(0.5).eval(),
+    "ReLU in place": nn.ReLU(inplace=True), "ELU in place": nn.ELU(inplace=True), "SiLU in place": nn.SiLU(inplace=True),
+    "Hardtanh in place": nn.Hardtanh(inplace=True), "LeakyReLU in place": nn.LeakyReLU(inplace=True),
+    "Threshold in place": nn.Threshold(0.1, 0.2, inplace=True), "Mish in place": nn.Mish(inplace=True),
+    "Hardswish in place": nn.Hardswish(inplace=True), "SELU in place": nn.SELU(inplace=True), "CELU in place": nn.CELU(inplace=True),
+}
+for name, activation in ACTIVATIONS.items():
+    layer(name, lambda activation=activation: nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(4 if isinstance(activation, nn.GLU) else 8, 3)), rows(4, 8))
+layer("PReLU", lambda: nn.PReLU(4), rows(4, 4, 5))
+layer("PReLU after a layer", lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 3)), rows(4, 8))
+layer("Softmax2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Softmax2d()), rows(4, 4, 5, 5))
+
+RNN = "mkldnn_rnn_layer_backward gives all gradients at once"
+
+
+class First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.inner(*x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, x, x)
+
+
+layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), rows(4, 5, 8))
+layer("RNN, relu, two layers, both ways", lambda: nn.RNN(8, 6, 2, "relu", batch_first=True, bidirectional=True), rows(4, 5, 8))
+layer("GRU", lambda: nn.GRU(8, 6, 2, batch_first=True), rows(4, 5, 8))
+layer("LSTM", lambda: First(nn.LSTM(8, 6, 2, batch_first=True)), rows(4, 5, 8), whole=RNN)
+layer("LSTM, both ways", lambda: First(nn.LSTM(8, 6, batch_first=True, bidirectional=True)), rows(4, 5, 8), whole=RNN)
+layer("LSTM with its states", lambda: nn.LSTM(8, 6, batch_first=True), rows(4, 5, 8), whole=RNN)
+layer("LSTM, projected", lambda: nn.LSTM(8, 6, batch_first=True, proj_size=3), rows(4, 5, 8))
+layer("LSTMCell", lambda: nn.LSTMCell(8, 6), rows(4, 8))
+layer("GRUCell", lambda: nn.GRUCell(8, 6), rows(4, 8))
+layer("RNNCell", lambda: nn.RNNCell(8, 6), rows(4, 8))
+layer("Embedding", lambda: nn.Embedding(10, 6), ids(10, 4, 5))
+layer("Embedding with padding_idx", lambda: nn.Embedding(10, 6, padding_idx=0), ids(10, 4, 5))
+layer("Embedding, scaled by frequency", lambda: nn.Embedding(10, 6, scale_grad_by_freq=True), ids(10, 4, 5))
+layer("Embedding, sparse", lambda: nn.Embedding(10, 6, sparse=True), ids(10, 4, 5), untraced="?")
+layer("EmbeddingBag, sum", lambda: nn.EmbeddingBag(10, 6, mode="sum"), ids(10, 4, 5))
+layer("EmbeddingBag, mean", lambda: nn.EmbeddingBag(10, 6), ids(10, 4, 5))
+layer("EmbeddingBag, max", lambda: nn.EmbeddingBag(10, 6, mode="max"), ids(10, 4, 5))
+layer("MultiheadAttention", lambda: Attention(), rows(4, 5, 8))
+layer("MultiheadAttention, bias_kv, zero_attn", lambda: Attention(add_bias_kv=True, add_zero_attn=True), rows(4, 5, 8))
+layer("TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), rows(4, 5, 8))
+layer("TransformerEncoderLayer, norm first, gelu", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True), rows(4, 5, 8))
+layer("TransformerEncoderLayer in eval", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True).eval(), rows(4, 5, 8))
+layer("TransformerDecoderLayer", lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), lambda: (torch.randn(4, 5, 8), torch.randn(4, 3, 8)))
+layer("Upsample, nearest", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2)), rows(4, 4, 5, 5))
+layer("Upsample, bilinear", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear")), rows(4, 4, 5, 5))
+layer("Upsample, bicubic", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2, mode="bicubic")), rows(4, 4, 5, 5))
+layer("PixelShuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.PixelShuffle(2)), rows(4, 4, 5, 5))
+layer("PixelUnshuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.PixelUnshuffle(2)), rows(4, 4, 5, 5))
+layer("ChannelShuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ChannelShuffle(2)), rows(4, 4, 5, 5))
+layer("Fold and Unfold", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.Unfold(2), nn.Linear(9, 9), nn.Fold(4, 2)), rows(4, 4, 5, 5))
+layer("Flatten and Unflatten", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(64, 12), nn.Unflatten(1, (3, 4))), rows(4, 4, 5, 5))
+layer("ZeroPad2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ZeroPad2d(1), nn.Conv2d(4, 4, 2)), rows(4, 4, 5, 5))
+layer("ReflectionPad1d, ReplicationPad1d, CircularPad1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 2), nn.ReflectionPad1d(1), nn.ReplicationPad1d(1), nn.CircularPad1d(1)), rows(4, 4, 5))
+layer("weight_norm, parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), rows(4, 8))
+layer("weight_norm, hook", lambda: old_weight_norm(nn.Linear(8, 6)), rows(4, 8))
+layer("orthogonal, parametrization", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6))
+layer("spectral_norm in training", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)), rows(4, 8), refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training are not supported yet; call .eval().")
+layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), rows(4, 8))
+layer("Dropout in training", lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), rows(4, 8), refused="module '1.1' (Dropout): random numbers in training are not supported yet; call .eval() or set p=0.")
+layer("frozen Linear before a Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), rows(4, 8))
+layer("frozen bias", lambda: half_frozen(nn.Linear(8, 8)), rows(4, 8))
+
+
+def old_weight_norm(module: nn.Module) -> nn.Module:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(module)
+
+
+def half_frozen(module: nn.Linear) -> nn.Module:
+    module.bias.requires_grad_(False)
+    return module
+
+
+class Cosine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cosine_similarity(self.one(x), self.other(x), dim=-1)
+
+
+layer("CosineSimilarity", Cosine, rows(4, 8))
+
+
+class Distance(Cosine):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pairwise_distance(self.one(x), self.other(x)) + torch.cdist(self.one(x), self.other(x)).sum(1)
+
+
+layer("PairwiseDistance, cdist", Distance, rows(4, 8))
+
+# Patterns.
+
+
+@pattern("a weight used twice with another between", weights((8, 8), (8, 8)), rows(4, 8))
+def twice(p, x):
+    return torch.tanh(x @ p["w0"]) @ p["w1"] @ p["w0"]
+
+
+class Albert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(self.block(x)))
+
+
+layer("an ALBERT block applied three times", Albert, rows(4, 5, 8))
+
+
+class SharedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.other(self.norm(self.one(self.norm(x)))))
+
+
+layer("a shared LayerNorm", SharedNorm, rows(4, 8))
+
+
+@pattern("a tied embedding: x@E, Linear, @E.T", weights((10, 8), (8, 8), (8,)), rows(4, 10))
+def tied(p, x):
+    return F.linear(x @ p["w0"], p["w1"], p["w2"]) @ p["w0"].T
+
+
+@pattern("an embedding that is also the head", weights((10, 8), (8, 8)), ids(10, 4, 5))
+def tied_ids(p, x):
+    return torch.tanh(F.embedding(x, p["w0"]) @ p["w1"]) @ p["w0"].T
+
+
+@pattern("an output that is a view", weights((8, 8)), rows(4, 8))
+def view(p, x):
+    return (x @ p["w0"]).view(-1)
+
+
+@pattern("an output that is a view of the input", weights((8, 8)), rows(4, 8))
+def view_of_input(p, x):
+    return x.view(4 if len(x) == 4 else len(x), 2, 4).transpose(1, 2), x @ p["w0"]
+
+
+@pattern("the input itself as an output", weights((8, 8)), rows(4, 8))
+def itself(p, x):
+    return x, x @ p["w0"]
+
+
+@pattern("an output that depends on parameters only", weights((8, 8), (8,)), rows(4, 8))
+def params_only(p, x):
+    return x @ p["w0"], p["w1"].exp() * 2
+
+
+@pattern("a parameter itself as an output", weights((8, 8), (8,)), rows(4, 8))
+def param_itself(p, x):
+    return x @ p["w0"], p["w1"]
+
+
+@pattern("no parameters", lambda: {}, rows(4, 8))
+def no_params(p, x):
+    return x.tanh() * 2
+
+
+@pattern("an identity", lambda: {}, rows(4, 8))
+def identity(p, x):
+    return x
+
+
+@pattern("one tensor as two outputs", weights((8, 8)), rows(4, 8))
+def same_twice(p, x):
+    y = x @ p["w0"]
+    return y, y
+
+
+@pattern("x + p, whose gradient is the cotangent", weights((8,), (4, 8)), rows(4, 8), step=False)
+def plus(p, x):
+    return x + p["w0"] + p["w1"]
+
+
+@pattern("chunk and cat", weights((8, 12), (12, 8)), rows(4, 8))
+def chunk(p, x):
+    a, b, c = (x @ p["w0"]).chunk(3, dim=1)
+    return torch.cat([a * b, c, b.tanh()], dim=1) @ p["w1"]
+
+
+@pattern("split and stack", weights((8, 12)), rows(4, 8))
+def split(p, x):
+    a, b = (x @ p["w0"]).split([6, 6], dim=1)
+    return torch.stack([a.sin(), b], dim=1), a
+
+
+@pattern("unbind", weights((8, 12)), rows(4, 3, 8))
+def unbind(p, x):
+    a, b, c = (x @ p["w0"]).unbind(1)
+    return a * b + c.exp()
+
+
+@pattern("unbind of a parameter", weights((3, 8, 8)), rows(4, 8))
+def unbind_param(p, x):
+    for w in p["w0"].unbind(0):
+        x = torch.tanh(x @ w)
+    return x
+
+
+@pattern("slices of one parameter", weights((8, 24)), rows(4, 8))
+def sliced_param(p, x):
+    q, k, v = p["w0"].split(8, dim=1)
+    return (x @ q) * (x @ k) + x @ v
+
+
+@pattern("one of several outputs unused", weights((8, 12)), rows(4, 8))
+def one_unused(p, x):
+    return (x @ p["w0"]).chunk(3, dim=1)[1]
+
+
+@pattern("var_mean", weights((8, 12)), rows(4, 8))
+def var_mean(p, x):
+    var, mean = torch.var_mean(x @ p["w0"], dim=1)
+    return mean / var
+
+
+@pattern("an unused parameter", weights((8, 8), (3, 3)), rows(4, 8))
+def unused(p, x):
+    return x @ p["w0"]
+
+
+@pattern("an unused input", weights((4, 8)), lambda: (torch.randn(4, 8), torch.randn(4, 3)), step=True)
+def unused_input(p, x):
+    return x[0] @ p["w0"].T
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(x, scale):
+        return x**3 * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, scale = ctx.saved_tensors
+        return dy * 3 * x**2 * scale, (dy * x**3).sum(0)
+
+
+class Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, name):
+        values, places = x.max(dim=1)
+        ctx.mark_non_differentiable(places)
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return values * 2, places
+
+    @staticmethod
+    def backward(ctx, dvalues, _):
+        (places,) = ctx.saved_tensors
+        return dvalues.new_zeros(ctx.shape).scatter(1, places[:, None], dvalues[:, None] * 2), None
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient that is not the function's own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -0.5 * dy
+
+
+class InPlaceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+@pattern("autograd.Function, setup_context", weights((8, 8), (8,)), rows(4, 8))
+def cube(p, x):
+    return Cube.apply(x @ p["w0"], p["w1"])
+
+
+@pattern("autograd.Function, mark_non_differentiable", weights((8, 8)), rows(4, 8))
+def largest(p, x):
+    return Largest.apply(x @ p["w0"], "row")
+
+
+@pattern("autograd.Function, another gradient", weights((8, 8)), rows(4, 8))
+def reversed_gradient(p, x):
+    return Reversed.apply(x @ p["w0"]).sin()
+
+
+@pattern("autograd.Function, mark_dirty", weights((8, 8)), rows(4, 8))
+def dirty(p, x):
+    return InPlaceFunction.apply(x @ p["w0"]).sin()
+
+
+@pattern("int inputs beside floats, int outputs", weights((10, 8)), lambda: (torch.randint(10, (4,)), torch.randn(4, 8)))
+def ints(p, x):
+    places, value = x
+    made = value * p["w0"][places]
+    return made, made.argmax(1), places
+
+
+@pattern("bool mask handed through", weights((8, 8)), lambda: (torch.randn(4, 8), torch.rand(4, 8) > 0.5))
+def masks(p, x):
+    value, mask = x
+    return (value @ p["w0"]).masked_fill(mask, 0.0), ~mask
+
+
+@pattern("dict, tuple and None as output", weights((8, 8)), lambda: {"a": torch.randn(4, 8), "b": (None, torch.randn(4, 8))})
+def containers(p, x):
+    return {"y": (x["a"] @ p["w0"], None), "z": [x["b"][1].exp(), x["a"]], "n": 3, "s": "name"}
+
+
+@pattern("nested parameters, a list and a number among them", lambda: {"a": [torch.randn(8, 8), {"b": torch.randn(8)}], "n": 2}, rows(4, 8))
+def nested(p, x):
+    return x @ p["a"][0] * p["n"] + p["a"][1]["b"]
+
+
+@pattern("index_put", weights((8, 8)), rows(4, 8))
+def index_put(p, x):
+    y = torch.zeros(len(x), 8)
+    y[:, torch.tensor([0, 2, 2])] = (x @ p["w0"])[:, :3]
+    return y.exp()
+
+
+@pattern("index_put, accumulate", weights((8, 8)), rows(4, 8))
+def index_add(p, x):
+    y = x @ p["w0"]
+    y = y.index_put((torch.tensor([0, 0]),), y[:1] * y[:1], accumulate=True)
+    return y.index_add(1, torch.tensor([1, 1]), y[:, :2]).index_select(1, torch.tensor([0, 0, 1]))
+
+
+@pattern("scatter, gather", weights((8, 8)), lambda: (torch.randn(4, 8), torch.randint(8, (4, 3))))
+def scatter(p, x):
+    value, places = x
+    y = value @ p["w0"]
+    return torch.zeros_like(y).scatter_add(1, places, y.gather(1, places).sin()) + y.scatter(1, places, 1.0)
+
+
+@pattern("einsum", weights((8, 2, 4), (2, 4, 8)), rows(4, 5, 8))
+def einsum(p, x):
+    q = torch.einsum("bsd,dhk->bshk", x, p["w0"])
+    return torch.einsum("bshk,bthk,hkd->bsd", q, q, p["w1"])
+
+
+@pattern("cumsum, cumprod, logsumexp", weights((8, 8)), rows(4, 8))
+def cumsum(p, x):
+    y = x @ p["w0"]
+    return y.cumsum(1) + y.cumprod(1) + y.logsumexp(1, keepdim=True) + y.logcumsumexp(1)
+
+
+@pattern("sort and topk", weights((8, 8)), rows(4, 8))
+def sort(p, x):
+    y = x @ p["w0"]
+    values, places = y.topk(3, dim=1)
+    return y.sort(dim=1)[0], values * 2, places
+
+
+@pattern("max, min, median, norm", weights((8, 8)), rows(4, 8))
+def extremes(p, x):
+    y = x @ p["w0"]
+    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.norm(dim=1) + y.std(1) + y.prod(1) + torch.linalg.vector_norm(y, 3, dim=1)
+
+
+@pattern("where", weights((8, 8)), rows(4, 8))
+def where(p, x):
+    y = x @ p["w0"]
+    return torch.where(y > 0, y, y.exp() - 1)
+
+
+@pattern("scaled_dot_product_attention, causal", weights((8, 24)), rows(4, 5, 8))
+def attention(p, x):
+    q, k, v = (x @ p["w0"]).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+@pattern("scaled_dot_product_attention, float mask", weights((8, 24), (5, 5)), rows(4, 5, 8))
+def attention_mask(p, x):
+    q, k, v = (x @ p["w0"]).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=p["w1"]).transpose(1, 2).reshape(x.shape)
+
+
+@pattern("baddbmm, addmm, bmm, addmv", weights((8, 8), (8,)), rows(4, 5, 8))
+def products(p, x):
+    y = torch.baddbmm(x, x, p["w0"].expand(len(x), 8, 8), beta=0.5, alpha=2.0)
+    return y.bmm(y.transpose(1, 2)), y @ p["w1"]
+
+
+@pattern("linalg: inverse, solve, cholesky, det", weights((8, 8)), rows(4, 8))
+def linalg(p, x):
+    a = p["w0"] @ p["w0"].T + torch.eye(8)
+    return torch.linalg.solve(a, x.T).T + x @ torch.linalg.inv(a) @ torch.linalg.cholesky(a) + torch.linalg.slogdet(a)[1]
+
+
+@pattern("linalg: svd, eigh, qr", weights((8, 8)), rows(4, 8))
+def decompositions(p, x):
+    s = torch.linalg.svdvals(p["w0"])
+    values, _ = torch.linalg.eigh(p["w0"] @ p["w0"].T)
+    q, r = torch.linalg.qr(p["w0"])
+    return x * s + values + x @ q @ r
+
+
+@pattern("fft", weights((8, 8)), rows(4, 8))
+def fft(p, x):
+    return torch.fft.irfft(torch.fft.rfft(x @ p["w0"]) * torch.fft.rfft(x), n=8)
+
+
+@pattern("a loss inside: cross_entropy", weights((8, 8)), lambda: (torch.randn(4, 8), torch.randint(8, (4,))))
+def entropy(p, x):
+    return F.cross_entropy(x[0] @ p["w0"], x[1], reduction="none", label_smoothing=0.1), x[0] @ p["w0"]
+
+
+@pattern("losses: nll, bce, huber, smooth_l1, kl_div", weights((8, 8)), rows(4, 8))
+def losses(p, x):
+    y, t = x @ p["w0"], x.detach().sigmoid()
+    return torch.stack([
+        F.nll_loss(y.log_softmax(1), torch.zeros(len(x), dtype=torch.long)), F.binary_cross_entropy_with_logits(y, t),
+        F.binary_cross_entropy(y.sigmoid(), t), F.huber_loss(y, t), F.smooth_l1_loss(y, t), F.l1_loss(y, t),
+        F.kl_div(y.log_softmax(1), t, reduction="batchmean"), F.mse_loss(y, t),
+    ]).expand(len(x), 8)
+
+
+@pattern("add_ and mul_ of what was computed", weights((8, 8)), rows(4, 8))
+def in_place(p, x):
+    y = x @ p["w0"]
+    y.add_(1).mul_(2)
+    return y.sin()
+
+
+@pattern("add_ of a residual", weights((8, 8)), rows(4, 8))
+def in_place_residual(p, x):
+    y = x @ p["w0"]
+    y += x
+    y -= p["w0"][0]
+    return y
+
+
+@pattern("masked_fill_", weights((8, 8)), rows(4, 8))
+def masked_fill_(p, x):
+    y = x @ p["w0"]
+    return y.masked_fill_(torch.ones(8, 8).tril()[: len(x)] == 0, -1.0).softmax(-1)
+
+
+@pattern("x[:, 0] = 0 on a clone", weights((8, 8)), rows(4, 8))
+def assign(p, x):
+    x = x.clone()
+    x[:, 0] = 0
+    x[:, 1] *= 2
+    return x @ p["w0"]
+
+
+@pattern("in place through a view", weights((8, 8)), rows(4, 8))
+def through_view(p, x):
+    y = x @ p["w0"]
+    y.view(-1)[:5].mul_(3)
+    y.t().add_(1)
+    a, _ = torch.tensor_split(y, 2, dim=1)
+    a.tanh_()
+    return y
+
+
+@pattern("filled by rows", weights((8, 8)), rows(4, 5, 8))
+def filled(p, x):
+    out = torch.empty(len(x), 5, 8)
+    h = torch.zeros(len(x), 8)
+    for t in range(5):
+        h = torch.tanh(x[:, t] + h @ p["w0"])
+        out[:, t] = h
+    return out
+
+
+@pattern("torch.utils.checkpoint", weights((8, 8), (8, 8)), rows(4, 8))
+def checkpointed(p, x):
+    def inner(x):
+        return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
+
+    return checkpoint(inner, checkpoint(inner, x, use_reentrant=False), use_reentrant=False)
+
+
+@pattern("torch.utils.checkpoint, reentrant", weights((8, 8), (8, 8)), rows(4, 8))
+def checkpointed_reentrant(p, x):
+    def inner(x):
+        return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
+
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+@pattern("autocast", weights((8, 8), (8, 8)), rows(4, 8))
+def autocast(p, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.tanh(x @ p["w0"]) @ p["w1"]
+    return y.float()
+
+
+@pattern("autocast, one weight used twice", weights((8, 8)), rows(4, 8))
+def autocast_twice(p, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.tanh(x @ p["w0"]) @ p["w0"]
+
+
+@pattern("autocast with cache, Linear used twice", lambda: {"w0": torch.randn(8, 8), "w1": torch.randn(8)}, rows(4, 8))
+def autocast_linear(p, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(F.layer_norm(F.linear(x, p["w0"], p["w1"]), (8,)), p["w0"], p["w1"]).softmax(-1)
+
+
+@pattern("float64", weights((8, 8), (8,), dtype=torch.float64), rows(4, 8, dtype=torch.float64))
+def float64(p, x):
+    return F.gelu(F.linear(x, p["w0"], p["w1"]))
+
+
+@pattern("bfloat16", weights((8, 8), (8,), dtype=torch.bfloat16), rows(4, 8, dtype=torch.bfloat16))
+def bfloat16(p, x):
+    return F.layer_norm(F.gelu(F.linear(x, p["w0"], p["w1"])), (8,))
+
+
+@pattern("float16", weights((8, 8), (8,), dtype=torch.float16), rows(4, 8, dtype=torch.float16))
+def float16(p, x):
+    return F.gelu(F.linear(x, p["w0"], p["w1"]))
+
+
+@pattern("mixed dtypes: bfloat16 weights, float32 norm", lambda: {"w0": torch.randn(8, 8, dtype=torch.bfloat16), "w1": torch.ones(8)}, rows(4, 8))
+def mixed(p, x):
+    return F.rms_norm((x.bfloat16() @ p["w0"]).float(), (8,), p["w1"])
+
+
+@pattern("transposed input", weights((8, 8)), lambda: torch.randn(8, 4).t())
+def transposed(p, x):
+    return (x @ p["w0"]).sin()
+
+
+@pattern("expanded input", weights((8, 8)), lambda: torch.randn(1, 8).expand(4, 8))
+def expanded(p, x):
+    return (x @ p["w0"]).sin() * x
+
+
+@pattern("strided input", weights((8, 8)), lambda: torch.randn(8, 16)[::2, ::2])
+def strided(p, x):
+    return (x @ p["w0"]).sin() * x
+
+
+@pattern("non-contiguous parameters", lambda: {"a": torch.randn(8, 8).t(), "b": torch.randn(16)[::2], "c": torch.randn(1, 8).expand(8, 8)}, rows(4, 8))
+def strided_params(p, x):
+    return (x @ p["a"] + p["b"]) @ p["c"]
+
+
+@pattern("zero rows", weights((8, 8)), rows(0, 8), step=False)
+def zero_rows(p, x):
+    return torch.tanh(x @ p["w0"])
+
+
+CONSTANT = torch.arange(64.0).view(8, 8).sin()
+
+
+@pattern("a constant tensor of a closure", weights((8, 8)), rows(4, 8))
+def constant(p, x):
+    return (x * CONSTANT[0]) @ p["w0"] @ CONSTANT
+
+
+@pattern("a constant as an output", weights((8, 8)), rows(4, 8), step=False)
+def constant_out(p, x):
+    return x @ p["w0"], CONSTANT
+
+
+@pattern("complex numbers", weights((8, 8), dtype=torch.complex64), rows(4, 8, dtype=torch.complex64))
+def complex_numbers(p, x):
+    return torch.tanh(x @ p["w0"]) * x.conj() + x.real
+
+
+@pattern("complex within, real outside", weights((8, 8), (4,)), rows(4, 8))
+def complex_within(p, x):
+    y = torch.view_as_complex((x @ p["w0"]).view(len(x), 4, 2))
+    return torch.view_as_real(y * torch.polar(torch.ones(4), p["w1"])).flatten(1)
+
+
+@pattern("no_grad and detach within", weights((8, 8), (8, 8)), rows(4, 8))
+def detached(p, x):
+    with torch.no_grad():
+        scale = (x @ p["w0"]).abs().amax()
+    return x @ p["w0"] / scale + (x @ p["w1"]).detach()
+
+
+@pattern("a frozen leaf by detach", weights((8, 8), (8, 8)), rows(4, 8))
+def frozen(p, x):
+    return (x @ p["w0"].detach()).relu() @ p["w1"]
+
+
+@pattern("a gradient taken within", weights((8, 8)), rows(4, 8))
+def inner_gradient(p, x):
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    (g,) = torch.autograd.grad((x @ p["w0"]).sin().sum(), x, create_graph=True)
+    return g * 2
+
+
+@pattern("a hook on what was computed", weights((8, 8)), rows(4, 8))
+def hooked(p, x):
+    y = x @ p["w0"]
+    if y.requires_grad:
+        y.register_hook(lambda dy: dy * 0.5)
+    return y.sin()
+
+
+@pattern("torch.func.vmap", weights((8, 8)), rows(4, 8))
+def vmapped(p, x):
+    return torch.func.vmap(lambda row: torch.tanh(row @ p["w0"]).sum() * row)(x)
+
+
+@pattern("to another dtype and back", weights((8, 8)), rows(4, 8))
+def casts(p, x):
+    return (x.double() @ p["w0"].double()).float() + x.half().float()
+
+
+@pattern("rows repeated, rolled, flipped", weights((8, 8)), rows(4, 8))
+def moved(p, x):
+    y = x @ p["w0"]
+    return y.roll(1, 1) + y.flip(1) + y.repeat_interleave(2, 1)[:, ::2] + y.repeat(1, 2)[:, 4:12] + y.tril() + y.diff(dim=1, prepend=y[:, :1])
+
+
+@pattern("0-d parameters, 0-d output", lambda: {"w0": torch.tensor(0.5), "w1": torch.tensor(2.0)}, rows(4, 8))
+def scalars(p, x):
+    return (x * p["w0"]).sin().mean() * p["w1"], x ** p["w1"].exp()
+
+
+@pattern("interpolation: grid_sample, affine_grid", weights((2, 3)), rows(4, 2, 5, 5))
+def grid(p, x):
+    where = F.affine_grid(p["w0"].expand(len(x), 2, 3), [len(x), 2, 5, 5], align_corners=False)
+    return F.grid_sample(x, where, align_corners=False)
+
+
+# What is refused or not traced.
+
+
+@pattern("the input changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place (aten.mul_.Tensor)")
+def changes_input(p, x):
+    x.mul_(2)
+    return x @ p["w0"]
+
+
+@pattern("a view of the input changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place")
+def changes_view(p, x):
+    x[:, 0] = 0
+    return x @ p["w0"]
+
+
+@pattern("a parameter changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place")
+def changes_param(p, x):
+    with torch.no_grad():
+        p["w0"].mul_(0.5)
+    return x @ p["w0"]
+
+
+@pattern("if x.sum() > 0", weights((8, 8)), rows(4, 8), untraced="?")
+def branch(p, x):
+    return x @ p["w0"] if x.sum() > 0 else x @ p["w0"].T
+
+
+@pattern(".item()", weights((8, 8)), rows(4, 8), untraced="?")
+def item(p, x):
+    return x @ p["w0"] * x.abs().max().item()
+
+
+@pattern("a boolean mask as an index", weights((8, 8)), rows(4, 8), untraced="?")
+def boolean_mask(p, x):
+    y = x @ p["w0"]
+    return y * y[y > 0].sum()
+
+
+@pattern("nonzero", weights((8, 8)), rows(4, 8), untraced="?")
+def nonzero(p, x):
+    y = x @ p["w0"]
+    return y * y.nonzero().sum()
+
+
+@pattern("tolist, numpy", weights((8, 8)), rows(4, 8), untraced="?")
+def to_numpy(p, x):
+    return x @ p["w0"] * float(x.detach().numpy().sum())
+
+
+@pattern("random numbers", weights((8, 8)), rows(4, 8), untraced="?")
+def random_numbers(p, x):
+    return F.dropout(x @ p["w0"], 0.5)
