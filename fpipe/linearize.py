@@ -12,10 +12,10 @@ that the next function reads and no others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -50,6 +50,17 @@ class Call:
     specs: tuple[tuple[str, Spec], ...]
     microbatch: int | None = None
 
+    def differentiable(self) -> Call:
+        """The same call as if a gradient of every input that can have one were wanted.
+
+        The stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        """
+        reads = tuple(
+            (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
+            for label, leaves in self.reads
+        )
+        return replace(self, reads=reads)
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -64,77 +75,90 @@ class Outline:
         return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
 
 
-class Traces:
-    """What has been traced of a model's stages. Stages that compute the same function share their traces.
+class Store:
+    """What has been traced of one function, by the way it was called."""
 
-    They are the same function if they are one Python function, or modules equal in class, plain attributes, mode and
-    shapes of their leaves, recursively.
+    def __init__(self) -> None:
+        self.outlines: dict[Any, Outline] = {}
+        self.graphs: dict[Any, Graph] = {}
+
+
+# A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
+# nothing can refer to weakly.
+_OF_FUNCTIONS: WeakKeyDictionary[Any, Store] = WeakKeyDictionary()
+_OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
+
+
+class Traces:
+    """A model's stages as graphs, each traced once for each way it is called, whoever asks.
+
+    Stages that compute the same function share their traces: those of one Python function, and modules that are equal
+    in class, plain attributes, mode and shapes of their leaves, recursively.
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = ref(model)  # the cache of all traces must not keep a model alive
-        self.outlines: dict[Any, Outline] = {}
-        self.graphs: dict[Any, Graph] = {}
-        self.made: dict[Any, Any] = {}  # whatever else is made once for a trace
-        self.count = 0
-
-    @property
-    def model(self) -> Model:
-        """The model that this is about."""
-        model = self._model()
-        assert model is not None
-        return model
+        self.model = model
+        self._places: dict[Call, tuple[Store, Any]] = {}
+        self._twins: dict[int, Any] = {}
 
     def outline(self, call: Call) -> Outline:
         """What a call writes, by running it once on tensors without data."""
-        key = self._key(call)
-        if key not in self.outlines:
+        store, key = self._place(call)
+        if key not in store.outlines:
             specs: dict[str, Spec] = {}
             reads, writes = outline(self._flat(call, specs), dict(call.reads))
-            self.outlines[key] = Outline(reads, writes, specs)
-        return self.outlines[key]
+            store.outlines[key] = Outline(reads, writes, specs)
+        return store.outlines[key]
 
     def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
-        key = self._key(call), tuple(seeds.items())
-        if key not in self.graphs:
-            if call.stage is None and self.model.loss is None and self.model.reduction != "count":
-                self.graphs[key] = _the_loss_itself(call, seeds)
-            else:
-                self.count += 1
-                self.graphs[key] = trace(self._flat(call, {}), dict(call.reads), seeds)
-        return self.graphs[key]
+        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+            return _the_loss_itself(call, seeds)
+        store, key = self._place(call)
+        if (key, *seeds.items()) not in store.graphs:
+            store.graphs[key, *seeds.items()] = trace(self._flat(call, {}), dict(call.reads), seeds)
+        return store.graphs[key, *seeds.items()]
 
     def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
         """The last stage and the loss, each traced apart, as one graph."""
-        key = "loss", self._key(call), tuple(seeds.items()), self._key(loss), weight
-        if key not in self.graphs:
-            top = self.graph(loss, {"dloss": (weight,)})
-            dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
-            self.graphs[key] = inlined(self.graph(call, {**seeds, "dy": dy}), top)
-        return self.graphs[key]
+        top = self.graph(loss, {"dloss": (weight,)})
+        dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
+        stage = self.graph(call, {**seeds, "dy": dy})
+        return stage.once(("with loss", top), lambda: inlined(stage, top))
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gave when it was first asked for under this key."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
-
-    def _key(self, call: Call) -> Any:
+    def _place(self, call: Call) -> tuple[Store, Any]:
+        """Where the traces of a call are, and under which key."""
         try:
-            hash(call.reads)
+            if call not in self._places:
+                self._places[call] = self._found(call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+        return self._places[call]
+
+    def _found(self, call: Call) -> tuple[Store, Any]:
         kinds = tuple(type(leaf) for _, leaves in call.reads for leaf in leaves)  # 1 and True are equal
+        around = (kinds, call.reads, ambient())
         if call.stage is None:
-            return None, kinds, call.reads, call.specs, ambient()
-        forward, microbatch = self.model.stages[call.stage].forward, call.microbatch
-        what, specs = (forward, None), call.specs
-        if isinstance(forward, StageModule):
-            what = forward.twin(), _positions(forward, call)
-            specs = tuple((label, spec) for label, spec in specs if label != "params")
-        several = isinstance(self.model.inputs[call.stage], tuple)
-        return what, kinds, call.reads, specs, microbatch, ambient(), several
+            store, own = self._store(self.model.loss)
+            return store, (own, "loss", self.model.reduction, call.specs, *around)
+        stage = self.model.stages[call.stage]
+        names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
+        how = (stage.asks, names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
+        if isinstance(stage.forward, StageModule):
+            specs = tuple((label, spec) for label, spec in call.specs if label != "params")
+            if call.stage not in self._twins:
+                self._twins[call.stage] = stage.forward.twin()
+            twin = self._twins[call.stage], _positions(stage.forward, call)
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
+        store, own = self._store(stage.forward)
+        return store, (own, how, call.specs, *around)
+
+    def _store(self, function: Any) -> tuple[Store, int | None]:
+        """The traces of a function; those that lie with the model's own are told apart by who the function is."""
+        try:
+            return _OF_FUNCTIONS.setdefault(function, Store()), None
+        except TypeError:
+            return _OF_MODELS.setdefault(self.model, Store()), id(function)
 
     def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
         """The call as a function of leaves; it notes the containers of what it writes."""
@@ -174,14 +198,6 @@ class Traces:
             return leaves
 
         return loss if call.stage is None else stage
-
-
-_TRACES: WeakKeyDictionary[Model, Traces] = WeakKeyDictionary()
-
-
-def traces_of(model: Model) -> Traces:
-    """What has been traced of a model so far, by whatever step."""
-    return _TRACES.setdefault(model, Traces(model))
 
 
 def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
@@ -302,9 +318,15 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     try:
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))
-        return Linearized(Cut(traces.graph(call, {"dy": dy}), ("dx",)), {**specs, **outline.specs})
+        every = tuple(range(len(dict(reads)["x"])))
+        return Linearized(Cut(traces.graph(call, {"dy": dy}), (("dx", every),)), {**specs, **outline.specs})
     except Untraceable as error:
         raise ValueError(f"this function cannot be written down as torch ops: {error}") from error
+
+
+def _wanting(leaf: Any) -> Any:
+    able = isinstance(leaf, Aval) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    return leaf._replace(wants=True) if able else leaf
 
 
 def wanting(leaf: Any) -> Any:

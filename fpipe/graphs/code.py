@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain, count
 from operator import getitem
 from typing import Any
 
@@ -89,7 +90,8 @@ def _call(node: Node, graph: Graph, objects: dict[str, Any]) -> str:
         return f"{node.args[0]}[{node.args[1]}]"
     call = _fastest(node, graph)
     plain = f"aten_{node.op.__name__.split('.')[0]}"
-    word = next(w for w in (plain, *(f"{plain}_{k}" for k in range(9999))) if objects.get(w, call) is call)
+    words = chain([plain], (f"{plain}_{k}" for k in count(2)))
+    word = next(word for word in words if objects.get(word, call) is call)
     objects[word] = call
     args = [_text(arg, objects) for arg in node.args]
     return f"{word}({', '.join([*args, *(f'{key}={_text(arg, objects)}' for key, arg in node.kwargs.items())])})"

@@ -26,17 +26,18 @@ _KNOWN = ("params", "const")  # what every part is given anew
 _SEEDS = ("dy", "dcarry", "dloss")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """The parts of a traced stage.
 
     Args:
         graph: the stage and its gradient.
-        wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`); the others are not computed.
+        wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`), and the places of the leaves
+            that have one; the others are not computed.
     """
 
     graph: Graph
-    wanted: tuple[str, ...]
+    wanted: tuple[tuple[str, tuple[int, ...]], ...]
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, state, carry and res."""
@@ -44,11 +45,11 @@ class Cut:
 
     def backward(self) -> Graph:
         """B: all gradients."""
-        return self._part([*self._params, *self._seeds, "res"], [*self.wanted, *self._gradients])
+        return self._part([*self._params, *self._seeds, "res"], [*dict(self.wanted), *self._gradients])
 
     def backward_input(self) -> Graph:
         """I: the cotangents of what the stage was given, and what is left for W."""
-        return self._part([*self._params, *self._seeds, "res"], [*self.wanted, "wres"])
+        return self._part([*self._params, *self._seeds, "res"], [*dict(self.wanted), "wres"])
 
     def backward_weight(self) -> Graph:
         """W: the gradients of parameters."""
@@ -64,7 +65,7 @@ class Cut:
         graph = self.graph
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
-        made = {label: graph.writes[label] if label in graph.writes else crossing[label] for label in writes}
+        made = {label: self._written(label) if label in graph.writes else crossing[label] for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}
         ops = graph.behind((leaf for leaves in made.values() for leaf in leaves), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops])
@@ -82,8 +83,13 @@ class Cut:
     def _gradients(self) -> list[str]:
         return [label for label in self.graph.writes if label.split(":")[0] == "g"]
 
+    def _written(self, label: str) -> tuple[Any, ...]:
+        """The leaves under a label, of cotangents only those that are wanted."""
+        leaves, places = self.graph.writes[label], dict(self.wanted).get(label)
+        return leaves if places is None else tuple(leaf if k in places else None for k, leaf in enumerate(leaves))
+
     def _leaves(self, labels: Iterable[str]) -> list[Name]:
-        return [leaf for label in labels for leaf in self.graph.writes[label] if isinstance(leaf, Name)]
+        return [leaf for label in labels for leaf in self._written(label) if isinstance(leaf, Name)]
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
@@ -92,7 +98,7 @@ class Cut:
 
     @cached_property
     def _input_ops(self) -> set[Name]:
-        return self.graph.behind(self._leaves(self.wanted), self._forward_ops)
+        return self.graph.behind(self._leaves(dict(self.wanted)), self._forward_ops)
 
     @cached_property
     def _weight_ops(self) -> set[Name]:
@@ -110,7 +116,7 @@ class Cut:
     def residuals(self) -> list[Name]:
         """What F leaves for the backward."""
         backward = self._input_ops | self._weight_ops
-        made = self._leaves([*self.wanted, *self._gradients])
+        made = self._leaves([*dict(self.wanted), *self._gradients])
         return self._crossing(backward, made, self._forward_ops | self._held)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Node(NamedTuple):
         return [*_names(self.args), *_names(self.kwargs.values())]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """Ops in an order that can be run, and what a traced function reads and writes, label by label.
 
@@ -74,6 +74,13 @@ class Graph:
     constants: Mapping[Name, Tensor]
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
+    _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was first asked for under this key: what is made of a graph lives as long as it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def inputs(self) -> Iterator[Name]:
         """The names of all that it reads."""

@@ -45,7 +45,7 @@ def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[s
     float32[3, 2] True
     """
     numbers: dict[int, int] = {}
-    with _reasons(), _fake_mode(), torch.enable_grad():
+    with _reasons(), fake_mode(), torch.enable_grad():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         made = function({label: [*leaves] for label, leaves in given.items()})
         return _facts(given, numbers), _facts(made, numbers)
@@ -84,7 +84,7 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
         return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
-        with _fake_mode():
+        with fake_mode():
             fakes = [_empty(groups[label][at]).detach() for label, at in places]
         traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
@@ -124,7 +124,8 @@ def _wants(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _fake_mode() -> Any:
+def fake_mode() -> Any:
+    """Within it tensors have no data; it is imported when it is first needed, which takes a second."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)

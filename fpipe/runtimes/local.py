@@ -161,7 +161,7 @@ class Prepared:
                 lists = [slots[k] for k in reads]
                 for k in shared:
                     lists[k] = lists[k][:]
-                for k, made in zip(writes, function(*lists), strict=True):
+                for k, made in zip(writes, function(*lists)):  # noqa: B905
                     slots[k] = made
         except Exception as error:
             op = self.calls[at].ops[0]

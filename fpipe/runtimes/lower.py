@@ -19,9 +19,9 @@ from fpipe import tree
 from fpipe.graphs.add import adding, owned
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.graph import Graph, Name
+from fpipe.graphs.graph import Fact, Graph, Name
 from fpipe.models import Model
-from fpipe.program import Op, Program, Value
+from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
 from fpipe.runtimes.shapes import Shapes, Thing, label_of, whole
 from fpipe.runtimes.sums import Sums
@@ -69,10 +69,11 @@ def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: in
         Untraceable: something in it cannot be known before it runs.
     """
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
-    shapes = Shapes(model, dict(given), rows)
-    for op in ops:
-        shapes.follow(op)
-    return _Writer(program, ops, shapes).write()
+    with building():
+        shapes = Shapes(model, dict(given), rows)
+        for op in ops:
+            shapes.follow(op)
+        return _Writer(program, ops, shapes).write()
 
 
 class _Writer:
@@ -135,8 +136,9 @@ class _Writer:
             cut.graph.writes[label_of(value)][k] for value in op.writes for k in self.sums.copied.get(value, ())
         )
         labels = tuple(label_of(value) for value in op.writes)
-        key = ("code", id(cut), op.kind if op.kind in "BIW" else "F", labels, tuple(map(label_of, adds)), copied)
-        first, run, graph = self.shapes.traces.once(key, lambda: _code(cut, op.kind, labels, key[4], copied))
+        adding_to = tuple(map(label_of, adds))
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied)
+        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied))
         named = self.shapes.labels(op) | {
             "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
         }
@@ -175,8 +177,45 @@ class _Writer:
             return self.call(at, _pass_on, op.reads, op.writes)
         if op.kind == "ADD":
             return self.call(at, _add, op.reads, op.writes)
+        if op.kind == "SPLIT":
+            plan = [self.slices(op, value) for value in op.writes]
+            if all(part is not None for part in plan):
+                return self.call(at, partial(_slice, plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
         return self.call(at, partial(_by_rule, op, things, self.shapes.run), op.reads, op.writes)
+
+    def slices(self, op: Op, value: Value) -> Any:
+        """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
+
+        A number that shapes fix is itself. None where a result is no plain slice.
+        """
+        leaves = self.things[value].leaves
+        if not any(isinstance(leaf, Fact) for leaf in leaves):
+            return (-1, list(leaves))
+        at = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
+        found: list[Any] = []
+        for leaf, whole_leaf in zip(leaves, self.things[op.reads[at]].leaves, strict=True):
+            if not isinstance(leaf, Fact):
+                found.append(None)
+                continue
+            (shape, stride, *_), (full, steps, *_) = leaf.aval, whole_leaf.aval
+            dims = [dim for dim, sizes in enumerate(zip(shape, full, strict=False)) if sizes[0] != sizes[1]]
+            if leaf.storage != whole_leaf.storage or stride != steps or len(dims) > 1 or (dims and not steps[dims[0]]):
+                return None
+            found.append((dims[0], leaf.offset // steps[dims[0]], shape[dims[0]]) if dims else None)
+        return (at, found)
+
+
+def _slice(plan: Sequence[tuple[int, list[Any]]], *lists: Leaves) -> Sequence[Leaves]:
+    """What SPLIT does, where it takes plain slices of the batch."""
+    made: list[Leaves] = []
+    for at, parts in plan:
+        if at < 0:
+            made.append([*parts])
+        else:
+            leaves = lists[at]
+            made.append([x if p is None else x.narrow(*p) for x, p in zip(leaves, parts, strict=True)])
+    return made
 
 
 def _code(

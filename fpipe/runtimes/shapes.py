@@ -17,8 +17,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, fact, fresh_storage, storage_of
-from fpipe.graphs.trace import Untraceable
-from fpipe.linearize import Call, Traces, traces_of, wants
+from fpipe.graphs.trace import Untraceable, fake_mode
+from fpipe.linearize import Call, Traces, wants
 from fpipe.models import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
@@ -42,7 +42,8 @@ class Shapes:
 
     def __init__(self, model: Model, things: dict[Value, Thing], rows: int) -> None:
         self.model, self.things, self.run = model, things, Run(model, rows)
-        self.traces: Traces = traces_of(model)
+        self.traces = Traces(model)
+        self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
         self.cuts: dict[Place, Cut] = {}
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
@@ -133,8 +134,12 @@ class Shapes:
         if "dcarry" in named:
             seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
         graph = self.traced(call, seeds, loss)
-        wanted = tuple(label_of(value) for value in op.writes if value.name in ("dx", "dcarry"))
-        cut = self.cuts[place] = self.traces.once(("cut", id(graph), wanted), lambda: Cut(graph, wanted))
+        wanted = tuple(
+            (label_of(value), self.wanting(call, label_of(value)))
+            for value in op.writes
+            if value.name in ("dx", "dcarry")
+        )
+        cut = self.cuts[place] = graph.once(("cut", wanted), lambda: Cut(graph, wanted))
         self.write(op, first, cut, named)
 
     def cut_of(self, op: Op) -> Cut:
@@ -143,7 +148,7 @@ class Shapes:
         if place not in self.cuts:
             call, loss, _ = self.calls[place]
             graph = self.traced(call, {"dy": (None,) * len(self.traces.outline(call).writes["y"])}, loss)
-            self.cuts[place] = self.traces.once(("cut", id(graph), ()), lambda: Cut(graph, ()))
+            self.cuts[place] = graph.once(("cut", ()), lambda: Cut(graph, ()))
         return self.cuts[place]
 
     def loss_of(self, op: Op) -> Aval:
@@ -155,9 +160,16 @@ class Shapes:
     def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
         """A stage and its gradient, with the loss if it reads the target."""
         if loss is None:
-            return self.traces.graph(call, seeds)
+            return self.traces.graph(call.differentiable(), seeds)
         weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
-        return self.traces.with_loss(call, seeds, loss, weight)
+        return self.traces.with_loss(call.differentiable(), seeds, loss.differentiable(), weight)
+
+    def wanting(self, call: Call, label: str) -> tuple[int, ...]:
+        """The places of leaves that want a cotangent, among those it is the label of."""
+        leaves = dict(call.reads)[
+            {"dx": "x", "dcarry": "carry"}[label.split(":")[0]] + label[len(label.split(":")[0]) :]
+        ]
+        return tuple(place for place, leaf in enumerate(leaves) if wants(leaf))
 
     def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The avals of cotangents, for leaves that want one."""
@@ -210,10 +222,8 @@ class Shapes:
 
     def abstractly(self, op: Op) -> list[Thing]:
         """What an op writes, by running its rule on tensors without data."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         homes: dict[int, int] = {}
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with self.fake:
             things = [self.things[value] for value in op.reads]
             args = [whole(thing, [_fake(leaf, homes) for leaf in thing.leaves]) for thing in things]
             try:
