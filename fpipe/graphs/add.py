@@ -17,8 +17,8 @@ from fpipe.graphs.graph import Aval, Graph, Name, Node
 _aten: Any = torch.ops.aten
 
 
-def owned(graph: Graph, copied: Sequence[Name]) -> Graph:
-    """The graph with copies of these results, which share their memory with something else."""
+def owned(graph: Graph, copied: Sequence[Name], label: str = "g") -> Graph:
+    """The graph with copies of these results, `g` and `g:1` or another label's, in memory of their own."""
     nodes: list[Node] = []
     names: dict[Any, Name] = {name: Name(f"{name}_copy") for name in copied}
     facts = dict(graph.facts)
@@ -26,8 +26,8 @@ def owned(graph: Graph, copied: Sequence[Name]) -> Graph:
         nodes.append(Node(copy, _aten.clone.default, (name,), {"memory_format": torch.contiguous_format}))
         facts[copy] = facts[name]
     writes = {
-        label: tuple(names.get(leaf, leaf) if isinstance(leaf, Name) and _is_gradient(label) else leaf for leaf in ls)
-        for label, ls in graph.writes.items()
+        word: tuple(names.get(leaf, leaf) for leaf in leaves) if word.split(":")[0] == label else leaves
+        for word, leaves in graph.writes.items()
     }
     return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=writes)
 
@@ -120,7 +120,3 @@ def _same_bits(total: Aval, one: Aval, two: Aval, threads: int) -> bool:
 
 
 _PROBES = 8
-
-
-def _is_gradient(label: str) -> bool:
-    return label.split(":")[0] == "g"

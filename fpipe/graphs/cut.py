@@ -65,7 +65,7 @@ class Cut:
         graph = self.graph
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
-        made = {label: self._written(label) if label in graph.writes else crossing[label] for label in writes}
+        made = {label: self.written(label) if label in graph.writes else crossing[label] for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}
         ops = graph.behind((leaf for leaves in made.values() for leaf in leaves), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops])
@@ -83,22 +83,33 @@ class Cut:
     def _gradients(self) -> list[str]:
         return [label for label in self.graph.writes if label.split(":")[0] == "g"]
 
-    def _written(self, label: str) -> tuple[Any, ...]:
+    def written(self, label: str) -> tuple[Any, ...]:
         """The leaves under a label, of cotangents only those that are wanted."""
         leaves, places = self.graph.writes[label], dict(self.wanted).get(label)
         return leaves if places is None else tuple(leaf if k in places else None for k, leaf in enumerate(leaves))
 
     def _leaves(self, labels: Iterable[str]) -> list[Name]:
-        return [leaf for label in labels for leaf in self._written(label) if isinstance(leaf, Name)]
+        return [leaf for label in labels for leaf in self.written(label) if isinstance(leaf, Name)]
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
         outputs = [label for label in ("y", "loss", "count", "state", "carry") if label in self.graph.writes]
-        return self.graph.behind(self._leaves(outputs))
+        return self._with_parts(self.graph.behind(self._leaves(outputs)))
 
     @cached_property
     def _input_ops(self) -> set[Name]:
-        return self.graph.behind(self._leaves(dict(self.wanted)), self._forward_ops)
+        return self._with_parts(self.graph.behind(self._leaves(dict(self.wanted)), self._forward_ops))
+
+    def _with_parts(self, ops: set[Name]) -> set[Name]:
+        """The ops, and the parts of what they write: a tensor of a tuple crosses a cut alone, not the tuple.
+
+        Those of an op that can be asked again for the rest are left to whoever reads them.
+        """
+        written = {node.name: node for node in self.graph.nodes}
+        parts = (node for node in self.graph.nodes if node.op is getitem and _mask_of(written[node.args[0]]) is None)
+        for node in parts:
+            ops |= {node.name} if node.args[0] in ops else set()
+        return ops
 
     @cached_property
     def _weight_ops(self) -> set[Name]:

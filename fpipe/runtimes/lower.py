@@ -224,6 +224,8 @@ def _code(
     """The function of one kind of op: what it prepares of parameters, and the rest."""
     if kind in ("F", "R"):
         graph = cut.forward(labels)
+        if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
+            graph = owned(graph, [leaf for leaf in graph.writes["loss"] if isinstance(leaf, Name)], "loss")
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph

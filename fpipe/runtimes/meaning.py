@@ -110,7 +110,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         "again": lambda: tree.tree_map(_same_leaf, y),
         "state": lambda: tree.tree_map(detached, state),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
-        "loss": lambda: detached(loss),
+        "loss": lambda: _apart(loss),
         "count": lambda: detached(count),
         "res": lambda: Residuals(
             params=[tree.leaves(bundle) for bundle in given.bundles],
@@ -124,6 +124,11 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         ),
     }
     return [made[value.name]() for value in op.writes]
+
+
+def _apart(loss: Tensor | None) -> Tensor | None:
+    """The loss in memory of its own: F.mse_loss and its like leave it in memory of their input's size."""
+    return None if loss is None else loss.detach().clone()
 
 
 def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

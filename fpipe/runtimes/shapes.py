@@ -74,6 +74,7 @@ class Shapes:
             pair = {"x": made["y"], "target": given["target"]}
             loss = Call(None, *_described(pair))
             made |= self.outlined(loss, pair)
+            made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
         self.calls[op[1:4]] = (call, loss, op)
         made["again"] = made["y"]
         self.things.update({value: made[value.name] for value in op.writes if value.name != "res"})
@@ -196,7 +197,7 @@ class Shapes:
         def thing(leaves: Sequence[Any]) -> Thing:
             return Thing(tuple(_placed(graph.facts.get(leaf, leaf), places) for leaf in leaves))
 
-        made = {label: thing(leaves) for label, leaves in graph.writes.items()}
+        made = {label: thing(cut.written(label)) for label in graph.writes}
         made |= {"res": thing(cut.residuals), "wres": thing(cut.weight_residuals)}
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
         gradients = [value for value in gradients if label_of(value) in made]
