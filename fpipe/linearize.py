@@ -11,7 +11,8 @@ that the next function reads and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -209,8 +210,23 @@ def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
 
 def ambient() -> tuple[Any, ...]:
     """What changes the ops that torch runs for the same Python: autocast, and the default dtype."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return (torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
+    kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+    casts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds)
+    return (torch.get_default_dtype(), *casts)
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Ops as they are written: without autograd, and without casts, which the graphs hold."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in _AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
@@ -256,8 +272,32 @@ class Linearized:
         return tree.unflatten(self.specs["params"], self._run("backward_weight", params, wres=wres)[0])
 
     def _run(self, name: str, params: Any, **given: Any) -> Any:
-        with torch.no_grad():
-            return self._functions[name](tree.leaves(params), *([*tree.leaves(value)] for value in given.values()))
+        lists = {"params": tree.leaves(params), **{label: tree.leaves(value) for label, value in given.items()}}
+        for label, names in self.graphs[name].reads.items():
+            if label in ("params", "x", "dy"):
+                self._check(name, label, names, lists[label])
+        with plainly():
+            return self._functions[name](*lists.values())
+
+    def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:
+        """A ValueError for tensors that the graph is not for: its views and sizes are those it was traced with."""
+        if len(leaves) != len(names):
+            raise ValueError(f"{name} takes {len(names)} leaves as {label}, found {len(leaves)}.")
+        for place, (wanted, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if wanted is None:
+                continue
+            known = self.traced.graph.facts[wanted].aval
+            found = aval(leaf) if isinstance(leaf, Tensor) else None
+            if (
+                found is None
+                or found[:3:2] != known[:3:2]
+                or (label in ("params", "x") and found.stride != known.stride)
+            ):
+                shown = type(leaf).__name__ if found is None else f"{found} with strides {found.stride}"
+                raise ValueError(
+                    f"{name} was traced for {known} with strides {known.stride} as leaf {place} of {label}, found "
+                    f"{shown}. Linearize the function for these tensors too."
+                )
 
     @cached_property
     def graphs(self) -> dict[str, Graph]:

@@ -330,14 +330,20 @@ def unchanged(values: Any, who: str) -> Generator[None]:
     tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     # Autograd itself refuses to change a leaf that wants a gradient, before it does; the others need a copy.
     before = [(leaf._version, None if leaf.requires_grad else leaf.clone()) for leaf in tensors]
-    yield
+    sentence = (
+        f"{who} changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
+        "inplace=False."
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" in str(error):
+            raise RuntimeError(sentence) from error
+        raise
     changed = [(leaf, copy) for leaf, (version, copy) in zip(tensors, before, strict=True) if leaf._version != version]
     with torch.no_grad():
         for leaf, copy in changed:
             if copy is not None:
                 leaf.copy_(copy)
     if changed:
-        raise RuntimeError(
-            f"{who} changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
-            "inplace=False."
-        )
+        raise RuntimeError(sentence)

@@ -5,8 +5,10 @@ Each entry of `CASES` makes a stage function with its parameters and an input th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,37 +29,37 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of layer or pattern.
+    """One kind of layer or pattern, and what comes of it: bitwise plain autograd, unless something else is said.
 
     Attributes:
         make: makes it, the same each time.
-        rounding: why its bits are not those of plain autograd; "" where they are.
-        whole: the ops that make what I needs and what W needs at once, so that W finds those gradients made.
-        refused: the sentence of the one who refuses it, `linearize` or `from_sequential`.
-        untraced: why there is no trace: `linearize` refuses it so, and a step runs it under autograd and warns.
-        more: what it computes or keeps more than plain autograd, and why.
-        step: whether it makes sense as a stage of a training step.
+        rounding: why its bits are not those of plain autograd.
+        whole: the op that makes what I needs and what W needs at once, so that W finds gradients made.
+        more: what it keeps more than plain autograd, and why.
+        untraced: why `linearize` refuses it. A step runs it under autograd and warns.
+        refused: the sentence with which a step refuses it as well.
+        step: whether it makes sense as the second stage of a training step.
     """
 
     name: str
     make: Callable[[], Made]
     rounding: str = ""
     whole: str = ""
-    refused: str = ""
-    untraced: str = ""
     more: str = ""
+    untraced: str = ""
+    refused: str = ""
     step: bool = True
 
     @property
     def verdict(self) -> str:
+        """As the page has it."""
         if self.refused:
             return f"refused: {self.refused}"
         if self.untraced:
             return f"under autograd, with a warning: {self.untraced}"
         parts = [f"to rounding: {self.rounding}" if self.rounding else "bitwise"]
-        parts += [f"in one piece: {self.whole}"] if self.whole else []
-        parts += [self.more] if self.more else []
-        return "; ".join(parts)
+        parts += [f"in one piece: gradients are results of one `{self.whole}`"] if self.whole else []
+        return "; ".join([*parts, *([self.more] if self.more else [])])
 
 
 CASES: list[Case] = []
@@ -106,40 +108,14 @@ def weights(*shapes: Sequence[int], **options: Any) -> Callable[[], dict[str, Te
     return lambda: {f"w{k}": 0.3 * torch.randn(*shape, **options) for k, shape in enumerate(shapes)}
 
 
-# Layers.
+# Layers. What stands before and after an activation makes its input and its output something that autograd keeps.
+
+RNN = "mkldnn_rnn_layer_backward"
+CELL = "keeps more than autograd: the cell works in place, which a trace does not"
 
 
-def after_linear(*modules: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), *modules)
-
-
-layer("Linear", lambda: nn.Linear(8, 6), rows(4, 8))
-layer("Linear without bias", lambda: nn.Linear(8, 6, bias=False), rows(4, 8))
-layer("Linear on a sequence", lambda: nn.Linear(8, 6), rows(4, 5, 8))
-layer("Bilinear", lambda: nn.Bilinear(8, 5, 6), lambda: (torch.randn(4, 8), torch.randn(4, 5)))
-layer("Conv1d", lambda: nn.Conv1d(4, 6, 3, padding=1), rows(4, 4, 9))
-layer("Conv2d", lambda: nn.Conv2d(4, 6, 3, stride=2), rows(4, 4, 9, 9))
-layer("Conv2d, channels last", lambda: nn.Conv2d(4, 6, 3), lambda: torch.randn(4, 4, 9, 9).to(memory_format=torch.channels_last))
-layer("Conv2d, padding reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), rows(4, 4, 9, 9))
-layer("Conv2d, padding same, dilated", lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), rows(4, 4, 9, 9))
-layer("Conv3d", lambda: nn.Conv3d(4, 6, 3), rows(4, 4, 5, 5, 5))
-layer("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), rows(4, 4, 9))
-layer("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), rows(4, 4, 5, 5))
-layer("Conv2d, grouped", lambda: nn.Conv2d(4, 6, 3, groups=2), rows(4, 4, 9, 9))
-layer("Conv2d, depthwise", lambda: nn.Conv2d(4, 8, 3, groups=4), rows(4, 4, 9, 9))
-layer("MaxPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2)), rows(4, 4, 9))
-layer("MaxPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.MaxPool2d(2)), rows(4, 4, 9, 9))
-layer("MaxPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 2), nn.MaxPool3d(2)), rows(4, 4, 5, 5, 5))
-layer("AvgPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.AvgPool1d(2)), rows(4, 4, 9))
-layer("AvgPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AvgPool2d(2)), rows(4, 4, 9, 9))
-layer("AvgPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 2), nn.AvgPool3d(2)), rows(4, 4, 5, 5, 5))
-layer("AdaptiveAvgPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(3)), rows(4, 4, 9, 9))
-layer("AdaptiveAvgPool2d to one", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1)), rows(4, 4, 9, 9))
-layer("AdaptiveMaxPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AdaptiveMaxPool2d(3)), rows(4, 4, 9, 9))
-layer("LPPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.LPPool1d(2, 2)), rows(4, 4, 9))
-layer("LPPool2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.LPPool2d(2, 2)), rows(4, 4, 9, 9))
-layer("BatchNorm1d without running statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False), rows(4, 8))
-layer("BatchNorm2d without running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), rows(4, 4, 5, 5))
+def conv(*modules: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Conv2d(4, 4, 3), *modules)
 
 
 def settled(module: nn.Module) -> nn.Module:
@@ -150,49 +126,15 @@ def settled(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-layer("BatchNorm1d in eval", lambda: settled(nn.BatchNorm1d(8)), rows(4, 8))
-layer("BatchNorm2d in eval", lambda: settled(nn.BatchNorm2d(4)), rows(4, 4, 5, 5))
-layer("BatchNorm1d in training", lambda: nn.BatchNorm1d(8), rows(4, 8), refused="module '1' (BatchNorm1d): buffers written in training are not supported yet; call .eval().")
-layer("GroupNorm", lambda: nn.GroupNorm(2, 4), rows(4, 4, 5, 5))
-layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(4, affine=True), rows(4, 4, 5))
-layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(4, affine=True), rows(4, 4, 5, 5))
-layer("LayerNorm", lambda: nn.LayerNorm(8), rows(4, 8))
-layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), rows(4, 8))
-layer("RMSNorm", lambda: nn.RMSNorm(8), rows(4, 8))
-layer("LocalResponseNorm", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.LocalResponseNorm(2)), rows(4, 4, 5, 5))
-
-ACTIVATIONS = {
-    "ReLU": nn.ReLU(), "ReLU6": nn.ReLU6(), "LeakyReLU": nn.LeakyReLU(), "GELU": nn.GELU(), "GELU, tanh": nn.GELU("tanh"),
-    "SiLU": nn.SiLU(), "Mish": nn.Mish(), "ELU": nn.ELU(), "CELU": nn.CELU(), "SELU": nn.SELU(), "Softplus": nn.Softplus(),
-    "Softsign": nn.Softsign(), "Softshrink": nn.Softshrink(), "Hardshrink": nn.Hardshrink(), "Tanhshrink": nn.Tanhshrink(),
-    "Hardswish": nn.Hardswish(), "Hardsigmoid": nn.Hardsigmoid(), "Hardtanh": nn.Hardtanh(), "Threshold": nn.Threshold(0.1, 0.2),
-    "Sigmoid": nn.Sigmoid(), "LogSigmoid": nn.LogSigmoid(), "Tanh": nn.Tanh(), "GLU": nn.GLU(),
-    "Softmax": nn.Softmax(-1), "LogSoftmax": nn.LogSoftmax(-1), "Softmin": nn.Softmin(-1),
-    "RReLU in eval": nn.RReLU().eval(), "Dropout in eval": nn.Dropout(0.5).eval(), "Dropout, p=0": nn.Dropout(0.0),
-    "AlphaDropout in eval": nn.AlphaDropout(0.5).eval(),
-    "ReLU in place": nn.ReLU(inplace=True), "ELU in place": nn.ELU(inplace=True), "SiLU in place": nn.SiLU(inplace=True),
-    "Hardtanh in place": nn.Hardtanh(inplace=True), "LeakyReLU in place": nn.LeakyReLU(inplace=True),
-    "Threshold in place": nn.Threshold(0.1, 0.2, inplace=True), "Mish in place": nn.Mish(inplace=True),
-    "Hardswish in place": nn.Hardswish(inplace=True), "SELU in place": nn.SELU(inplace=True), "CELU in place": nn.CELU(inplace=True),
-}
-for name, activation in ACTIVATIONS.items():
-    layer(name, lambda activation=activation: nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(4 if isinstance(activation, nn.GLU) else 8, 3)), rows(4, 8))
-layer("PReLU", lambda: nn.PReLU(4), rows(4, 4, 5))
-layer("PReLU after a layer", lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 3)), rows(4, 8))
-layer("Softmax2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Softmax2d()), rows(4, 4, 5, 5))
-
-RNN = "mkldnn_rnn_layer_backward gives all gradients at once"
+def half_frozen(module: nn.Linear) -> nn.Module:
+    module.bias.requires_grad_(False)
+    return module
 
 
-class First(nn.Module):
-    """The first of what a module returns."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *x: Tensor) -> Tensor:
-        return self.inner(*x)[0]
+def old_weight_norm(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(module)
 
 
 class Attention(nn.Module):
@@ -204,99 +146,13 @@ class Attention(nn.Module):
         return self.inner(x, x, x)
 
 
-layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), rows(4, 5, 8))
-layer("RNN, relu, two layers, both ways", lambda: nn.RNN(8, 6, 2, "relu", batch_first=True, bidirectional=True), rows(4, 5, 8))
-layer("GRU", lambda: nn.GRU(8, 6, 2, batch_first=True), rows(4, 5, 8))
-layer("LSTM", lambda: First(nn.LSTM(8, 6, 2, batch_first=True)), rows(4, 5, 8), whole=RNN)
-layer("LSTM, both ways", lambda: First(nn.LSTM(8, 6, batch_first=True, bidirectional=True)), rows(4, 5, 8), whole=RNN)
-layer("LSTM with its states", lambda: nn.LSTM(8, 6, batch_first=True), rows(4, 5, 8), whole=RNN)
-layer("LSTM, projected", lambda: nn.LSTM(8, 6, batch_first=True, proj_size=3), rows(4, 5, 8))
-layer("LSTMCell", lambda: nn.LSTMCell(8, 6), rows(4, 8))
-layer("GRUCell", lambda: nn.GRUCell(8, 6), rows(4, 8))
-layer("RNNCell", lambda: nn.RNNCell(8, 6), rows(4, 8))
-layer("Embedding", lambda: nn.Embedding(10, 6), ids(10, 4, 5))
-layer("Embedding with padding_idx", lambda: nn.Embedding(10, 6, padding_idx=0), ids(10, 4, 5))
-layer("Embedding, scaled by frequency", lambda: nn.Embedding(10, 6, scale_grad_by_freq=True), ids(10, 4, 5))
-layer("Embedding, sparse", lambda: nn.Embedding(10, 6, sparse=True), ids(10, 4, 5), untraced="?")
-layer("EmbeddingBag, sum", lambda: nn.EmbeddingBag(10, 6, mode="sum"), ids(10, 4, 5))
-layer("EmbeddingBag, mean", lambda: nn.EmbeddingBag(10, 6), ids(10, 4, 5))
-layer("EmbeddingBag, max", lambda: nn.EmbeddingBag(10, 6, mode="max"), ids(10, 4, 5))
-layer("MultiheadAttention", lambda: Attention(), rows(4, 5, 8))
-layer("MultiheadAttention, bias_kv, zero_attn", lambda: Attention(add_bias_kv=True, add_zero_attn=True), rows(4, 5, 8))
-layer("TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), rows(4, 5, 8))
-layer("TransformerEncoderLayer, norm first, gelu", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True), rows(4, 5, 8))
-layer("TransformerEncoderLayer in eval", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True).eval(), rows(4, 5, 8))
-layer("TransformerDecoderLayer", lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True), lambda: (torch.randn(4, 5, 8), torch.randn(4, 3, 8)))
-layer("Upsample, nearest", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2)), rows(4, 4, 5, 5))
-layer("Upsample, bilinear", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2, mode="bilinear")), rows(4, 4, 5, 5))
-layer("Upsample, bicubic", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.Upsample(scale_factor=2, mode="bicubic")), rows(4, 4, 5, 5))
-layer("PixelShuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.PixelShuffle(2)), rows(4, 4, 5, 5))
-layer("PixelUnshuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.PixelUnshuffle(2)), rows(4, 4, 5, 5))
-layer("ChannelShuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ChannelShuffle(2)), rows(4, 4, 5, 5))
-layer("Fold and Unfold", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.Unfold(2), nn.Linear(9, 9), nn.Fold(4, 2)), rows(4, 4, 5, 5))
-layer("Flatten and Unflatten", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(64, 12), nn.Unflatten(1, (3, 4))), rows(4, 4, 5, 5))
-layer("ZeroPad2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ZeroPad2d(1), nn.Conv2d(4, 4, 2)), rows(4, 4, 5, 5))
-layer("ReflectionPad1d, ReplicationPad1d, CircularPad1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 2), nn.ReflectionPad1d(1), nn.ReplicationPad1d(1), nn.CircularPad1d(1)), rows(4, 4, 5))
-layer("weight_norm, parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), rows(4, 8))
-layer("weight_norm, hook", lambda: old_weight_norm(nn.Linear(8, 6)), rows(4, 8))
-layer("orthogonal, parametrization", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6))
-layer("spectral_norm in training", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)), rows(4, 8), refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training are not supported yet; call .eval().")
-layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), rows(4, 8))
-layer("Dropout in training", lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), rows(4, 8), refused="module '1.1' (Dropout): random numbers in training are not supported yet; call .eval() or set p=0.")
-layer("frozen Linear before a Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), rows(4, 8))
-layer("frozen bias", lambda: half_frozen(nn.Linear(8, 8)), rows(4, 8))
-
-
-def old_weight_norm(module: nn.Module) -> nn.Module:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(module)
-
-
-def half_frozen(module: nn.Linear) -> nn.Module:
-    module.bias.requires_grad_(False)
-    return module
-
-
-class Cosine(nn.Module):
-    def __init__(self) -> None:
+class Thrice(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(8, 6), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.cosine_similarity(self.one(x), self.other(x), dim=-1)
-
-
-layer("CosineSimilarity", Cosine, rows(4, 8))
-
-
-class Distance(Cosine):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pairwise_distance(self.one(x), self.other(x)) + torch.cdist(self.one(x), self.other(x)).sum(1)
-
-
-layer("PairwiseDistance, cdist", Distance, rows(4, 8))
-
-# Patterns.
-
-
-@pattern("a weight used twice with another between", weights((8, 8), (8, 8)), rows(4, 8))
-def twice(p, x):
-    return torch.tanh(x @ p["w0"]) @ p["w1"] @ p["w0"]
-
-
-class Albert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(self.block(self.block(x)))
-
-
-layer("an ALBERT block applied three times", Albert, rows(4, 5, 8))
 
 
 class SharedNorm(nn.Module):
@@ -308,7 +164,212 @@ class SharedNorm(nn.Module):
         return self.norm(self.other(self.norm(self.one(self.norm(x)))))
 
 
-layer("a shared LayerNorm", SharedNorm, rows(4, 8))
+class Two(nn.Module):
+    """A function of two Linears of one input."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.other, self.function = nn.Linear(8, 6), nn.Linear(8, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.one(x), self.other(x))
+
+
+def around(activation: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(4 if isinstance(activation, nn.GLU) else 8, 3))
+
+
+def distances(one: Tensor, other: Tensor) -> Tensor:
+    return F.pairwise_distance(one, other) + torch.cdist(one, other).sum(1)
+
+
+image, signal, table, sequence = rows(4, 4, 5, 5), rows(4, 4, 9), rows(4, 8), rows(4, 3, 8)
+
+layer("Linear", lambda: nn.Linear(8, 6), table)
+layer("Linear without bias", lambda: nn.Linear(8, 6, bias=False), table)
+layer("Linear on a sequence", lambda: nn.Linear(8, 6), sequence)
+layer("Bilinear", lambda: nn.Bilinear(8, 5, 6), lambda: (torch.randn(4, 8), torch.randn(4, 5)))
+layer("Conv1d", lambda: nn.Conv1d(4, 6, 3, padding=1), signal)
+layer("Conv2d", lambda: nn.Conv2d(4, 6, 3, stride=2), image)
+layer("Conv2d, channels last", lambda: nn.Conv2d(4, 6, 3), lambda: image().to(memory_format=torch.channels_last))
+layer("Conv2d, padding_mode reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), image)
+layer("Conv2d, padding same, dilated", lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), image)
+layer("Conv2d, grouped", lambda: nn.Conv2d(4, 6, 3, groups=2), image)
+layer("Conv2d, depthwise", lambda: nn.Conv2d(4, 8, 3, groups=4), image)
+layer("Conv3d", lambda: nn.Conv3d(4, 6, 3), rows(4, 4, 4, 4, 4))
+layer("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), signal)
+layer("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), image)
+layer("MaxPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2)), signal)
+layer("MaxPool2d", conv(nn.MaxPool2d(2)), image)
+layer("MaxPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.MaxPool3d(2)), rows(4, 4, 4, 4, 4))
+layer("AvgPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.AvgPool1d(2)), signal)
+layer("AvgPool2d", conv(nn.AvgPool2d(2)), image)
+layer("AvgPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.AvgPool3d(2)), rows(4, 4, 4, 4, 4))
+layer("AdaptiveAvgPool2d", conv(nn.AdaptiveAvgPool2d(2)), image)
+layer("AdaptiveAvgPool2d to one", conv(nn.AdaptiveAvgPool2d(1)), image)
+layer("AdaptiveMaxPool2d", conv(nn.AdaptiveMaxPool2d(2)), image)
+layer("LPPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.LPPool1d(2, 2)), signal)
+layer("LPPool2d", conv(nn.LPPool2d(2, 2)), image)
+layer("Upsample, nearest", conv(nn.Upsample(scale_factor=2)), image)
+layer("Upsample, bilinear", conv(nn.Upsample(scale_factor=2, mode="bilinear")), image)
+layer("Upsample, bicubic", conv(nn.Upsample(scale_factor=2, mode="bicubic")), image)
+layer("PixelShuffle", conv(nn.PixelShuffle(2)), image)
+layer("PixelUnshuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.PixelUnshuffle(2)), image)
+layer("ChannelShuffle", conv(nn.ChannelShuffle(2)), image)
+layer("Unfold and Fold", lambda: nn.Sequential(nn.Unfold(2), nn.Linear(16, 9), nn.Fold(4, 2)), image)
+layer("Flatten and Unflatten", lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Unflatten(1, (3, 4))), signal)
+layer("ZeroPad2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ZeroPad2d(1), nn.Conv2d(4, 4, 2)), image)
+layer(
+    "ReflectionPad1d, ReplicationPad1d, CircularPad1d",
+    lambda: nn.Sequential(nn.Conv1d(4, 4, 2), nn.ReflectionPad1d(1), nn.ReplicationPad1d(1), nn.CircularPad1d(1)),
+    signal,
+)
+layer("BatchNorm1d without running statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False), table)
+layer("BatchNorm2d without running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), image)
+layer("BatchNorm1d in eval", lambda: settled(nn.BatchNorm1d(8)), table)
+layer("BatchNorm2d in eval", lambda: settled(nn.BatchNorm2d(4)), image)
+layer(
+    "BatchNorm1d in training",
+    lambda: nn.BatchNorm1d(8),
+    table,
+    untraced="it changes what it is given in place (aten.add_.Tensor)",
+    refused="module '1' (BatchNorm1d): buffers written in training are not supported yet; call .eval().",
+)
+layer("GroupNorm", lambda: nn.GroupNorm(2, 4), image)
+layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(4, affine=True), signal)
+layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(4, affine=True), image)
+layer("LayerNorm", lambda: nn.LayerNorm(8), table)
+layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), table)
+layer("RMSNorm", lambda: nn.RMSNorm(8), table)
+layer("LocalResponseNorm", conv(nn.LocalResponseNorm(2)), image)
+layer("a shared LayerNorm", SharedNorm, table)
+for name, activation in {
+    "ReLU": nn.ReLU(),
+    "ReLU6": nn.ReLU6(),
+    "LeakyReLU": nn.LeakyReLU(),
+    "RReLU in eval": nn.RReLU().eval(),
+    "GELU": nn.GELU(),
+    "GELU, tanh": nn.GELU("tanh"),
+    "SiLU": nn.SiLU(),
+    "Mish": nn.Mish(),
+    "ELU": nn.ELU(),
+    "CELU": nn.CELU(),
+    "SELU": nn.SELU(),
+    "Softplus": nn.Softplus(),
+    "Softsign": nn.Softsign(),
+    "Softshrink": nn.Softshrink(),
+    "Hardshrink": nn.Hardshrink(),
+    "Tanhshrink": nn.Tanhshrink(),
+    "Hardswish": nn.Hardswish(),
+    "Hardsigmoid": nn.Hardsigmoid(),
+    "Hardtanh": nn.Hardtanh(),
+    "Threshold": nn.Threshold(0.1, 0.2),
+    "Sigmoid": nn.Sigmoid(),
+    "LogSigmoid": nn.LogSigmoid(),
+    "Tanh": nn.Tanh(),
+    "GLU": nn.GLU(),
+    "Softmax": nn.Softmax(-1),
+    "LogSoftmax": nn.LogSoftmax(-1),
+    "Softmin": nn.Softmin(-1),
+    "Dropout in eval": nn.Dropout(0.5).eval(),
+    "Dropout, p=0": nn.Dropout(0.0),
+    "AlphaDropout in eval": nn.AlphaDropout(0.5).eval(),
+    "ReLU in place": nn.ReLU(inplace=True),
+    "LeakyReLU in place": nn.LeakyReLU(inplace=True),
+    "ELU in place": nn.ELU(inplace=True),
+    "CELU in place": nn.CELU(inplace=True),
+    "SELU in place": nn.SELU(inplace=True),
+    "SiLU in place": nn.SiLU(inplace=True),
+    "Mish in place": nn.Mish(inplace=True),
+    "Hardswish in place": nn.Hardswish(inplace=True),
+    "Hardtanh in place": nn.Hardtanh(inplace=True),
+    "Threshold in place": nn.Threshold(0.1, 0.2, inplace=True),
+}.items():
+    layer(
+        name,
+        partial(around, activation),
+        table,
+        step=name in ("ReLU", "RReLU in eval", "SiLU", "GLU", "ReLU in place", "SiLU in place"),
+    )
+layer("PReLU", lambda: nn.PReLU(4), signal)
+layer("PReLU after a layer", lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 3)), table)
+layer("Softmax2d", conv(nn.Softmax2d()), image)
+layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), sequence)
+layer("RNN, relu, both ways", lambda: nn.RNN(8, 6, 1, "relu", batch_first=True, bidirectional=True), sequence)
+layer("GRU", lambda: nn.GRU(8, 6, batch_first=True), sequence, more=CELL)
+layer("LSTM", lambda: nn.LSTM(8, 6, batch_first=True), sequence, whole=RNN)
+layer("LSTM, two layers", lambda: nn.LSTM(8, 6, 2, batch_first=True), sequence, whole=RNN)
+layer("LSTM, both ways", lambda: nn.LSTM(8, 6, batch_first=True, bidirectional=True), sequence, whole=RNN)
+layer("LSTM, projected", lambda: nn.LSTM(8, 6, batch_first=True, proj_size=3), rows(4, 2, 8))
+layer("RNNCell", lambda: nn.RNNCell(8, 6), table)
+layer("GRUCell", lambda: nn.GRUCell(8, 6), table, more=CELL)
+layer("LSTMCell", lambda: nn.LSTMCell(8, 6), table)
+layer("Embedding", lambda: nn.Embedding(10, 6), ids(10, 4, 5))
+layer("Embedding, padding_idx", lambda: nn.Embedding(10, 6, padding_idx=0), ids(10, 4, 5))
+layer("Embedding, scale_grad_by_freq", lambda: nn.Embedding(10, 6, scale_grad_by_freq=True), ids(10, 4, 5))
+layer(
+    "Embedding, sparse",
+    lambda: nn.Embedding(10, 6, sparse=True),
+    ids(10, 4, 5),
+    untraced="NotImplementedError: Cannot access storage of SparseTensorImpl",
+)
+layer("EmbeddingBag, sum", lambda: nn.EmbeddingBag(10, 6, mode="sum"), ids(10, 4, 5))
+layer("EmbeddingBag, mean", lambda: nn.EmbeddingBag(10, 6), ids(10, 4, 5))
+layer("EmbeddingBag, max", lambda: nn.EmbeddingBag(10, 6, mode="max"), ids(10, 4, 5))
+layer("MultiheadAttention", Attention, sequence)
+layer("MultiheadAttention, bias_kv, zero_attn", lambda: Attention(add_bias_kv=True, add_zero_attn=True), sequence)
+layer("TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), sequence)
+layer(
+    "TransformerEncoderLayer, norm first, GELU",
+    lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True),
+    sequence,
+)
+layer(
+    "TransformerEncoderLayer in eval",
+    lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True).eval(),
+    sequence,
+)
+layer(
+    "TransformerDecoderLayer",
+    lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True),
+    lambda: (torch.randn(4, 3, 8), torch.randn(4, 2, 8)),
+)
+layer(
+    "an ALBERT block applied three times",
+    lambda: Thrice(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
+    rows(4, 2, 8),
+)
+layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), table)
+layer("weight_norm, as a hook", lambda: old_weight_norm(nn.Linear(8, 6)), table)
+layer("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6))
+layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), table)
+layer(
+    "spectral_norm in training",
+    lambda: parametrizations.spectral_norm(nn.Linear(8, 6)),
+    table,
+    untraced="it changes what it is given in place (aten.div.out)",
+    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training are not supported "
+    "yet; call .eval().",
+)
+layer(
+    "Dropout in training",
+    lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)),
+    table,
+    untraced="it draws random numbers (aten.bernoulli_.float)",
+    refused="module '1.1' (Dropout): random numbers in training are not supported yet; call .eval() or set p=0.",
+)
+layer("CosineSimilarity", lambda: Two(F.cosine_similarity), table)
+layer("PairwiseDistance, cdist", lambda: Two(distances), table)
+layer("a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table)
+layer("a frozen bias", lambda: half_frozen(nn.Linear(8, 8)), table)
+
+
+# Patterns.
+
+
+@pattern("a weight used twice with another between", weights((8, 8), (8, 8)), rows(4, 8))
+def twice(p, x):
+    return torch.tanh(x @ p["w0"]) @ p["w1"] @ p["w0"]
 
 
 @pattern("a tied embedding: x@E, Linear, @E.T", weights((10, 8), (8, 8), (8,)), rows(4, 10))
@@ -328,7 +389,7 @@ def view(p, x):
 
 @pattern("an output that is a view of the input", weights((8, 8)), rows(4, 8))
 def view_of_input(p, x):
-    return x.view(4 if len(x) == 4 else len(x), 2, 4).transpose(1, 2), x @ p["w0"]
+    return x.view(len(x), 2, 4).transpose(1, 2), x @ p["w0"]
 
 
 @pattern("the input itself as an output", weights((8, 8)), rows(4, 8))
@@ -346,12 +407,12 @@ def param_itself(p, x):
     return x @ p["w0"], p["w1"]
 
 
-@pattern("no parameters", lambda: {}, rows(4, 8))
+@pattern("no parameters", dict, rows(4, 8))
 def no_params(p, x):
     return x.tanh() * 2
 
 
-@pattern("an identity", lambda: {}, rows(4, 8))
+@pattern("an identity", dict, rows(4, 8))
 def identity(p, x):
     return x
 
@@ -365,6 +426,11 @@ def same_twice(p, x):
 @pattern("x + p, whose gradient is the cotangent", weights((8,), (4, 8)), rows(4, 8), step=False)
 def plus(p, x):
     return x + p["w0"] + p["w1"]
+
+
+@pattern("sin(x + p), whose two gradients are one", weights((4, 8)), rows(4, 8), whole="mul.Tensor", step=False)
+def sine(p, x):
+    return torch.sin(x + p["w0"])
 
 
 @pattern("chunk and cat", weights((8, 12), (12, 8)), rows(4, 8))
@@ -392,6 +458,11 @@ def unbind_param(p, x):
     return x
 
 
+@pattern("a sum of two parameters, whose gradients are one", weights((8, 8), (8, 8), (8,), (8,)), rows(4, 8))
+def summed(p, x):
+    return x @ (p["w0"] + p["w1"]) + (p["w2"] + p["w3"])
+
+
 @pattern("slices of one parameter", weights((8, 24)), rows(4, 8))
 def sliced_param(p, x):
     q, k, v = p["w0"].split(8, dim=1)
@@ -414,7 +485,7 @@ def unused(p, x):
     return x @ p["w0"]
 
 
-@pattern("an unused input", weights((4, 8)), lambda: (torch.randn(4, 8), torch.randn(4, 3)), step=True)
+@pattern("an unused input", weights((4, 8)), lambda: (torch.randn(4, 8), torch.randn(4, 3)))
 def unused_input(p, x):
     return x[0] @ p["w0"].T
 
@@ -493,7 +564,9 @@ def dirty(p, x):
     return InPlaceFunction.apply(x @ p["w0"]).sin()
 
 
-@pattern("int inputs beside floats, int outputs", weights((10, 8)), lambda: (torch.randint(10, (4,)), torch.randn(4, 8)))
+@pattern(
+    "int inputs beside floats, int outputs", weights((10, 8)), lambda: (torch.randint(10, (4,)), torch.randn(4, 8))
+)
 def ints(p, x):
     places, value = x
     made = value * p["w0"][places]
@@ -506,12 +579,18 @@ def masks(p, x):
     return (value @ p["w0"]).masked_fill(mask, 0.0), ~mask
 
 
-@pattern("dict, tuple and None as output", weights((8, 8)), lambda: {"a": torch.randn(4, 8), "b": (None, torch.randn(4, 8))})
+@pattern(
+    "dict, tuple and None as output", weights((8, 8)), lambda: {"a": torch.randn(4, 8), "b": (None, torch.randn(4, 8))}
+)
 def containers(p, x):
     return {"y": (x["a"] @ p["w0"], None), "z": [x["b"][1].exp(), x["a"]], "n": 3, "s": "name"}
 
 
-@pattern("nested parameters, a list and a number among them", lambda: {"a": [torch.randn(8, 8), {"b": torch.randn(8)}], "n": 2}, rows(4, 8))
+@pattern(
+    "nested parameters, a list and a number among them",
+    lambda: {"a": [torch.randn(8, 8), {"b": torch.randn(8)}], "n": 2},
+    rows(4, 8),
+)
 def nested(p, x):
     return x @ p["a"][0] * p["n"] + p["a"][1]["b"]
 
@@ -556,10 +635,21 @@ def sort(p, x):
     return y.sort(dim=1)[0], values * 2, places
 
 
-@pattern("max, min, median, norm", weights((8, 8)), rows(4, 8))
+@pattern("max, min, median, norm, std", weights((8, 8)), rows(4, 8))
 def extremes(p, x):
     y = x @ p["w0"]
-    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.norm(dim=1) + y.std(1) + y.prod(1) + torch.linalg.vector_norm(y, 3, dim=1)
+    whole = y.max() + y.min() + y.median() + y.std()
+    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.std(1) + torch.linalg.vector_norm(y, 3, dim=1) + whole
+
+
+@pattern(
+    "prod",
+    weights((8, 8)),
+    rows(4, 8),
+    rounding="autograd looks for zeros in its input and divides by it if there are none; a trace cannot look",
+)
+def product(p, x):
+    return (x @ p["w0"]).prod(1)
 
 
 @pattern("where", weights((8, 8)), rows(4, 8))
@@ -589,7 +679,9 @@ def products(p, x):
 @pattern("linalg: inverse, solve, cholesky, det", weights((8, 8)), rows(4, 8))
 def linalg(p, x):
     a = p["w0"] @ p["w0"].T + torch.eye(8)
-    return torch.linalg.solve(a, x.T).T + x @ torch.linalg.inv(a) @ torch.linalg.cholesky(a) + torch.linalg.slogdet(a)[1]
+    return (
+        torch.linalg.solve(a, x.T).T + x @ torch.linalg.inv(a) @ torch.linalg.cholesky(a) + torch.linalg.slogdet(a)[1]
+    )
 
 
 @pattern("linalg: svd, eigh, qr", weights((8, 8)), rows(4, 8))
@@ -613,11 +705,18 @@ def entropy(p, x):
 @pattern("losses: nll, bce, huber, smooth_l1, kl_div", weights((8, 8)), rows(4, 8))
 def losses(p, x):
     y, t = x @ p["w0"], x.detach().sigmoid()
-    return torch.stack([
-        F.nll_loss(y.log_softmax(1), torch.zeros(len(x), dtype=torch.long)), F.binary_cross_entropy_with_logits(y, t),
-        F.binary_cross_entropy(y.sigmoid(), t), F.huber_loss(y, t), F.smooth_l1_loss(y, t), F.l1_loss(y, t),
-        F.kl_div(y.log_softmax(1), t, reduction="batchmean"), F.mse_loss(y, t),
-    ]).expand(len(x), 8)
+    return torch.stack(
+        [
+            F.nll_loss(y.log_softmax(1), torch.zeros(len(x), dtype=torch.long)),
+            F.binary_cross_entropy_with_logits(y, t),
+            F.binary_cross_entropy(y.sigmoid(), t),
+            F.huber_loss(y, t),
+            F.smooth_l1_loss(y, t),
+            F.l1_loss(y, t),
+            F.kl_div(y.log_softmax(1), t, reduction="batchmean"),
+            F.mse_loss(y, t),
+        ]
+    ).expand(len(x), 8)
 
 
 @pattern("add_ and mul_ of what was computed", weights((8, 8)), rows(4, 8))
@@ -669,6 +768,9 @@ def filled(p, x):
     return out
 
 
+REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
+
+
 @pattern("torch.utils.checkpoint", weights((8, 8), (8, 8)), rows(4, 8))
 def checkpointed(p, x):
     def inner(x):
@@ -677,7 +779,13 @@ def checkpointed(p, x):
     return checkpoint(inner, checkpoint(inner, x, use_reentrant=False), use_reentrant=False)
 
 
-@pattern("torch.utils.checkpoint, reentrant", weights((8, 8), (8, 8)), rows(4, 8))
+@pattern(
+    "torch.utils.checkpoint, reentrant",
+    weights((8, 8), (8, 8)),
+    rows(4, 8),
+    untraced=f"RuntimeError: {REENTRANT}",
+    refused=REENTRANT,
+)
 def checkpointed_reentrant(p, x):
     def inner(x):
         return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
@@ -719,7 +827,11 @@ def float16(p, x):
     return F.gelu(F.linear(x, p["w0"], p["w1"]))
 
 
-@pattern("mixed dtypes: bfloat16 weights, float32 norm", lambda: {"w0": torch.randn(8, 8, dtype=torch.bfloat16), "w1": torch.ones(8)}, rows(4, 8))
+@pattern(
+    "mixed dtypes: bfloat16 weights, float32 norm",
+    lambda: {"w0": torch.randn(8, 8, dtype=torch.bfloat16), "w1": torch.ones(8)},
+    rows(4, 8),
+)
 def mixed(p, x):
     return F.rms_norm((x.bfloat16() @ p["w0"]).float(), (8,), p["w1"])
 
@@ -739,7 +851,11 @@ def strided(p, x):
     return (x @ p["w0"]).sin() * x
 
 
-@pattern("non-contiguous parameters", lambda: {"a": torch.randn(8, 8).t(), "b": torch.randn(16)[::2], "c": torch.randn(1, 8).expand(8, 8)}, rows(4, 8))
+@pattern(
+    "non-contiguous parameters",
+    lambda: {"a": torch.randn(8, 8).t(), "b": torch.randn(16)[::2], "c": torch.randn(1, 8).expand(8, 8)},
+    rows(4, 8),
+)
 def strided_params(p, x):
     return (x @ p["a"] + p["b"]) @ p["c"]
 
@@ -750,6 +866,15 @@ def zero_rows(p, x):
 
 
 CONSTANT = torch.arange(64.0).view(8, 8).sin()
+
+
+@pattern("parameters that share their memory", lambda: shared_memory(torch.randn(8, 8)), rows(4, 8))
+def in_one_memory(p, x):
+    return torch.tanh(x @ p["w0"]) @ p["w1"] @ p["w2"]
+
+
+def shared_memory(w: Tensor) -> dict[str, Tensor]:
+    return {"w0": w, "w1": w, "w2": w.t()}
 
 
 @pattern("a constant tensor of a closure", weights((8, 8)), rows(4, 8))
@@ -813,7 +938,14 @@ def casts(p, x):
 @pattern("rows repeated, rolled, flipped", weights((8, 8)), rows(4, 8))
 def moved(p, x):
     y = x @ p["w0"]
-    return y.roll(1, 1) + y.flip(1) + y.repeat_interleave(2, 1)[:, ::2] + y.repeat(1, 2)[:, 4:12] + y.tril() + y.diff(dim=1, prepend=y[:, :1])
+    return (
+        y.roll(1, 1)
+        + y.flip(1)
+        + y.repeat_interleave(2, 1)[:, ::2]
+        + y.repeat(1, 2)[:, 4:12]
+        + y.tril()
+        + y.diff(dim=1, prepend=y[:, :1])
+    )
 
 
 @pattern("0-d parameters, 0-d output", lambda: {"w0": torch.tensor(0.5), "w1": torch.tensor(2.0)}, rows(4, 8))
@@ -830,52 +962,104 @@ def grid(p, x):
 # What is refused or not traced.
 
 
-@pattern("the input changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place (aten.mul_.Tensor)")
+LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
+CHANGED = "changed what it was given in place; a stage and a loss are pure functions."
+VIEW = "a view of a leaf Variable that requires grad is being used in an in-place operation."
+LOOKS = "DataDependentOutputException: aten._local_scalar_dense.default"
+
+
+@pattern("the input changed in place", weights((8, 8)), rows(4, 8), untraced=f"RuntimeError: {LEAF}", refused=CHANGED)
 def changes_input(p, x):
     x.mul_(2)
     return x @ p["w0"]
 
 
-@pattern("a view of the input changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place")
+@pattern("x[:, 0] = 0 on the input", weights((8, 8)), rows(4, 8), untraced=f"RuntimeError: {VIEW}", refused=CHANGED)
 def changes_view(p, x):
     x[:, 0] = 0
     return x @ p["w0"]
 
 
-@pattern("a parameter changed in place", weights((8, 8)), rows(4, 8), refused="it changes what it is given in place")
+@pattern(
+    "an int input changed in place",
+    weights((10, 8)),
+    ids(8, 4),
+    untraced="it changes what it is given in place (aten.add_.Tensor)",
+    refused="stage 1 (changes_ids) changed what it was given in place",
+)
+def changes_ids(p, x):
+    return p["w0"][x.add_(1)]
+
+
+@pattern(
+    "a parameter changed in place",
+    weights((8, 8)),
+    rows(4, 8),
+    untraced="it changes what it is given in place (aten.mul_.Tensor)",
+    refused="stage 1 (changes_param) changed its parameters in place, and they stay so; a stage is a pure function.",
+)
 def changes_param(p, x):
     with torch.no_grad():
         p["w0"].mul_(0.5)
     return x @ p["w0"]
 
 
-@pattern("if x.sum() > 0", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern("if x.sum() > 0", weights((8, 8)), rows(4, 8), untraced=LOOKS)
 def branch(p, x):
     return x @ p["w0"] if x.sum() > 0 else x @ p["w0"].T
 
 
-@pattern(".item()", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern(".item()", weights((8, 8)), rows(4, 8), untraced=LOOKS)
 def item(p, x):
     return x @ p["w0"] * x.abs().max().item()
 
 
-@pattern("a boolean mask as an index", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern(
+    "a boolean mask as an index",
+    weights((8, 8)),
+    rows(4, 8),
+    untraced="DynamicOutputShapeException: aten.nonzero.default",
+)
 def boolean_mask(p, x):
     y = x @ p["w0"]
     return y * y[y > 0].sum()
 
 
-@pattern("nonzero", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern("nonzero", weights((8, 8)), rows(4, 8), untraced="DynamicOutputShapeException: aten.nonzero.default")
 def nonzero(p, x):
     y = x @ p["w0"]
     return y * y.nonzero().sum()
 
 
-@pattern("tolist, numpy", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern(
+    "numpy",
+    weights((8, 8)),
+    rows(4, 8),
+    untraced="RuntimeError: .numpy() is not supported for tensor subclasses.",
+)
 def to_numpy(p, x):
     return x @ p["w0"] * float(x.detach().numpy().sum())
 
 
-@pattern("random numbers", weights((8, 8)), rows(4, 8), untraced="?")
+@pattern(
+    "random numbers",
+    weights((8, 8)),
+    rows(4, 8),
+    untraced="it draws random numbers (aten.bernoulli_.float)",
+    refused="stage 1 (random_numbers) drew random numbers, which is not supported yet; switch it off, say by .eval().",
+)
 def random_numbers(p, x):
     return F.dropout(x @ p["w0"], 0.5)
+
+
+@pattern(
+    "torch.compile",
+    weights((8, 8)),
+    rows(4, 8),
+    untraced="RuntimeError: Detected that you are using FX to symbolically trace a dynamo-optimized function.",
+)
+def compiled(p, x):
+    return sine_compiled(x @ p["w0"])
+
+
+sine_compiled = torch.compile(torch.sin, backend="eager")

@@ -17,19 +17,17 @@ from fpipe.graphs.graph import Aval, Graph, Name, Node
 _aten: Any = torch.ops.aten
 
 
-def owned(graph: Graph, copied: Sequence[Name], label: str = "g") -> Graph:
-    """The graph with copies of these results, `g` and `g:1` or another label's, in memory of their own."""
+def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
+    """The graph with copies of these results, each a label and a place under it, in memory of their own."""
     nodes: list[Node] = []
-    names: dict[Any, Name] = {name: Name(f"{name}_copy") for name in copied}
-    facts = dict(graph.facts)
-    for name, copy in names.items():
-        nodes.append(Node(copy, _aten.clone.default, (name,), {"memory_format": torch.contiguous_format}))
-        facts[copy] = facts[name]
-    writes = {
-        word: tuple(names.get(leaf, leaf) for leaf in leaves) if word.split(":")[0] == label else leaves
-        for word, leaves in graph.writes.items()
-    }
-    return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=writes)
+    facts, writes = dict(graph.facts), {label: list(leaves) for label, leaves in graph.writes.items()}
+    for label, place in copied:
+        leaf = writes[label][place]
+        copy = writes[label][place] = Name(f"{leaf}_copy{len(nodes)}")
+        nodes.append(Node(copy, _aten.clone.default, (leaf,), {"memory_format": torch.contiguous_format}))
+        facts[copy] = facts[leaf]
+    made = {label: tuple(leaves) for label, leaves in writes.items()}
+    return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=made)
 
 
 def adding(graph: Graph, labels: Sequence[str]) -> Graph:

@@ -123,10 +123,12 @@ def _fastest(node: Node, graph: Graph) -> Callable[..., Any]:
         return op
     key = op, _kinds(node.args, graph), tuple((word, _kinds(arg, graph)) for word, arg in node.kwargs.items())
     if key not in _FASTEST:
-        _FASTEST[key] = _found(op, node, graph)
+        _FASTEST[key] = torch.enable_grad()(op) if op in _ASK_GRAD_MODE else _found(op, node, graph)
     return _FASTEST[key]
 
 
+# Without grad mode this one runs another kernel, which keeps nothing for the backward.
+_ASK_GRAD_MODE = (torch.ops.aten.mkldnn_rnn_layer.default,)
 _FASTEST: dict[Any, Callable[..., Any]] = {}
 
 

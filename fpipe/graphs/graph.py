@@ -35,12 +35,16 @@ class Aval(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A tensor's aval, and the storage it is in: tensors of one number share it; `bytes` is its size."""
+    """A tensor's aval, and the storage it is in: tensors of one number share it; `bytes` is its size.
+
+    `lazy`: whether it is to be conjugated, or negated, by whoever reads it.
+    """
 
     aval: Aval
     storage: int
     bytes: int
     offset: int = 0
+    lazy: tuple[bool, bool] = (False, False)
 
 
 class Node(NamedTuple):
@@ -107,7 +111,8 @@ def aval(tensor: Tensor) -> Aval:
 def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     """What there is to know of a tensor; `numbers` are those given to storages so far."""
     number = numbers.setdefault(storage_of(tensor), fresh_storage())
-    return Fact(aval(tensor), number, tensor.untyped_storage().nbytes(), int(tensor.storage_offset()))
+    size, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
+    return Fact(aval(tensor), number, size, offset, (tensor.is_conj(), tensor.is_neg()))
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -164,7 +169,7 @@ def without_repeated_views(graph: Graph) -> Graph:
 
 
 def _place(fact: Fact) -> Any:
-    return fact.storage, fact.offset, fact.aval[:4]
+    return fact.storage, fact.offset, fact.lazy, fact.aval[:4]
 
 
 def inlined(first: Graph, then: Graph) -> Graph:

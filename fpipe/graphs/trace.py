@@ -45,7 +45,8 @@ def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[s
     float32[3, 2] True
     """
     numbers: dict[int, int] = {}
-    with _reasons(), fake_mode(), torch.enable_grad():
+    cached = torch.is_autocast_cache_enabled()
+    with _reasons(), fake_mode(), torch.enable_grad(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         made = function({label: [*leaves] for label, leaves in given.items()})
         return _facts(given, numbers), _facts(made, numbers)
@@ -75,12 +76,14 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
     groups: Groups = {**reads, **seeds}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
     shown: list[tuple[str, list[Any]]] = []
+    cached = torch.is_autocast_cache_enabled()
 
     def joint(*tensors: Tensor) -> list[Tensor]:
         given = {label: list(leaves) for label, leaves in groups.items()}
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
-        shown[:] = _with_gradient(function, given, reads, seeds)
+        with _autocast_cache(cached):
+            shown[:] = _with_gradient(function, given, reads, seeds)
         return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
@@ -139,6 +142,35 @@ def _empty(leaf: Any) -> Any:
 
 
 @contextmanager
+def _autocast_cache(enabled: bool) -> Generator[None]:
+    """Autocast casts a weight once for all its uses, so their gradients are added in the lower precision.
+
+    make_fx switches that off. What is cast here has no data and must not be found later.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _no_compiled_functions() -> Generator[None]:
+    """A function of torch.compile refuses to run, as in make_fx: its kernels would read memory that is not there."""
+    from torch.fx import _symbolic_trace
+
+    tracing: Any = _symbolic_trace
+    before, tracing._is_fx_tracing_flag = tracing._is_fx_tracing_flag, True
+    try:
+        yield
+    finally:
+        tracing._is_fx_tracing_flag = before
+
+
+@contextmanager
 def _reasons() -> Generator[None]:
     """Whatever stops a trace is the reason why there is none."""
     try:
@@ -171,9 +203,9 @@ def _refuse_random(calls: Sequence[fx.Node]) -> None:
     for node in calls:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             target: Any = node.target
-            names = [argument.name for argument in target._schema.arguments]
-            said = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            if said.get("dropout_p") != 0.0:
+            said = {argument.name: argument.default_value for argument in target._schema.arguments}
+            said |= dict(zip(said, node.args, strict=False)) | node.kwargs
+            if said.get("dropout_p") != 0.0 and said.get("training") is not False:
                 raise Untraceable(f"it draws random numbers ({node.target})")
 
 

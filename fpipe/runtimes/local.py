@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.trace import Untraceable
-from fpipe.linearize import ambient
+from fpipe.linearize import ambient, plainly
 from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, refuse_inference_mode
 from fpipe.modules import StageModule
@@ -133,11 +132,7 @@ class Prepared:
             slots[slot] = [leaves[at] for at in places]
         for slot, module in self.constants:
             slots[slot] = module.constants()
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            for kind in ("cpu", "cuda"):  # the graphs hold the casts
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
+        with plainly():
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]

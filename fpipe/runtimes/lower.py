@@ -19,7 +19,7 @@ from fpipe import tree
 from fpipe.graphs.add import adding, owned
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.graph import Fact, Graph, Name
+from fpipe.graphs.graph import Fact, Graph
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
@@ -132,9 +132,7 @@ class _Writer:
         """A part of a stage's graph."""
         cut = self.shapes.cut_of(op)
         adds = self.adds.get(at, {})
-        copied = tuple(
-            cut.graph.writes[label_of(value)][k] for value in op.writes for k in self.sums.copied.get(value, ())
-        )
+        copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
         labels = tuple(label_of(value) for value in op.writes)
         adding_to = tuple(map(label_of, adds))
         key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied)
@@ -219,13 +217,13 @@ def _slice(plan: Sequence[tuple[int, list[Any]]], *lists: Leaves) -> Sequence[Le
 
 
 def _code(
-    cut: Cut, kind: str, labels: tuple[str, ...], adds: tuple[str, ...], copied: tuple[Name, ...]
+    cut: Cut, kind: str, labels: tuple[str, ...], adds: tuple[str, ...], copied: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
     """The function of one kind of op: what it prepares of parameters, and the rest."""
     if kind in ("F", "R"):
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
-            graph = owned(graph, [leaf for leaf in graph.writes["loss"] if isinstance(leaf, Name)], "loss")
+            copied = (*copied, ("loss", 0))
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
