@@ -3,6 +3,7 @@
 from fpipe import schedules
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
+from fpipe.custom import custom_stage
 from fpipe.linearize import Linearized, linearize
 from fpipe.microbatch import Chunk, Replicate
 from fpipe.models import Model, Stage, from_functions
@@ -53,6 +54,7 @@ __all__ = [
     "check",
     "checkpoint",
     "communicate",
+    "custom_stage",
     "free",
     "from_functions",
     "from_sequential",

@@ -24,6 +24,7 @@ FLOORS = {
         "result",
         "linearize",
         "graphs",
+        "custom",
         "check",
         "order",
         "microbatch",

@@ -31,6 +31,10 @@ _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 class Untraceable(Exception):
     """A function that no list of ops stands for, and why."""
 
+    def of(self, who: str) -> Untraceable:
+        """The same with the name of the stage in front."""
+        return Untraceable(f"{who}: {self}")
+
 
 def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """What a function reads and writes, by running it on tensors without data.

@@ -50,10 +50,12 @@ class Shapes:
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
-        if op.kind in "FR":
-            self.forward(op)
-        elif op.kind in "BI":
-            self.backward(op)
+        if op.kind in "FRBI":
+            try:
+                (self.forward if op.kind in "FR" else self.backward)(op)
+            except Untraceable as error:
+                name = self.model.stages[op.stage or 0].name
+                raise error.of(f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
         elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             for read, written in zip(op.reads, op.writes, strict=True):
                 self.origin[written] = self.origin.get(read, read)

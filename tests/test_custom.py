@@ -1,0 +1,110 @@
+"""A stage with rules of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.tree import leaves
+
+Params = dict[str, Tensor]
+
+
+def forward(params: Params, x: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+    return torch.addmm(params["b"], x, params["w"].t()), (x,)
+
+
+def backward_input(params: Params, res: tuple[Tensor], dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    return dy @ params["w"], (*res, dy)
+
+
+def backward_weight(params: Params, wres: tuple[Tensor, Tensor]) -> Params:
+    x, dy = wres
+    return {"w": dy.t() @ x, "b": dy.sum(0)}
+
+
+def plain(params: Params, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, params["w"], params["b"])
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y.tanh() - target).square().mean()
+
+
+OURS = fpipe.custom_stage(forward, backward_input, backward_weight)
+PARAMS = tuple({"w": torch.randn(4, 4), "b": torch.randn(4)} for _ in range(2))
+BATCH = torch.randn(7, 4), torch.randn(7, 4)
+
+
+def program(model: fpipe.Model, *steps) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(3), *steps, fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),), (fpipe.checkpoint(),)], ids=["B", "I W", "R B"])
+def test_rules_that_say_what_autograd_does_give_its_bits(steps, trace: bool):
+    model = fpipe.from_functions([OURS, OURS], loss=loss)
+    found = fpipe.build(program(model, *steps), model, trace=trace)(PARAMS, BATCH)
+    expected = fpipe.reference(fpipe.from_functions([plain, plain], loss=loss), PARAMS, BATCH, microbatches=3)
+    assert all(map(torch.equal, leaves((found.loss, found.grads)), leaves((expected.loss, expected.grads))))
+
+
+def test_the_rules_are_what_the_gradients_are():
+    three = fpipe.custom_stage(forward, lambda p, res, dy: (3 * dy, ()), lambda p, wres: {"w": None, "b": 3 * p["b"]})
+    model = fpipe.from_functions([plain, three], loss=loss)
+    found = fpipe.build(program(model, fpipe.split_backward()), model)(PARAMS, BATCH)
+    expected = fpipe.reference(model, PARAMS, BATCH, microbatches=3)
+    assert all(map(torch.equal, leaves(found.grads), leaves(expected.grads)))
+    assert not found.grads[1]["w"].any()
+    assert torch.equal(found.grads[1]["b"], sum([3 * PARAMS[1]["b"]] * 2, 3 * PARAMS[1]["b"]))
+
+
+def test_the_weight_rule_waits_for_w():
+    one = fpipe.linearize(OURS, PARAMS[0], BATCH[0])
+    assert one.traced.early == []
+    assert "sum" not in str(one).split("\n\n")[2]  # backward_input
+    assert "sum" in str(one).split("\n\n")[3]  # backward_weight
+
+
+def two(p: Params, x: Tensor) -> tuple[dict[str, object], Tensor]:
+    return {"h": x * p["w"], "n": 3, "none": None}, x
+
+
+def test_outputs_are_pytrees_with_leaves_that_are_no_tensors():
+    rules = fpipe.custom_stage(
+        two, lambda p, x, dy: (dy["h"] * p["w"], (x, dy["h"])), lambda p, wres: {"w": (wres[0] * wres[1]).sum(0)}
+    )
+    model = fpipe.from_functions([rules, lambda p, x: x["h"] * x["n"]], loss=loss)
+    expected = fpipe.from_functions([lambda p, x: two(p, x)[0], lambda p, x: x["h"] * x["n"]], loss=loss)
+    params = ({"w": torch.randn(4)}, {})
+    assert fpipe.verify(program(model), model, params, BATCH).bitwise
+    found, wanted = (fpipe.reference(one, params, BATCH).grads[0]["w"] for one in (model, expected))
+    assert torch.allclose(found, wanted)
+
+
+BAD = {
+    "no residuals": ((lambda p, x: x, backward_input, backward_weight), "forward of a custom_stage returns (y, res)"),
+    "no wres": (
+        (forward, lambda p, res, dy: dy, backward_weight),
+        "backward_input of a custom_stage returns (dx, wres)",
+    ),
+    "another gradient": (
+        (forward, backward_input, lambda p, wres: (wres[0], wres[1])),
+        "backward_weight of a custom_stage returns a gradient in the containers of params",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "words"), BAD.values(), ids=BAD.keys())
+def test_rules_that_return_something_else_are_refused(rules, words: str):
+    model = fpipe.from_functions([fpipe.custom_stage(*rules), plain], loss=loss)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        fpipe.build(program(model), model)(PARAMS, BATCH)
+    assert words in str(error.value)
+
+
+def test_three_functions_are_wanted():
+    with pytest.raises(TypeError, match="custom_stage takes three functions, found int"):
+        fpipe.custom_stage(forward, backward_input, 3)
