@@ -60,7 +60,7 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
                     target = Name(f"{total}_t")
                     behind.setdefault(here, []).append(Node(target, _aten.t.default, (total,), {}))
                     facts[target] = facts[made[0]]
-                add = Node(Name(f"{leaf}_added"), _aten.addmm_.default, (target, *node.args), {})
+                add = Node(Name(f"{leaf}_added"), _aten.addmm.out, (target, *node.args), {"out": target})
             else:
                 here = written.get(leaf, -1)
                 add = Node(Name(f"{leaf}_added"), _aten.add_.Tensor, (total, leaf), {})
@@ -112,7 +112,7 @@ def _same_bits(total: Aval, one: Aval, two: Aval, threads: int) -> bool:
 
     for _ in range(_PROBES):
         a, b, c = draw(total), draw(one), draw(two)
-        if not torch.equal(a + b @ c, a.addmm_(b, c)):
+        if not torch.equal(a + b @ c, torch.addmm(a, b, c, out=a)):
             return False
     return True
 

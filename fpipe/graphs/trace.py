@@ -29,11 +29,15 @@ _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 
 
 class Untraceable(Exception):
-    """A function that no list of ops stands for, and why."""
+    """A function that no list of ops stands for, and why; `stage` is its number where it is a stage's."""
 
-    def of(self, who: str) -> Untraceable:
-        """The same with the name of the stage in front."""
-        return Untraceable(f"{who}: {self}")
+    stage: int | None = None
+
+    def of(self, stage: int, who: str) -> Untraceable:
+        """The same of a stage."""
+        made = Untraceable(f"{who}: {self}")
+        made.stage = stage
+        return made
 
 
 def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +24,8 @@ from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import handed_back, handed_in
-from fpipe.runtimes.lower import lower
-from fpipe.runtimes.shapes import Thing, dense
+from fpipe.runtimes.lower import Surprise, lower
+from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
 
 
@@ -36,9 +39,9 @@ def local(
     check_finite: bool = False,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result`."""
-    plain = walk(program, model, record=record, check_finite=check_finite)
+    by_hand = walk(program, model, record=record, check_finite=check_finite)
     if not trace:
-        return plain
+        return by_hand
     known: dict[Any, Prepared | None] = {}
     modules = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
 
@@ -48,12 +51,13 @@ def local(
 
     if example is not None:
         params, batch, state = (*example, None)[:3]
-        try:
-            known[signature_of(*tree.flatten((params, batch, state)))] = Prepared(
-                program, model, params, batch, state, None
-            )
-        except Untraceable as error:
-            warnings.warn(f"this step will run every stage under autograd, without a trace: {error}", stacklevel=3)
+        given = params, batch, state
+        with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
+            known[signature_of(*tree.flatten(given))] = Prepared(program, model, *given, None, Plain())
+
+    def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
+        seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see)
+        return seen(*given[:2], state=given[2], key=key)
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
@@ -61,20 +65,51 @@ def local(
         refuse_inference_mode()
         leaves, containers = tree.flatten((params, batch, state))
         signature = signature_of(leaves, containers)
-        if signature not in known:
-            try:
-                known[signature] = Prepared(program, model, params, batch, state, key)
-            except Untraceable as error:
-                known[signature] = None
-                made = plain(params, batch, state=state, key=key)  # it knows better what is wrong, if something is
-                warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=2)
-                return made
+        try:
+            new = signature not in known
+        except TypeError:  # a leaf that cannot be compared
+            return by_hand(params, batch, state=state, key=key)
+        if new:
+            with _TRACING:
+                given = (params, batch, state)
+                result, known[signature] = _first(program, model, partial(first, given, key), given, key)
+            if result is not None:
+                return result
         lowered = known[signature]
-        if lowered is None:
-            return plain(params, batch, state=state, key=key)
-        return lowered.run(leaves, state, record=record, check_finite=check_finite)
+        if lowered is None or (record and lowered.plain.stages):  # what autograd keeps is not in the slots
+            return by_hand(params, batch, state=state, key=key)
+        try:
+            return lowered.run(leaves, state, record=record, check_finite=check_finite)
+        except Surprise as surprise:
+            known[signature] = None
+            warnings.warn(f"steps run every stage under autograd from now on: {surprise}", stacklevel=2)
+            return by_hand(params, batch, state=state, key=key)
 
     return step
+
+
+_TRACING = threading.RLock()
+
+
+def _first(
+    program: Program, model: Model, by_hand: Callable[[Plain], Result], given: tuple[Any, Any, Any], key: Any
+) -> tuple[Result | None, Prepared | None]:
+    """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too."""
+    plain, result = Plain(), None
+    while True:
+        try:
+            return result, Prepared(program, model, *given, key, plain)
+        except Untraceable as error:
+            result = result or by_hand(plain)  # it knows better what is wrong, if something is
+            known = error.stage is None or error.stage in plain.stages
+            if known or plain.lost or len(ambient()) > 1:
+                warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
+                return result, None
+            warnings.warn(
+                f"a stage runs under autograd, without a trace, and its I computes what W hands over: {error}",
+                stacklevel=4,
+            )
+            plain.stages[error.stage or 0] = str(error)
 
 
 def _signature(leaf: Any) -> Any:
@@ -94,8 +129,11 @@ class _Leaf:
 class Prepared:
     """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
 
-    def __init__(self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None) -> None:
+    def __init__(
+        self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None, plain: Plain
+    ) -> None:
         check_batch(batch)
+        self.plain = plain
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         leaves, containers = tree.flatten((params, batch, state))
@@ -115,7 +153,7 @@ class Prepared:
             things[value] = Thing(tuple(facts))
         split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
         self.given = frozenset(storages.values())
-        self.lowered = lower(program, model, things, rows(batch, spec_of(split)))
+        self.lowered = lower(program, model, things, rows(batch, spec_of(split)), plain)
         self.calls, self.things = self.lowered.calls, self.lowered.things
         self.model, self.program = model, program
         slots = self.lowered.slots
@@ -199,7 +237,7 @@ class Prepared:
         for leaf in found:
             known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
             if isinstance(known, Fact):
-                leaf.copied = known.storage in given or not dense(known)
+                leaf.copied = bool(self.plain.stages) or known.storage in given or not dense(known)
                 given.add(known.storage)
         return containers, found, untouched
 

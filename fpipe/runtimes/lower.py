@@ -14,16 +14,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.add import adding, owned
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.graph import Fact, Graph
+from fpipe.graphs.graph import Fact, Graph, aval
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
-from fpipe.runtimes.shapes import Shapes, Thing, label_of, whole
+from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of, whole
 from fpipe.runtimes.sums import Sums
 
 Leaves = list[Any]
@@ -62,15 +63,19 @@ class Lowered:
     things: Mapping[Value, Thing]
 
 
-def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: int) -> Lowered:
-    """Calls for a program whose inputs are as `given`.
+class Surprise(Exception):
+    """A stage under autograd wrote tensors of other shapes, dtypes or strides than those it was seen to write."""
+
+
+def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: int, plain: Plain) -> Lowered:
+    """Calls for a program whose inputs are as `given`, some of whose stages run under plain autograd.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
     """
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
     with building():
-        shapes = Shapes(model, dict(given), rows)
+        shapes = Shapes(model, dict(given), rows, plain)
         for op in ops:
             shapes.follow(op)
         return _Writer(program, ops, shapes).write()
@@ -85,7 +90,7 @@ class _Writer:
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.kept = {end.value for end in program.outputs}
-        self.sums = Sums(ops, self.kept, self.things)
+        self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages)
         self.adds = self.sums.adds
         self.folded = {add for adds in self.adds.values() for add in adds.values()}
         self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
@@ -116,6 +121,9 @@ class _Writer:
         return [*(v for v in self.ops[at].writes if v not in adds), *(self.ops[add].writes[0] for add in adds.values())]
 
     def called(self, at: int, op: Op) -> Call:
+        if self.shapes.is_plain(op):
+            things = [[self.things[value] for value in values] for values in (op.reads, op.writes)]
+            return self.call(at, partial(_under_autograd, op, *things, self.shapes.run), op.reads, op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 
     def call(
@@ -251,6 +259,32 @@ def _by_rule(op: Op, reads: Sequence[Thing], run: Run, *lists: Leaves) -> Sequen
     made = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, lists, strict=True)], run)
     _empty(lists)
     return [list(value) if isinstance(value, list) else tree.leaves(value) for value in made]
+
+
+def _under_autograd(
+    op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Leaves
+) -> Sequence[Leaves]:
+    """What a stage does that is not traced; others rely on what it was seen to write."""
+    wanting = [[*map(_wanting, thing.leaves, leaves)] for thing, leaves in zip(reads, lists, strict=True)]
+    made = _by_rule(op, reads, run, *wanting)
+    _empty(lists)
+    for value, thing, leaves in zip(op.writes, writes, made, strict=True):
+        if value.name not in ("res", "wres") and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
+            raise Surprise(f"{op.cell} wrote {value} as {[*map(_seen, leaves)]}, and before as {thing.leaves}")
+    return made
+
+
+def _wanting(known: Any, leaf: Any) -> Any:
+    """A leaf that asks for its gradient, as what it was computed from does."""
+    return leaf.detach().requires_grad_() if isinstance(known, Fact) and known.aval.wants else leaf
+
+
+def _aval(known: Any) -> Any:
+    return known.aval if isinstance(known, Fact) else known
+
+
+def _seen(leaf: Any) -> Any:
+    return aval(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _empty(lists: Sequence[Leaves]) -> None:

@@ -9,6 +9,7 @@ stages are traced with the cotangents that come, so from the last one back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.cut import Cut
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, fact, fresh_storage, storage_of
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.graphs.trace import Untraceable, fake_mode
 from fpipe.linearize import Call, Traces, wants
 from fpipe.models import Model
@@ -37,11 +38,39 @@ class Thing(NamedTuple):
     spec: Any = None
 
 
+_OPAQUE = Thing((None,), tree.flatten(None)[1])  # residuals of plain autograd: one object
+
+
+@dataclass
+class Plain:
+    """The stages that run under autograd, since they cannot be traced, and what they were seen to write.
+
+    Attributes:
+        stages: their numbers, each with the reason.
+        things: of every value that was written in a walk, what is known of it.
+        lost: a value that nothing can be known of was among them.
+    """
+
+    stages: dict[int, str] = field(default_factory=dict[int, str])
+    things: dict[Value, Thing] = field(default_factory=dict[Value, Thing])
+    lost: bool = False
+
+    def see(self, value: Value, made: Any) -> None:
+        """Note what a value was. Its tensors are taken to be each in memory of its own."""
+        if value.name not in ("res", "wres"):
+            leaves, containers = tree.flatten(made)
+            if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+                self.lost = True
+                return
+            known = tuple(apart(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.things[value] = Thing(known, None if isinstance(made, list) else containers)
+
+
 class Shapes:
     """What each value is, and how each stage of each microbatch is cut."""
 
-    def __init__(self, model: Model, things: dict[Value, Thing], rows: int) -> None:
-        self.model, self.things, self.run = model, things, Run(model, rows)
+    def __init__(self, model: Model, things: dict[Value, Thing], rows: int, plain: Plain) -> None:
+        self.model, self.things, self.run, self.plain = model, things, Run(model, rows), plain
         self.traces = Traces(model)
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
@@ -50,12 +79,14 @@ class Shapes:
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
-        if op.kind in "FRBI":
+        if self.is_plain(op):
+            self.things.update({value: self.plain.things.get(value, _OPAQUE) for value in op.writes})
+        elif op.kind in "FRBI":
             try:
                 (self.forward if op.kind in "FR" else self.backward)(op)
             except Untraceable as error:
                 name = self.model.stages[op.stage or 0].name
-                raise error.of(f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
+                raise error.of(op.stage or 0, f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
         elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             for read, written in zip(op.reads, op.writes, strict=True):
                 self.origin[written] = self.origin.get(read, read)
@@ -64,6 +95,10 @@ class Shapes:
         elif op.kind != "W":
             made = self.add(op) if op.kind == "ADD" else self.abstractly(op)
             self.things.update(zip(op.writes, made, strict=True))
+
+    def is_plain(self, op: Op) -> bool:
+        """Whether an op is of a stage that runs under autograd."""
+        return op.kind in "FRBIW" and op.stage in self.plain.stages
 
     def forward(self, op: Op) -> None:
         """What a stage writes, the loss behind it too."""

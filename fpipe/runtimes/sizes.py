@@ -12,6 +12,7 @@ from fpipe.models import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.book import Account, Storages
 from fpipe.runtimes.local import Prepared
+from fpipe.runtimes.shapes import Plain
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def sizes(
     262144
     """
     try:
-        lowered = Prepared(program, model, params, batch, state, None)
+        lowered = Prepared(program, model, params, batch, state, None, Plain())
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     things = lowered.things

@@ -26,7 +26,9 @@ class Sums:
             too, and so are copied before something is added to them.
     """
 
-    def __init__(self, ops: Sequence[Op], kept: Collection[Value], things: dict[Value, Thing]) -> None:
+    def __init__(
+        self, ops: Sequence[Op], kept: Collection[Value], things: dict[Value, Thing], plain: Collection[int]
+    ) -> None:
         self.ops, self.things = ops, things
         self.adds: dict[int, dict[Value, int]] = {}
         self.copied: dict[Value, tuple[int, ...]] = {}
@@ -39,6 +41,8 @@ class Sums:
             total, gradient = op.reads
             start, maker = written.get(total, -1), written.get(gradient, -1)
             if min(start, maker) < 0 or any(readers[value] > 1 or value in kept for value in op.reads):
+                continue
+            if ops[start].stage in plain or ops[maker].stage in plain:
                 continue
             here = ops[start].rank == ops[maker].rank == op.rank and start < maker
             owned = total in mine or (total.name == "g" and ops[start].kind in "BW")

@@ -23,7 +23,14 @@ from fpipe.transforms.free import last_uses
 Step = Callable[..., Result]
 
 
-def walk(program: Program, model: Model, *, record: bool = False, check_finite: bool = False) -> Step:
+def walk(
+    program: Program,
+    model: Model,
+    *,
+    record: bool = False,
+    check_finite: bool = False,
+    see: Callable[[Value, Any], None] | None = None,
+) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
     for op in program.ops:
         for part in op.parts or (op,):
@@ -54,6 +61,9 @@ def walk(program: Program, model: Model, *, record: bool = False, check_finite: 
                 error.add_note(f"in {op.cell}: {place_of(op, model)}")
                 raise
             values.update(zip(op.writes, made, strict=True))
+            if see:
+                for value in op.writes:
+                    see(value, values[value])
             if book:
                 written = [(value, leaves_of(values[value])) for value in op.writes]
                 book.note([op], written, dead, started)

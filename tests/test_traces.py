@@ -1,0 +1,349 @@
+"""The traced step: what is traced when, who shares it, what it computes and holds, and what it does without a trace."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import fpipe
+from fpipe.tree import leaves
+from property_tests.strategies import linear
+
+LINEARIZE = sys.modules["fpipe.linearize"]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each trace that is made."""
+    made: list[str] = []
+    for name in ("trace", "outline"):
+        plain = getattr(LINEARIZE, name)
+        monkeypatch.setattr(LINEARIZE, name, lambda *args, n=name, f=plain: made.append(n) or f(*args))
+    return made
+
+
+class Attention(nn.Module):
+    """Attention with its softmax written out, then a perceptron."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        wide = (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.perceptron = nn.Sequential(nn.LayerNorm(width), *wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
+        return x + self.perceptron(x)
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def blocks(n: int = 4, loss: Callable[..., Tensor] = squares) -> tuple[fpipe.Model, tuple, tuple[Tensor, Tensor]]:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n)))
+    model, params, _ = fpipe.from_sequential(net, stages=n, loss=loss)
+    return model, params, (torch.randn(8, 8), torch.randn(8, 8))
+
+
+def program(model: fpipe.Model, *steps, m: int = 4, ranks: int | None = None) -> fpipe.Program:
+    schedule = fpipe.schedules.one_f_one_b(ranks or len(model.stages))
+    return fpipe.chain(fpipe.split(m), *steps, schedule, fpipe.merge())(fpipe.program(model))
+
+
+def same(one: fpipe.Result, other: fpipe.Result) -> bool:
+    return all(map(torch.equal, leaves((one.loss, one.grads)), leaves((other.loss, other.grads))))
+
+
+# What is traced when.
+
+
+def test_equal_stages_share_one_trace(traced: list[str]):
+    model, params, batch = blocks(4, loss=lambda y, target: squares(y, target))
+    fpipe.build(program(model), model)(params, batch)
+    assert traced.count("trace") == 2  # a stage and the loss
+
+
+def test_a_second_step_and_a_second_build_trace_nothing_and_another_shape_does(traced: list[str]):
+    model, params, batch = blocks()
+    step = fpipe.build(program(model), model)
+    step(params, batch)
+    traced.clear()
+    step(params, batch)
+    fpipe.build(program(model), model)(params, batch)
+    fpipe.build(program(model, fpipe.checkpoint(), fpipe.split_backward()), model)(params, batch)
+    assert traced == []
+    step(params, (batch[0][:4], batch[1][:4]))
+    assert "trace" in traced
+
+
+def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
+    model, params, batch = blocks()
+    meta = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    step = fpipe.build(program(model), model, example=meta)
+    assert "trace" in traced
+    traced.clear()
+    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
+    assert traced == []
+
+
+def test_functions_share_their_traces_across_models(traced: list[str]):
+    params, batch = ({"w": torch.randn(4, 4), "b": torch.randn(4)},) * 2, (torch.randn(6, 4), torch.randn(6, 4))
+    for _ in range(2):
+        model = fpipe.from_functions([linear, linear], loss=squares)
+        fpipe.build(program(model, m=3), model)(params, batch)
+        if traced:
+            first = len(traced)
+    assert len(traced) == first
+
+
+# What a module is when the step runs, not when it was traced.
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.linear(x)) * self.mask
+
+
+def test_buffers_and_frozen_parameters_are_read_at_each_step(traced: list[str]):
+    net = nn.Sequential(Masked(), Masked())
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    step = fpipe.build(program(model), model)
+    step(params, batch)
+    net[0].mask = torch.randn(8)
+    net[1].mask.mul_(3)
+    net[1].frozen.weight.data.normal_()
+    traced.clear()
+    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
+    assert traced == []
+
+
+def test_train_and_eval_mode_are_those_of_the_step():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 8)).eval()
+    net.insert(1, nn.RReLU().eval())
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    step = fpipe.build(program(model), model)
+    step(params, batch)
+    net[1].train()
+    with pytest.raises(ValueError, match="random numbers in training are not supported yet"):
+        step(params, batch)
+    net[1].eval()
+    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=4))
+
+
+# What it computes.
+
+
+def flops(run: Callable[[], object]) -> int:
+    run()  # traced before it is counted
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
+    net = nn.Sequential(*(Attention(16, 2) for _ in range(3)))
+    model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
+    batch = torch.randn(6, 8, 16), torch.randn(6, 8, 16)
+
+    def eager() -> None:
+        for x, target in zip(*(part.tensor_split(3) for part in batch), strict=True):
+            squares(net(x), target).backward()
+
+    found = {
+        name: flops(lambda steps=steps: fpipe.build(program(model, *steps, m=3), model)(params, batch))
+        for name, steps in {
+            "B": (),
+            "I W": (fpipe.split_backward(),),
+            "R B": (fpipe.checkpoint(),),
+            "R I W": (fpipe.checkpoint(), fpipe.split_backward()),
+        }.items()
+    }
+    with torch.no_grad():
+        forward = flops(lambda: net(batch[0]))
+    whole = flops(eager)
+    assert found["B"] == found["I W"] == whole
+    # A recompute leaves out what no backward reads: the last product of each stage, but of the one that the loss follows.
+    last = 2 * 2 * batch[0].numel() * 4 * 16
+    assert found["R B"] == found["R I W"] == whole + forward - last
+
+
+# What it holds.
+
+
+def held(tensors: object, given: object) -> int:
+    aside = {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(given)}
+    sizes = {StorageWeakRef(leaf.untyped_storage()): leaf.untyped_storage().nbytes() for leaf in leaves(tensors)}
+    return sum(size for storage, size in sizes.items() if storage not in aside)
+
+
+def test_between_the_halves_of_a_backward_only_what_w_reads_is_held():
+    net, x = Attention(), torch.randn(4, 256, 64)
+    params = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    one = fpipe.linearize(lambda p, x: torch.func.functional_call(net, p, (x,)), params, x)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda leaf: saved.append(leaf) or leaf, lambda leaf: leaf):
+        net(x.clone().requires_grad_())
+    y, res = one.forward(params, x)
+    _, wres = one.backward_input(params, res, torch.randn_like(y))
+    own = (params, list(net.parameters()))
+    assert held(res, own) == held(saved, own)
+    assert 5.0 < held(wres, own) / 2**20 < 5.05  # MiB; torch.distributed.pipelining keeps 10.8
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once, of those that ops make while it is on."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__()
+        self.given = {StorageWeakRef(leaf.untyped_storage()) for leaf in leaves(given)}
+        self.alive: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for leaf in leaves(made):
+            if isinstance(leaf, Tensor):
+                self.alive[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
+        self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}
+        self.most = max(self.most, sum(size for storage, size in self.alive.items() if storage not in self.given))
+        return made
+
+
+def chains() -> Iterator[tuple[str, nn.Module, Tensor]]:
+    yield "attention", Attention(), torch.randn(12, 128, 64)
+    yield (
+        "perceptron",
+        nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6))),
+        torch.randn(768, 64),
+    )
+
+
+@pytest.mark.parametrize(("net", "x"), [case[1:] for case in chains()], ids=[case[0] for case in chains()])
+@pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
+def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x: Tensor, steps):
+    target = torch.randn_like(x)
+    for leaf in net.parameters():
+        leaf.grad = torch.zeros_like(leaf)
+    given = [x, target, *net.parameters(), *(leaf.grad for leaf in net.parameters())]
+    with Peak(given) as eager:
+        for part, wanted in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
+            F.mse_loss(net(part), wanted).backward()
+    model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(3), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    step = fpipe.build(pipeline(fpipe.program(model)), model)
+    step(params, (x, target))
+    with Peak([x, target, params]) as ours:
+        step(params, (x, target))
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in net.parameters())
+    assert ours.most - gradients <= eager.most
+
+
+def test_the_sizes_of_a_program_without_a_trace_are_not_known():
+    model = fpipe.from_functions([looks], loss=squares)
+    with pytest.raises(ValueError, match=r"not known before it runs: stage 0 \(looks\): DataDependent"):
+        fpipe.sizes(fpipe.program(model), model, ({"w": torch.eye(4)},), (torch.ones(2, 4), torch.ones(2, 4)))
+
+
+# What cannot be traced.
+
+
+def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ p["w"] if x.sum() > 0 else (x * 2) @ p["w"]
+
+
+def chooses(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0] @ p["w"]
+
+
+def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def total(y: Tensor, target: Tensor) -> Tensor:
+    return y.square().sum() + target.sum()
+
+
+STEPS = {"B": (), "I W": (fpipe.split_backward(),), "R": (fpipe.checkpoint(),)}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("odd", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_a_stage_that_looks_at_data_runs_among_traced_ones(odd: tuple[int, ...], steps, traced: list[str]):
+    def own(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return smooth(p, x)
+
+    model = fpipe.from_functions([looks if n in odd else own for n in range(3)], loss=squares)
+    params = tuple({"w": torch.randn(4, 4)} for _ in range(3))
+    batch = torch.randn(7, 4), torch.randn(7, 4)
+    step = fpipe.build(program(model, *steps, m=3), model)
+    with pytest.warns(UserWarning, match="a stage runs under autograd, without a trace") as warned:
+        results = [step(params, batch), step(params, batch)]
+    expected = fpipe.reference(model, params, batch, microbatches=3)
+    assert all(same(result, expected) for result in results)
+    assert [str(warning.message).split(": ")[1] for warning in warned] == [f"stage {n} (looks)" for n in odd]
+    assert ("trace" in traced) == (len(odd) < 3)
+
+
+def test_shapes_that_change_with_the_data_end_the_traces_with_a_warning():
+    model = fpipe.from_functions([chooses, smooth], loss=total)
+    params, x = ({"w": torch.randn(4, 4)},) * 2, torch.ones(6, 4)
+    step = fpipe.build(program(model, m=2, ranks=1), model)
+    with pytest.warns(UserWarning, match="a stage runs under autograd"):
+        step(params, (x, x))
+    x = torch.randn(6, 4).abs()
+    x[1] *= -1
+    with pytest.warns(UserWarning, match="steps run every stage under autograd from now on: 0F0 wrote"):
+        result = step(params, (x, x))
+    assert same(result, fpipe.reference(model, params, (x, x), microbatches=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(step(params, (x, x)), result)
+
+
+def test_without_traces_the_python_of_a_stage_runs_every_time():
+    count: list[int] = []
+
+    def counting(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        count.append(1)
+        return smooth(p, x)
+
+    model = fpipe.from_functions([counting], loss=squares)
+    params, batch = ({"w": torch.eye(4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    plain = fpipe.build(program(model, m=3), model, trace=False)
+    plain(params, batch)
+    plain(params, batch)
+    assert len(count) == 6
+    step = fpipe.build(program(model, m=3), model)
+    step(params, batch)
+    count.clear()
+    assert same(step(params, batch), plain(params, batch))
+    assert len(count) == 3  # the plain one's
+
+
+def test_parameters_that_want_gradients_get_none():
+    model = fpipe.from_functions([smooth, lambda p, x: x], loss=squares)
+    params = ({"w": nn.Parameter(torch.randn(4, 4))}, {})
+    result = fpipe.build(program(model, m=2), model)(params, (torch.randn(4, 4), torch.randn(4, 4)))
+    assert params[0]["w"].grad is None
+    assert not any(leaf.requires_grad for leaf in leaves((result.loss, result.grads, result.outputs)))
