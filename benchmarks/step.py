@@ -1,23 +1,42 @@
-"""How long one local step takes, against hand-written microbatched eager autograd, alternating in one run.
+"""How long one local step takes, against hand-written microbatched eager autograd and torch's own pipeline runtime.
 
     python benchmarks/step.py [--quick]
 
-Four stages, eight microbatches, one thread. The floor is the time of the step's own torch ops: the functions of its
-stages alone, called in the step's order on the step's tensors, with no program around them.
+Four stages, eight microbatches, one process, one thread. Each round runs every step once, in an order drawn anew; a
+ratio is the median over rounds of the ratio within a round. The steps give the same gradients: ours bit for bit those
+of the eager one.
+
+The floor of a step is its own torch ops: a step is recorded op by op, and written as one Python function that calls
+the same ops on the same tensors, one after the other, with no program, no slots and no stages around them.
+
+Python's garbage collector is off while steps are timed, and runs in between. The C library is shown one large tensor
+first, after which it keeps freed memory: before, each tensor of a MiB could be a new mapping, and the same eager step
+took 26 or 36 ms by chance.
 """
 
 import argparse
+import gc
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import getitem
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from fpipe import tree
+from fpipe.graphs.code import compiled
+from fpipe.graphs.graph import Graph, Name, Node, fact
 
 MICROBATCHES, STAGES = 8, 4
+Step = Callable[[], Any]
+Case = tuple[nn.Sequential, Tensor, Tensor]
 
 
 class Block(nn.Module):
@@ -38,30 +57,34 @@ class Block(nn.Module):
         return x + self.perceptron(x)
 
 
-def mlp(width: int, rows: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+def mlp(width: int, rows: int) -> Case:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)))
     return net, torch.randn(rows * MICROBATCHES, width), torch.randn(rows * MICROBATCHES, width)
 
 
-def gpt(width: int = 64, length: int = 64, rows: int = 4) -> tuple[nn.Sequential, Tensor, Tensor]:
+def gpt(width: int = 64, length: int = 64, rows: int = 4) -> Case:
     net = nn.Sequential(*(Block(width) for _ in range(4)))
     shape = (rows * MICROBATCHES, length, width)
     return net, torch.randn(shape), torch.randn(shape)
 
 
-def eager(net: nn.Module, x: Tensor, target: Tensor) -> Callable[[], None]:
-    """What one writes without a library: forward and backward of each microbatch, gradients added up in `.grad`."""
+def eager(net: nn.Module, x: Tensor, target: Tensor) -> Step:
+    """What one writes without a library: forward and backward of each microbatch, gradients added up in `.grad`.
 
-    def step() -> None:
+    It does not even add up its losses, as our step does.
+    """
+
+    def step() -> list[Tensor | None]:
         for parameter in net.parameters():
             parameter.grad = None
         for part, wanted in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
             (F.mse_loss(net(part), wanted) * (len(part) / len(x))).backward()
+        return [parameter.grad for parameter in net.parameters()]
 
     return step
 
 
-def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> Callable[[], object]:
+def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> Step:
     model, params, _ = fpipe.from_sequential(net, stages=STAGES, loss=F.mse_loss)
     pipeline = fpipe.chain(
         fpipe.split(MICROBATCHES),
@@ -70,21 +93,178 @@ def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> Cal
         fpipe.merge(outputs=False),
     )
     step = fpipe.build(pipeline(fpipe.program(model)), model)
-    return lambda: step(params, (x, target))
+
+    def run() -> list[Tensor]:
+        result = step(params, (x, target))
+        return [*tree.leaves(result.grads), result.loss]
+
+    return run
 
 
-def compare(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, measured in turns."""
+def torchs_own(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> Step:
+    """torch's pipeline runtime with all stages on the one rank of this process; it hands tensors on without sending."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    size = len(net) // STAGES
+    parts = [net[start : start + size] for start in range(0, len(net), size)]
+    stages: list[Any] = [PipelineStage(part, number, STAGES, x.device) for number, part in enumerate(parts)]
+    kind = ScheduleInterleavedZeroBubble if split else ScheduleInterleaved1F1B
+    schedule = kind(stages, MICROBATCHES, loss_fn=F.mse_loss)
+
+    def step() -> list[Tensor | None]:
+        for parameter in net.parameters():
+            parameter.grad = None
+        schedule.step(x, target=target, return_outputs=False)
+        return [parameter.grad for parameter in net.parameters()]
+
+    return step
+
+
+class Tape(TorchDispatchMode):
+    """Writes down every op that runs, as a list that can run again. What no op of the list made is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, Name] = {}
+        self.kept: list[Any] = []  # so that no id is given twice
+        self.nodes: list[Node] = []
+        self.facts: dict[Name, Any] = {}
+        self.constants: dict[Name, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, words = self.named(args), {word: self.named(arg) for word, arg in (kwargs or {}).items()}
+        made = func(*args, **(kwargs or {}))
+        name = self.name(made)
+        self.nodes.append(Node(name, func, given, words))
+        for at, part in enumerate(made) if isinstance(made, list | tuple) else ():
+            self.nodes.append(Node(self.name(part), getitem, (name, at), {}))
+        return made
+
+    def name(self, made: Any) -> Name:
+        name = self.names[id(made)] = Name(f"v_{len(self.kept)}")
+        self.kept.append(made)
+        if isinstance(made, Tensor):
+            self.facts[name] = fact(made.detach(), {})
+        return name
+
+    def named(self, arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return type(arg)(map(self.named, arg))
+        if not isinstance(arg, Tensor):
+            return arg
+        if id(arg) not in self.names:
+            self.constants[self.name(arg)] = arg
+        return self.names[id(arg)]
+
+
+def floor(step: Step) -> Step:
+    """The torch ops of a step as one straight function."""
+    step()  # the first one traces its stages
+    with Tape() as tape:
+        results = step()
+    written = {"results": tuple(tape.names[id(leaf)] for leaf in results)}
+    run = compiled(Graph(tuple(tape.nodes), tape.facts, tape.constants, {}, written))
+
+    def replay() -> list[Tensor]:
+        with torch.no_grad():
+            return run()[0]
+
+    for again, leaf in zip(replay(), results, strict=True):
+        assert torch.equal(again, leaf)
+    return replay
+
+
+def rounds_of(steps: dict[str, Step], rounds: int) -> list[dict[str, float]]:
+    """Seconds of each step, round by round."""
     for step in steps.values():
         for _ in range(5):
             step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    order, chance = list(steps), random.Random(0)
+    found: list[dict[str, float]] = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(rounds):
+        chance.shuffle(order)
+        took: dict[str, float] = {}
+        for name in order:
             start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+            steps[name]()
+            took[name] = time.perf_counter() - start
+        found.append(took)
+        if number % 10 == 9:
+            gc.collect()
+    gc.enable()
+    gc.unfreeze()
+    return found
+
+
+def ratio(found: Iterable[dict[str, float]], one: str, other: str) -> float:
+    return statistics.median(took[one] / took[other] for took in found)
+
+
+def within(value: float, reach: float) -> str:
+    return f"{value:.2f} ({'<=' if value <= reach else 'MORE than'} {reach:.2f})"
+
+
+def compare(name: str, case: Case, reach: float, reach_split: float, rounds: int, torchs: bool) -> None:
+    """One net: all steps of it, and how they compare."""
+    net, x, target = case
+    steps: dict[str, Step] = {
+        "eager": eager(net, x, target),
+        "B": pipelined(net, x, target, False),
+        "IW": pipelined(net, x, target, True),
+    }
+    steps |= {"floor": floor(steps["B"])}
+    if torchs:
+        steps |= {"torch": torchs_own(net, x, target, False), "torch IW": torchs_own(net, x, target, True)}
+    plain = [leaf.clone() for leaf in steps["eager"]()]
+    for kind, step in steps.items():
+        for leaf, wanted in zip(step(), plain, strict=False):
+            torch.testing.assert_close(leaf, wanted, **({} if kind.startswith("torch") else {"rtol": 0, "atol": 0}))
+    found = rounds_of(steps, rounds)
+    print(
+        f"{name:28} eager {statistics.median(took['eager'] for took in found) * 1e3:7.2f} ms; of it: "
+        f"fpipe {within(ratio(found, 'B', 'eager'), reach)}, its ops alone {ratio(found, 'floor', 'eager'):.2f}; "
+        f"I and W of B {within(ratio(found, 'IW', 'B'), reach_split)}"
+    )
+    if torchs:
+        print(
+            f"{'':28} torch's pipelining {ratio(found, 'torch', 'eager'):.2f} of eager, with I and W "
+            f"{ratio(found, 'torch IW', 'eager'):.2f}; fpipe with I and W {ratio(found, 'IW', 'eager'):.2f}"
+        )
+
+
+def per_op(rounds: int, stages: int = 8, microbatches: int = 64) -> None:
+    """What the runtime costs for each op of a program, seen on stages that do nothing."""
+    model = fpipe.from_functions([lambda p, x: x] * stages, loss=lambda y, t: y.sum())
+    pipeline = fpipe.chain(
+        fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks=stages), fpipe.merge(outputs=False)
+    )
+    program = pipeline(fpipe.program(model))
+    step = fpipe.build(program, model)
+    params, batch = ({},) * stages, (torch.randn(microbatches, 4), torch.randn(microbatches, 4))
+
+    def run() -> list[Tensor]:
+        return [step(params, batch).loss]
+
+    found = rounds_of({"step": run, "floor": floor(run)}, rounds)
+    whole, alone = (statistics.median(took[name] for took in found) for name in ("step", "floor"))
+    ops = len(program.ops)
+    print(
+        f"{stages} stages that do nothing, {microbatches} microbatches, {ops:,} ops: {whole * 1e3:.2f} ms, its torch "
+        f"ops alone {alone * 1e3:.2f} ms; between them {within((whole - alone) / ops * 1e6, 1.0)} us for each op"
+    )
+
+
+def one_process() -> bool:
+    """A group of this one process, for torch's runtime."""
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        print(f"torch's pipelining is not measured: no process group here ({error})")
+        return False
+    return True
 
 
 def main() -> None:
@@ -93,23 +273,16 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    cases = {
-        "MLP, width 8, 1 row": (mlp(8, 1), 400),
-        "MLP, width 512, 8 rows": (mlp(512, 8), 40),
-        "MLP, width 512, 128 rows": (mlp(512, 128), 15),
-        "GPT, width 64, T=64, 4 rows": (gpt(), 30),
-    }
-    for name, ((net, x, target), rounds) in cases.items():
-        steps = {
-            "eager": eager(net, x, target),
-            "B": pipelined(net, x, target, False),
-            "IW": pipelined(net, x, target, True),
-        }
-        took = compare(steps, rounds // 4 if quick else rounds)
-        print(
-            f"{name:28} eager {took['eager'] * 1e3:8.2f} ms   fpipe {took['B'] * 1e3:8.2f} ms = "
-            f"{took['B'] / took['eager']:.2f} of eager   with I and W {took['IW'] / took['B']:.2f} of that"
-        )
+    torch.empty(31 << 20, dtype=torch.uint8)  # more than 32 MiB would teach the C library nothing
+    torchs = one_process()
+    share = 5 if quick else 1
+    compare("MLP, width 8, 1 row", mlp(8, 1), 1.10, 1.10, 600 // share, torchs)
+    compare("MLP, width 512, 8 rows", mlp(512, 8), 0.92, 1.05, 150 // share, torchs)
+    compare("MLP, width 512, 128 rows", mlp(512, 128), 1.00, 1.05, 40 // share, torchs)
+    compare("GPT, width 64, T=64, 4 rows", gpt(), 1.05, 1.05, 75 // share, torchs)
+    per_op(1000 // share)
+    if torchs:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

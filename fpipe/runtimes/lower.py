@@ -182,7 +182,7 @@ class _Writer:
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             return self.call(at, _pass_on, op.reads, op.writes)
         if op.kind == "ADD":
-            return self.call(at, _add, op.reads, op.writes)
+            return self.call(at, _add_to if at in self.sums.in_place else _add, op.reads, op.writes)
         if op.kind == "SPLIT":
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
@@ -253,6 +253,13 @@ def _add(*lists: Leaves) -> Sequence[Leaves]:
     total = [*total]
     _empty(lists)
     return [total]
+
+
+def _add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
+    """The same, into the memory of the total."""
+    made = [a if a is None else a.add_(b) for a, b in zip(total, more, strict=True)]
+    _empty((total, more))
+    return [made]
 
 
 def _by_rule(op: Op, reads: Sequence[Thing], run: Run, *lists: Leaves) -> Sequence[Leaves]:

@@ -18,10 +18,11 @@ from fpipe.runtimes.shapes import Thing, dense
 
 
 class Sums:
-    """Which ADDs a backward makes itself.
+    """Which ADDs a backward makes itself, and which of the others add in place.
 
     Attributes:
         adds: for the position of a backward, its gradients that go into a sum, and the position of the ADD.
+        in_place: the positions of ADDs whose first operand the step owns, and nobody reads after them.
         copied: for the first gradient of a sum, the places of its leaves that lie in memory that something else lies in
             too, and so are copied before something is added to them.
     """
@@ -31,6 +32,7 @@ class Sums:
     ) -> None:
         self.ops, self.things = ops, things
         self.adds: dict[int, dict[Value, int]] = {}
+        self.in_place: set[int] = set()
         self.copied: dict[Value, tuple[int, ...]] = {}
         written = {value: at for at, op in enumerate(ops) for value in op.writes}
         readers = Counter(value for op in ops for value in op.reads)
@@ -40,18 +42,21 @@ class Sums:
                 continue
             total, gradient = op.reads
             start, maker = written.get(total, -1), written.get(gradient, -1)
-            if min(start, maker) < 0 or any(readers[value] > 1 or value in kept for value in op.reads):
+            first = total.name == "g" and ops[start].kind in "BW" and ops[start].stage not in plain
+            if start < 0 or total in kept or readers[total] > 1 or not (total in mine or first):
                 continue
-            if ops[start].stage in plain or ops[maker].stage in plain:
+            if not self.alike(total, gradient):
                 continue
-            here = ops[start].rank == ops[maker].rank == op.rank and start < maker
-            owned = total in mine or (total.name == "g" and ops[start].kind in "BW")
-            if here and owned and gradient.name == "g" and ops[maker].kind in "BW" and self.alike(total, gradient):
+            if total not in mine:
+                self.start(total, ops[start])
+            mine.add(op.writes[0])
+            things[op.writes[0]] = things[total]
+            made = gradient.name == "g" and ops[maker].kind in "BW" and ops[maker].stage not in plain
+            here = start < maker and ops[start].rank == ops[maker].rank == op.rank
+            if made and here and gradient not in kept and readers[gradient] == 1:
                 self.adds.setdefault(maker, {})[gradient] = at
-                mine.add(op.writes[0])
-                if total not in mine:
-                    self.start(total, ops[start])
-                things[op.writes[0]] = things[total]
+            else:
+                self.in_place.add(at)
 
     def alike(self, one: Value, other: Value) -> bool:
         """Whether two gradients have something for the same leaves."""
