@@ -12,8 +12,9 @@ that the next function reads and no others.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -137,29 +138,33 @@ class Traces:
         return self._places[call]
 
     def _found(self, call: Call) -> tuple[Store, Any]:
-        kinds = tuple(type(leaf) for _, leaves in call.reads for leaf in leaves)  # 1 and True are equal
+        odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
+        if odd is not None:
+            raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
+        # 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers.
+        kinds = tuple((type(leaf), None if isinstance(leaf, Aval) else repr(leaf)) for leaf in _leaves(call))
         around = (kinds, call.reads, ambient())
         if call.stage is None:
             store, own = self._store(self.model.loss)
-            return store, (own, "loss", self.model.reduction, call.specs, *around)
+            return store, (own, "loss", self.model.reduction, call.specs, repr(call.specs), *around)
         stage = self.model.stages[call.stage]
         names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
-        how = (stage.asks, names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
+        how = (frozenset(stage.asks), names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
         if isinstance(stage.forward, StageModule):
             specs = tuple((label, spec) for label, spec in call.specs if label != "params")
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
             twin = self._twins[call.stage], _positions(stage.forward, call)
-            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, repr(specs), *around)
         store, own = self._store(stage.forward)
-        return store, (own, how, call.specs, *around)
+        return store, (own, how, call.specs, repr(call.specs), *around)
 
     def _store(self, function: Any) -> tuple[Store, int | None]:
         """The traces of a function; those that lie with the model's own are told apart by who the function is."""
-        try:
-            return _OF_FUNCTIONS.setdefault(function, Store()), None
-        except TypeError:
-            return _OF_MODELS.setdefault(self.model, Store()), id(function)
+        if type(function).__eq__ is object.__eq__:
+            with suppress(TypeError):
+                return _OF_FUNCTIONS.setdefault(function, Store()), None
+        return _OF_MODELS.setdefault(self.model, Store()), id(function)
 
     def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
         """The call as a function of leaves; it notes the containers of what it writes."""
@@ -199,6 +204,13 @@ class Traces:
             return leaves
 
         return loss if call.stage is None else stage
+
+
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+
+
+def _leaves(call: Call) -> list[Any]:
+    return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
 def _positions(module: StageModule, call: Call) -> tuple[int, ...]:

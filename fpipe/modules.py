@@ -151,7 +151,8 @@ class StageModule:
 
     def constants(self) -> list[Tensor]:
         """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
-        return [getattr(owner, name) for _, owner, name in self.fixed]
+        with self.lock:
+            return [getattr(owner, name) for _, owner, name in self.fixed]
 
     def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any) -> Any:
         """The stage's output as a function of all that it reads, `params` in the order of its names."""

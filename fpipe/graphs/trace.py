@@ -8,6 +8,7 @@ The gradient is `torch.autograd.grad`'s own, so the ops are those that run witho
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
@@ -178,11 +179,15 @@ def _no_compiled_functions() -> Generator[None]:
         tracing._is_fx_tracing_flag = before
 
 
+_TRACING = threading.RLock()  # torch traces for one thread at a time
+
+
 @contextmanager
 def _reasons() -> Generator[None]:
     """Whatever stops a trace is the reason why there is none."""
     try:
-        yield
+        with _TRACING:
+            yield
     except Untraceable:
         raise
     except Exception as error:

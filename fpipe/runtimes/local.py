@@ -47,7 +47,8 @@ def local(
 
     def signature_of(leaves: Sequence[Any], containers: Any) -> Any:
         modes = [mode for module in modules for mode in module.modes()]
-        return (containers, ambient(), *map(_signature, leaves), *modes)
+        own = [leaf for module in modules for leaf in module.constants()]
+        return (containers, ambient(), torch.get_num_threads(), *map(_signature, leaves), *map(_signature, own), *modes)
 
     if example is not None:
         params, batch, state = (*example, None)[:3]
@@ -116,7 +117,7 @@ def _signature(leaf: Any) -> Any:
     """What of a leaf the traces depend on."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, torch.get_default_device() if leaf.is_meta else leaf.device
-    return type(leaf), leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 
 class _Leaf:
@@ -152,9 +153,8 @@ class Prepared:
             facts = [_fact(leaf, value.name, storages) for leaf in module.constants()]
             things[value] = Thing(tuple(facts))
         split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
-        self.given = frozenset(storages.values())
         self.lowered = lower(program, model, things, rows(batch, spec_of(split)), plain)
-        self.calls, self.things = self.lowered.calls, self.lowered.things
+        self.calls, self.things, self.given = self.lowered.calls, self.lowered.things, self.lowered.given
         self.model, self.program = model, program
         slots = self.lowered.slots
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(len(slots))]

@@ -8,7 +8,7 @@ it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class Lowered:
         prepare: calls that a step makes first, once for all microbatches: views of parameters.
         calls: the calls, in the order of the program.
         things: what is known of every value.
+        given: storages that are not the step's own: of the caller, and of what stages hold on to.
     """
 
     slots: Mapping[Value, int]
@@ -61,6 +62,7 @@ class Lowered:
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
     calls: Sequence[Call]
     things: Mapping[Value, Thing]
+    given: frozenset[int]
 
 
 class Surprise(Exception):
@@ -78,19 +80,21 @@ def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: in
         shapes = Shapes(model, dict(given), rows, plain)
         for op in ops:
             shapes.follow(op)
-        return _Writer(program, ops, shapes).write()
+        mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
+        return _Writer(program, ops, shapes, mine | shapes.constant).write()
 
 
 class _Writer:
     """Writes the calls of a program down, now that all shapes are known."""
 
-    def __init__(self, program: Program, ops: list[Op], shapes: Shapes) -> None:
+    def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
         self.program, self.ops, self.shapes, self.things = program, ops, shapes, shapes.things
+        self.given = frozenset(given)
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.kept = {end.value for end in program.outputs}
-        self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages)
+        self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages, given)
         self.adds = self.sums.adds
         self.folded = {add for adds in self.adds.values() for add in adds.values()}
         self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
@@ -102,7 +106,7 @@ class _Writer:
         calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
         for value in (end.value for end in self.program.inputs):
             self.slot(value)
-        return Lowered(self.slots, self.constants, self.prepare, calls, self.things)
+        return Lowered(self.slots, self.constants, self.prepare, calls, self.things, self.given)
 
     def slot(self, value: Any) -> int:
         return self.slots.setdefault(value, len(self.slots))
@@ -143,7 +147,7 @@ class _Writer:
         copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
         labels = tuple(label_of(value) for value in op.writes)
         adding_to = tuple(map(label_of, adds))
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied)
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, torch.get_num_threads())
         first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied))
         named = self.shapes.labels(op) | {
             "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()

@@ -91,7 +91,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     stage, params = given.stage, given.params
     saved: list[Tensor] = []
     with torch.enable_grad(), _watching(saved) if run.watch_saved else nullcontext():
-        with unchanged(given.taken, given.who), without_random(given.who):
+        with unchanged((given.taken, given.said.get("state")), given.who), without_random(given.who):
             y, state, carried = taken_apart(stage, stage.forward(params, given.x, **given.said))
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)

@@ -75,6 +75,7 @@ class Shapes:
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
         self.cuts: dict[Place, Cut] = {}
+        self.constant: set[int] = set()  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
 
     def follow(self, op: Op) -> None:
@@ -216,8 +217,9 @@ class Shapes:
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
-        graph = cut.graph
-        places: dict[int, int] = {}  # storages of the graph -> of this microbatch
+        graph = cut.graph  # and places: storages of the graph -> of this microbatch
+        self.constant.update(graph.facts[name].storage for name in graph.constants)
+        places = {graph.facts[name].storage: graph.facts[name].storage for name in graph.constants}
         given = {label: self.things[value] for label, value in self.labels(first).items()}
         given |= {label: self.things[named[label]] for label in ("dy", "dcarry") if label in named}
         given |= self.constants(op.stage)

@@ -28,9 +28,14 @@ class Sums:
     """
 
     def __init__(
-        self, ops: Sequence[Op], kept: Collection[Value], things: dict[Value, Thing], plain: Collection[int]
+        self,
+        ops: Sequence[Op],
+        kept: Collection[Value],
+        things: dict[Value, Thing],
+        plain: Collection[int],
+        given: Collection[int],
     ) -> None:
-        self.ops, self.things = ops, things
+        self.ops, self.things, self.given = ops, things, given
         self.adds: dict[int, dict[Value, int]] = {}
         self.in_place: set[int] = set()
         self.copied: dict[Value, tuple[int, ...]] = {}
@@ -68,6 +73,7 @@ class Sums:
         values = {*op.reads, *op.writes}
         taken = Counter(leaf.storage for v in values for leaf in self.things[v].leaves if isinstance(leaf, Fact))
         leaves = list(self.things[total].leaves)
+        taken.update([*self.given] * 2)
         copied = [
             k for k, leaf in enumerate(leaves) if leaf is not None and (taken[leaf.storage] > 1 or not dense(leaf))
         ]

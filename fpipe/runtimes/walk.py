@@ -112,7 +112,7 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
     dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
     if not dense or not taken.isdisjoint(storages([leaf])):
         leaf = leaf.clone(memory_format=torch.contiguous_format)
-    taken |= storages([leaf]).keys()
+    taken.update(storages([leaf]))
     return leaf
 
 
