@@ -52,9 +52,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(rows, length, width))
         return x + self.perceptron(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def mlp(width: int, rows: int) -> Case:
@@ -199,6 +201,10 @@ def rounds_of(steps: dict[str, Step], rounds: int) -> list[dict[str, float]]:
     return found
 
 
+def median_of(found: Iterable[dict[str, float]], name: str) -> float:
+    return statistics.median(took[name] for took in found)
+
+
 def ratio(found: Iterable[dict[str, float]], one: str, other: str) -> float:
     return statistics.median(took[one] / took[other] for took in found)
 
@@ -224,7 +230,7 @@ def compare(name: str, case: Case, reach: float, reach_split: float, rounds: int
             torch.testing.assert_close(leaf, wanted, **({} if kind.startswith("torch") else {"rtol": 0, "atol": 0}))
     found = rounds_of(steps, rounds)
     print(
-        f"{name:28} eager {statistics.median(took['eager'] for took in found) * 1e3:7.2f} ms; of it: "
+        f"{name:28} eager {median_of(found, 'eager') * 1e3:7.2f} ms; of it: "
         f"fpipe {within(ratio(found, 'B', 'eager'), reach)}, its ops alone {ratio(found, 'floor', 'eager'):.2f}; "
         f"I and W of B {within(ratio(found, 'IW', 'B'), reach_split)}"
     )
@@ -249,7 +255,7 @@ def per_op(rounds: int, stages: int = 8, microbatches: int = 64) -> None:
         return [step(params, batch).loss]
 
     found = rounds_of({"step": run, "floor": floor(run)}, rounds)
-    whole, alone = (statistics.median(took[name] for took in found) for name in ("step", "floor"))
+    whole, alone = median_of(found, "step"), median_of(found, "floor")
     ops = len(program.ops)
     print(
         f"{stages} stages that do nothing, {microbatches} microbatches, {ops:,} ops: {whole * 1e3:.2f} ms, its torch "

@@ -53,10 +53,7 @@ class Call:
     microbatch: int | None = None
 
     def differentiable(self) -> Call:
-        """The same call as if a gradient of every input that can have one were wanted.
-
-        The stages that take the batch share the traces of those that do not; what nobody wants is left out later.
-        """
+        """The same call as if a gradient of every input that can have one were wanted."""
         reads = tuple(
             (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
             for label, leaves in self.reads
@@ -66,11 +63,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a call reads and writes: a fact for each tensor leaf, and the containers around what it writes."""
+    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, and its ops."""
 
     reads: Mapping[str, Sequence[Any]]
     writes: Mapping[str, Sequence[Any]]
     specs: Mapping[str, Spec]
+    ran: tuple[str, ...]
 
     def avals(self, label: str) -> tuple[Any, ...]:
         """The avals of what is written under a label, other leaves as they are."""
@@ -98,8 +96,8 @@ class Traces:
     in class, plain attributes, mode and shapes of their leaves, recursively.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, known_only: bool = False) -> None:
+        self.model, self.known_only = model, known_only
         self._places: dict[Call, tuple[Store, Any]] = {}
         self._twins: dict[int, Any] = {}
 
@@ -107,9 +105,10 @@ class Traces:
         """What a call writes, by running it once on tensors without data."""
         store, key = self._place(call)
         if key not in store.outlines:
+            self._refuse_new()
             specs: dict[str, Spec] = {}
-            reads, writes = outline(self._flat(call, specs), dict(call.reads))
-            store.outlines[key] = Outline(reads, writes, specs)
+            reads, writes, ran = outline(self._flat(call, specs), dict(call.reads))
+            store.outlines[key] = Outline(reads, writes, specs, ran)
         return store.outlines[key]
 
     def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
@@ -118,8 +117,25 @@ class Traces:
             return _the_loss_itself(call, seeds)
         store, key = self._place(call)
         if (key, *seeds.items()) not in store.graphs:
-            store.graphs[key, *seeds.items()] = trace(self._flat(call, {}), dict(call.reads), seeds)
+            self._refuse_new()
+            made = trace(self._flat(call, {}), dict(call.reads), seeds)
+            ran = self.outline(call).ran
+            if made.ran[: len(ran)] != ran:
+                raise Untraceable("torch runs other ops for it while it is traced")
+            store.graphs[key, *seeds.items()] = made
         return store.graphs[key, *seeds.items()]
+
+    def _refuse_new(self) -> None:
+        if self.known_only:
+            raise Untraceable("it is not traced yet")
+
+    def shared(self, call: Call) -> Call:
+        """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
+
+        So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        """
+        other = call.differentiable()
+        return other if self.outline(other).ran == self.outline(call).ran else call
 
     def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
         """The last stage and the loss, each traced apart, as one graph."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -161,11 +162,12 @@ class StageModule:
         own = {name: tensor for leaf, tensor in zip(self.names, params, strict=True) for name in leaf}
         own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
         with self.lock:
-            kept = [_kept(module) for module in self.caching]
+            kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
                 return torch.func.functional_call(self.bound, own, (partial(self._through, x),), tie_weights=False)
-            finally:
-                for module, attributes in zip(self.caching, kept, strict=True):
+            finally:  # as it was: whatever a module notes now is without data
+                for (_, module), attributes in zip(self.modules, kept, strict=True):
+                    vars(module).clear()
                     vars(module).update(attributes)
 
     def modes(self) -> list[bool]:
@@ -173,11 +175,16 @@ class StageModule:
         return [module.training for _, module in self.modules]
 
     def twin(self) -> Any:
-        """Equal for stages that compute the same function of their parameters and constants, in their order."""
+        """Equal for stages that compute the same function of their parameters and constants, in their order.
+
+        A stage that holds on to an object which cannot be compared (a tensor, another module) is like no other.
+        """
         place = {name: str(at) for at, name in enumerate(self.children)}
         short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
-        return tuple(short), fixed, tuple(_twin(module) for module in self.children.values())
+        odd: list[Any] = []
+        twins = tuple(_twin(module, odd) for module in self.children.values())
+        return tuple(short), fixed, twins, _Same(self) if odd else None
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:
@@ -186,27 +193,34 @@ def _short(path: str, place: Mapping[str, str]) -> str:
     return place[child] + dot + rest
 
 
-def _twin(module: nn.Module) -> Any:
+def _twin(module: nn.Module, odd: list[Any]) -> Any:
     """What a module computes, as a value to compare: class, plain attributes, mode, and the same of its children."""
     attributes = vars(module)
-    plain = tuple((name, _comparable(attributes[name])) for name in sorted(attributes) if name not in _NOT_PLAIN)
-    children = tuple((name, child and _twin(child)) for name, child in attributes["_modules"].items())
+    plain = tuple((name, _comparable(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    children = tuple((name, child and _twin(child, odd)) for name, child in attributes["_modules"].items())
     return type(module), plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
 
 
 _NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 
 
-def _comparable(value: Any) -> Any:
-    """A plain value as itself, of any type told apart from others; anything else as the one object that it is."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+def _comparable(value: Any, odd: list[Any]) -> Any:
+    """A plain value as itself, of any type told apart from others; anything else as the one object that it is.
+
+    What is neither plain nor a function or class that keeps nothing is noted as odd.
+    """
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # -0.0 is not 0.0
+    if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, list | tuple):
-        return type(value), tuple(_comparable(one) for one in value)
+        return type(value), tuple(_comparable(one, odd) for one in value)
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(_comparable(one) for one in value)
+        return type(value), frozenset(_comparable(one, odd) for one in value)
     if isinstance(value, Mapping):
-        return type(value), tuple((_comparable(key), _comparable(one)) for key, one in value.items())
+        return type(value), tuple((_comparable(key, odd), _comparable(one, odd)) for key, one in value.items())
+    if not isinstance(value, type | BuiltinFunctionType) and getattr(value, "__closure__", odd) is not None:
+        odd.append(value)
     return _Same(value)
 
 

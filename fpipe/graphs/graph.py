@@ -71,6 +71,7 @@ class Graph:
         constants: tensors that the function holds on to.
         reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
         writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
+        ran: the ops as they were traced, by name.
     """
 
     nodes: tuple[Node, ...]
@@ -78,6 +79,7 @@ class Graph:
     constants: Mapping[Name, Tensor]
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
+    ran: tuple[str, ...] = ()
     _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
@@ -41,24 +43,40 @@ class Untraceable(Exception):
         return made
 
 
-def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...]]:
     """What a function reads and writes, by running it on tensors without data.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
-        storage number share their memory.
+        storage number share their memory. And the ops that ran, by name.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
-    >>> reads, writes = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> reads, writes, ran = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
     >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
     float32[3, 2] True
+    >>> ran
+    ('aten.t.default',)
     """
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _reasons(), fake_mode(), torch.enable_grad(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
-        made = function({label: [*leaves] for label, leaves in given.items()})
-        return _facts(given, numbers), _facts(made, numbers)
+        with _Heard() as heard:
+            made = function({label: [*leaves] for label, leaves in given.items()})
+        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops)
+
+
+class _Heard(TorchDispatchMode):
+    """Notes which ops run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim" and func not in _NOT_HEARD:
+            self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str, list[Any]]:
@@ -100,11 +118,12 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
             fakes = [_empty(groups[label][at]).detach() for label, at in places]
         traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+        ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         _refuse_random(calls)
         if any(map(_written, calls)):
             _refuse_changes(traced)
             traced = _functional(traced, fakes)
-        return without_repeated_views(_graph(traced, groups, places, shown))
+        return replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
 
 
 def _with_gradient(
@@ -253,6 +272,8 @@ def _graph(
     traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
 ) -> Graph:
     """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     names: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
     constants: dict[Name, Tensor] = {}
@@ -273,6 +294,8 @@ def _graph(
             reads[label][at] = name
         elif node.op == "get_attr":
             constants[name] = getattr(traced, node.target)
+            if isinstance(constants[name], FakeTensor):
+                raise Untraceable("it holds on to a tensor that was made while it was traced")
         elif node.target in _NOTHING:
             names[node] = names[node.args[0]]
             continue
@@ -288,10 +311,11 @@ def _graph(
     for label, leaves in shown:
         writes[label] = [names[next(found)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tuples = [{label: tuple(leaves) for label, leaves in side.items()} for side in (reads, writes)]
-    return Graph(tuple(nodes), facts, constants, *tuples)
+    return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
 
 
 _NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_NOT_HEARD = (*_NOTHING, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
 
 
 def _unused(name: str, taken: set[str]) -> Name:

@@ -81,10 +81,11 @@ def local(
             return by_hand(params, batch, state=state, key=key)
         try:
             return lowered.run(leaves, state, record=record, check_finite=check_finite)
-        except Surprise as surprise:
+        except (Surprise, RuntimeError) as error:
+            made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
             known[signature] = None
-            warnings.warn(f"steps run every stage under autograd from now on: {surprise}", stacklevel=2)
-            return by_hand(params, batch, state=state, key=key)
+            warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
+            return made
 
     return step
 
@@ -96,12 +97,16 @@ def _first(
     program: Program, model: Model, by_hand: Callable[[Plain], Result], given: tuple[Any, Any, Any], key: Any
 ) -> tuple[Result | None, Prepared | None]:
     """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too."""
-    plain, result = Plain(), None
+    with suppress(Untraceable):
+        return None, Prepared(program, model, *given, key, Plain(known_only=True))
+    plain = Plain()
+    # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
+    result, wanted = by_hand(plain), None
     while True:
         try:
-            return result, Prepared(program, model, *given, key, plain)
+            return wanted, Prepared(program, model, *given, key, plain)
         except Untraceable as error:
-            result = result or by_hand(plain)  # it knows better what is wrong, if something is
+            wanted = result
             known = error.stage is None or error.stage in plain.stages
             if known or plain.lost or len(ambient()) > 1:
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
@@ -174,6 +179,7 @@ class Prepared:
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
+            own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
             book = Book(self.program.ranks, [*leaves, *own]) if record else None
             if book or check_finite:
                 self._watched(slots, book, check_finite)
@@ -259,4 +265,8 @@ def _result(leaf: Any, slots: Sequence[Any]) -> Any:
     if isinstance(leaf, _Leaf):
         made = slots[leaf.slot][leaf.at]
         return made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+    return (
+        torch.zeros_like(leaf, device=torch.get_default_device() if leaf.is_meta else None)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )

@@ -277,8 +277,12 @@ def _under_autograd(
 ) -> Sequence[Leaves]:
     """What a stage does that is not traced; others rely on what it was seen to write."""
     wanting = [[*map(_wanting, thing.leaves, leaves)] for thing, leaves in zip(reads, lists, strict=True)]
-    made = _by_rule(op, reads, run, *wanting)
+    wholes = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, wanting, strict=True)], run)
     _empty(lists)
+    for value, thing, each in zip(op.writes, writes, wholes, strict=True):
+        if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
+            raise Surprise(f"{op.cell} wrote {value} in other containers than before")
+    made = [list(each) if isinstance(each, list) else tree.leaves(each) for each in wholes]
     for value, thing, leaves in zip(op.writes, writes, made, strict=True):
         if value.name not in ("res", "wres") and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
             raise Surprise(f"{op.cell} wrote {value} as {[*map(_seen, leaves)]}, and before as {thing.leaves}")
@@ -291,11 +295,11 @@ def _wanting(known: Any, leaf: Any) -> Any:
 
 
 def _aval(known: Any) -> Any:
-    return known.aval if isinstance(known, Fact) else known
+    return known.aval if isinstance(known, Fact) else (type(known), repr(known))
 
 
 def _seen(leaf: Any) -> Any:
-    return aval(leaf) if isinstance(leaf, Tensor) else leaf
+    return aval(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
 
 
 def _empty(lists: Sequence[Leaves]) -> None:

@@ -49,11 +49,13 @@ class Plain:
         stages: their numbers, each with the reason.
         things: of every value that was written in a walk, what is known of it.
         lost: a value that nothing can be known of was among them.
+        known_only: whether only traces are used that were made before.
     """
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
     things: dict[Value, Thing] = field(default_factory=dict[Value, Thing])
     lost: bool = False
+    known_only: bool = False
 
     def see(self, value: Value, made: Any) -> None:
         """Note what a value was. Its tensors are taken to be each in memory of its own."""
@@ -71,11 +73,12 @@ class Shapes:
 
     def __init__(self, model: Model, things: dict[Value, Thing], rows: int, plain: Plain) -> None:
         self.model, self.things, self.run, self.plain = model, things, Run(model, rows), plain
-        self.traces = Traces(model)
+        self.traces = Traces(model, plain.known_only)
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
         self.cuts: dict[Place, Cut] = {}
-        self.constant: set[int] = set()  # storages of tensors that stages hold on to
+        self.seed = fresh_storage()
+        self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
 
     def follow(self, op: Op) -> None:
@@ -199,9 +202,9 @@ class Shapes:
     def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
         """A stage and its gradient, with the loss if it reads the target."""
         if loss is None:
-            return self.traces.graph(call.differentiable(), seeds)
+            return self.traces.graph(self.traces.shared(call), seeds)
         weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
-        return self.traces.with_loss(call.differentiable(), seeds, loss.differentiable(), weight)
+        return self.traces.with_loss(self.traces.shared(call), seeds, loss, weight)
 
     def wanting(self, call: Call, label: str) -> tuple[int, ...]:
         """The places of leaves that want a cotangent, among those it is the label of."""
@@ -223,6 +226,8 @@ class Shapes:
         given = {label: self.things[value] for label, value in self.labels(first).items()}
         given |= {label: self.things[named[label]] for label in ("dy", "dcarry") if label in named}
         given |= self.constants(op.stage)
+        for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
+            places[graph.facts[name].storage] = self.seed
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
@@ -234,7 +239,9 @@ class Shapes:
                     places.setdefault(graph.facts[name].storage, leaf.storage)
 
         def thing(leaves: Sequence[Any]) -> Thing:
-            return Thing(tuple(_placed(graph.facts.get(leaf, leaf), places) for leaf in leaves))
+            return Thing(
+                tuple(_placed(graph.facts[leaf] if isinstance(leaf, Name) else leaf, places) for leaf in leaves)
+            )
 
         made = {label: thing(cut.written(label)) for label in graph.writes}
         made |= {"res": thing(cut.residuals), "wres": thing(cut.weight_residuals)}

@@ -1,0 +1,92 @@
+"""How long a step takes to build: for eight equal stages, for one stage, and to linearize that stage alone.
+
+    python benchmarks/trace.py [--quick]
+
+Equal stages are traced once, so eight should cost little more than one. The modules of a new model are traced anew at
+each build, and so is the stage function that is linearized. A loss is traced once for each Python function: against one
+stage each build gets a lambda of its own; against `linearize`, which traces no loss, it is one that is known already.
+Programs are made beforehand. The floor is torch's own tracer, make_fx, on the stage and its gradient: ops in a list,
+neither cut nor compiled.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from step import Block, Case, Step, gpt, median_of, ratio, rounds_of, within
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import fpipe
+
+MICROBATCHES = 8
+
+
+def building(case: Case, stages: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Step:
+    """A build of a step for the net's first blocks, each a stage; without a loss, with one that is new each time."""
+    net, x, target = case
+    net = net[:stages]
+    model, _, _ = fpipe.from_sequential(net, stages=stages, loss=F.mse_loss)
+    pipeline = fpipe.chain(
+        fpipe.split(MICROBATCHES), fpipe.schedules.one_f_one_b(ranks=stages), fpipe.merge(outputs=False)
+    )
+    program = pipeline(fpipe.program(model))
+
+    def build() -> Any:
+        new = loss or (lambda y, t: F.mse_loss(y, t))
+        again, params, _ = fpipe.from_sequential(net, stages=stages, loss=new)
+        return fpipe.build(program, again, example=(params, (x, target)))
+
+    return build
+
+
+def linearizing(case: Case) -> Step:
+    """The first block alone, for one microbatch."""
+    net, x, _ = case
+    block, part = net[0], x.tensor_split(MICROBATCHES)[0]
+    params = {name: parameter.detach() for name, parameter in block.named_parameters()}
+    return lambda: fpipe.linearize(lambda p, y: torch.func.functional_call(block, p, y), params, part)
+
+
+def written_down(case: Case) -> Step:
+    """The same block and its gradient, by torch's own tracer."""
+    net, x, _ = case
+    block, part = net[0], x.tensor_split(MICROBATCHES)[0]
+    names, leaves = zip(*((name, leaf.detach()) for name, leaf in block.named_parameters()), strict=True)
+
+    def gradient(x: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
+        wanted = [leaf.detach().requires_grad_() for leaf in (x, *leaves)]
+        y = torch.func.functional_call(block, dict(zip(names, wanted[1:], strict=True)), wanted[0])
+        return [y, *torch.autograd.grad(y, wanted, dy)]
+
+    return lambda: make_fx(gradient, tracing_mode="fake")(part, part, *leaves)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _, x, target = gpt()
+    case = nn.Sequential(*(Block(64) for _ in range(8))), x, target
+    steps = {
+        "a step for 8 equal GPT stages, 8 microbatches": building(case, 8),
+        "the same with a loss that was traced before": building(case, 8, F.mse_loss),
+        "a step for 1 of the stages": building(case, 1),
+        "linearize of 1 of them": linearizing(case),
+        "1 of them and its gradient by make_fx": written_down(case),
+    }
+    found = rounds_of(steps, 10 if quick else 50)
+    eight, known, one, alone, least = steps
+    for name in steps:
+        print(f"{name:46} {median_of(found, name) * 1e3:7.1f} ms")
+    print(f"8 stages take {within(ratio(found, eight, one), 1.5)} of the time of 1")
+    print(f"8 stages with a known loss take {within(ratio(found, known, alone), 1.5)} of the time of linearize")
+    print(f"linearize takes {ratio(found, alone, least):.2f} of the time of make_fx")
+
+
+if __name__ == "__main__":
+    main()

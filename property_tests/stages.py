@@ -1,0 +1,691 @@
+"""Random stages, as recipes: what is drawn names the layers of a stage, and the stage is built from it.
+
+A `Recipe` is a stage function with its parameters and an input: layers one after the other on a tensor of `width`
+columns, how the input and the parameters lie in memory, and what is returned. A `Stack` is a model of such stages. A
+new layer joins by one function under `layer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe import tree
+from fpipe.models import Model
+from property_tests.strategies import Takes, dags
+
+Params = dict[str, Any]
+
+
+# Layers: a tensor of shape [rows, width] or [rows, time, width] to one of the same shape.
+
+
+class Layer(NamedTuple):
+    """What a layer does, its parameters (`n` in a shape is the width), and whether it works in place."""
+
+    apply: Callable[[Params, Tensor], Tensor]
+    shapes: dict[str, tuple[str | int, ...]]
+    in_place: bool = False
+
+
+LAYERS: dict[str, Layer] = {}
+
+
+def layer(in_place: bool = False, **shapes: tuple[str | int, ...]) -> Any:
+    def add(apply: Callable[[Params, Tensor], Tensor]) -> Any:
+        LAYERS[apply.__name__] = Layer(apply, shapes, in_place)
+        return apply
+
+    return add
+
+
+N = ("n",)
+NN = ("n", "n")
+
+
+@layer(w=NN, b=N)
+def linear(p: Params, h: Tensor) -> Tensor:
+    return F.linear(h, p["w"], p["b"])
+
+
+@layer(w=NN)
+def matmul(p: Params, h: Tensor) -> Tensor:
+    return h @ p["w"]
+
+
+@layer(w=NN, v=NN)
+def reused(p: Params, h: Tensor) -> Tensor:
+    return torch.tanh(h @ p["w"]) @ p["v"] @ p["w"]
+
+
+@layer(tied=NN)
+def tied(p: Params, h: Tensor) -> Tensor:
+    return torch.tanh(h @ p["tied"])
+
+
+@layer(tied=NN)
+def tied_turned(p: Params, h: Tensor) -> Tensor:
+    return F.linear(h, p["tied"])
+
+
+@layer(w=("3n", "n"))
+def sliced_weight(p: Params, h: Tensor) -> Tensor:
+    q, _, v = p["w"].chunk(3)
+    return F.linear(h, q).sigmoid() * F.linear(h, v)
+
+
+@layer(w=(2, "n"))
+def unbound_weight(p: Params, h: Tensor) -> Tensor:
+    scale, shift = p["w"].unbind()
+    return h * scale + shift
+
+
+@layer(w=N, b=N)
+def layer_norm(p: Params, h: Tensor) -> Tensor:
+    return F.layer_norm(h, h.shape[-1:], p["w"], p["b"])
+
+
+@layer()
+def layer_norm_alone(p: Params, h: Tensor) -> Tensor:
+    return F.layer_norm(h, h.shape[-1:])
+
+
+@layer(w=N)
+def rms_norm(p: Params, h: Tensor) -> Tensor:
+    return F.rms_norm(h, h.shape[-1:], p["w"])
+
+
+@layer(w=N, b=N)
+def group_norm(p: Params, h: Tensor) -> Tensor:
+    return F.group_norm(h.transpose(1, -1), 2, p["w"], p["b"]).transpose(1, -1)
+
+
+@layer(w=("n", "n", 3), b=N)
+def conv1d(p: Params, h: Tensor) -> Tensor:
+    if h.ndim == 2:
+        return F.conv1d(h.unsqueeze(-1), p["w"], p["b"], padding=1).squeeze(-1)
+    return F.conv1d(h.transpose(1, 2), p["w"], p["b"], padding=1).transpose(1, 2)
+
+
+@layer(w=("n", 1, 3))
+def depthwise(p: Params, h: Tensor) -> Tensor:
+    moved = h.unsqueeze(-1) if h.ndim == 2 else h.transpose(1, 2)
+    return F.conv1d(moved, p["w"], padding=1, groups=len(p["w"])).transpose(1, -1).reshape(h.shape)
+
+
+def heads(p: Params, h: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (h.reshape(len(h), -1, h.shape[-1]) @ p["qkv"]).chunk(3, dim=-1)
+    return tuple(part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
+
+
+@layer(qkv=("n", "3n"), o=NN)
+def attention(p: Params, h: Tensor) -> Tensor:
+    q, k, v = heads(p, h)
+    made = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+    return made.transpose(1, 2).reshape(h.shape) @ p["o"]
+
+
+@layer(qkv=("n", "3n"), o=NN)
+def sdpa(p: Params, h: Tensor) -> Tensor:
+    made = F.scaled_dot_product_attention(*heads(p, h), is_causal=True)
+    return F.linear(made.transpose(1, 2).reshape(h.shape), p["o"])
+
+
+@layer(qkv=("n", "3n"), o=NN)
+def sdpa_masked(p: Params, h: Tensor) -> Tensor:
+    q, k, v = heads(p, h)
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(h.shape) @ p["o"]
+
+
+def elementwise(**functions: Callable[[Tensor], Tensor]) -> None:
+    for name, function in functions.items():
+        LAYERS[name] = Layer(lambda p, h, function=function: function(h), {})
+
+
+elementwise(
+    relu=torch.relu,
+    gelu=F.gelu,
+    silu=F.silu,
+    tanh=torch.tanh,
+    sigmoid=torch.sigmoid,
+    softmax=lambda h: h.softmax(-1),
+    log_softmax=lambda h: h.log_softmax(-1),
+    softplus=F.softplus,
+    leaky_relu=F.leaky_relu,
+    elu=F.elu,
+    hardtanh=F.hardtanh,
+    square=torch.square,
+    cube=lambda h: h**3,
+    divided=lambda h: h / (1 + h.abs()),
+    itself=lambda h: h,
+    view_as=lambda h: h.view_as(h),
+    chunk_cat=lambda h: torch.cat([h.chunk(2, -1)[1].tanh(), h.chunk(2, -1)[0]], -1),
+    swap_halves=lambda h: torch.cat(h.split(h.shape[-1] // 2, -1)[::-1], -1),
+    half_read=lambda h: torch.cat([h.chunk(2, -1)[0]] * 2, -1),
+    unbind_stack=lambda h: torch.stack([h.unbind(-1)[0], *h.unbind(-1)[:0:-1]], -1),
+    glu=lambda h: F.glu(torch.cat([h, h], -1), -1),
+    transposed=lambda h: torch.sin(h.transpose(0, -1)).transpose(0, -1),
+    flattened=lambda h: h.reshape(-1).sin().view(h.shape),
+    expanded=lambda h: h[..., :1].expand_as(h) * h,
+    only_first=lambda h: h[..., :1].expand_as(h),
+    sliced=lambda h: F.pad(h[..., 1:], (1, 0)),
+    every_second=lambda h: h[..., ::2].repeat_interleave(2, -1),
+    flipped=lambda h: h.flip(-1),
+    flipped_rows=lambda h: h.flip(0).sin(),
+    rolled=lambda h: h.roll(1, -1) + h,
+    gathered=lambda h: h.gather(-1, h.argsort(-1)),
+    scattered=lambda h: torch.zeros_like(h).scatter_add(-1, h.argsort(-1) // 2, h.exp()),
+    selected=lambda h: h.index_select(-1, torch.arange(h.shape[-1]).flip(0) // 2),
+    indexed=lambda h: h[..., torch.arange(h.shape[-1]) // 2],
+    put=lambda h: torch.zeros_like(h).index_add(-1, torch.arange(h.shape[-1]) // 2, h),
+    where=lambda h: torch.where(h > 0, h, h.exp() - 1),
+    masked=lambda h: h.masked_fill(h.detach() > 0.5, 0.25),
+    tril=torch.tril,
+    cumsum=lambda h: h.cumsum(-1),
+    cumsum_rows=lambda h: h.cumsum(0),
+    logsumexp=lambda h: h - h.logsumexp(-1, keepdim=True),
+    centred=lambda h: h - h.mean(-1, keepdim=True),
+    of_all_rows=lambda h: h - h.mean(),
+    standardised=lambda h: (h - h.mean(-1, True)) * (h.var(-1, keepdim=True) + 0.1).rsqrt(),
+    var_mean=lambda h: h + torch.var_mean(h, -1, keepdim=True)[0],
+    largest=lambda h: h + h.max(-1, keepdim=True)[0] + h.amin(-1, keepdim=True),
+    sorted=lambda h: h.sort(-1)[0],
+    topk=lambda h: torch.cat([h.topk(2, -1)[0], h[..., 2:]], -1),
+    clamped=lambda h: h.clamp(-0.5, 0.5),
+    normalised=lambda h: h / (1 + torch.linalg.vector_norm(h, dim=-1, keepdim=True)),
+    of_its_own=lambda h: h * h,
+    added_to_itself=lambda h: h + h,
+    halves_detached=lambda h: h * h.detach().tanh(),
+    to_double=lambda h: h.double().sin().to(h.dtype),
+    to_bfloat16=lambda h: h.bfloat16().tanh().to(h.dtype),
+    complex_turned=lambda h: torch.view_as_real(
+        torch.view_as_complex(h.float().contiguous().unflatten(-1, (-1, 2))) * (0.6 + 0.8j)
+    ).contiguous().reshape(h.shape).to(h.dtype),
+    fft=lambda h: torch.fft.irfft(torch.fft.rfft(h.float()), n=h.shape[-1]).to(h.dtype),
+    with_constant=lambda h: h * CONSTANT[: h.shape[-1]].to(h.dtype),
+    with_number=lambda h: h * torch.tensor(1.5, dtype=h.dtype),
+    no_grad_scale=lambda h: h / (1 + _largest(h)),
+    contiguous=lambda h: h.contiguous().clone(),
+    dropout_none=lambda h: F.dropout(h, 0.0),
+)  # fmt: skip
+
+
+CONSTANT = torch.arange(8.0).cos()
+
+
+@torch.no_grad()
+def _largest(h: Tensor) -> Tensor:
+    return h.abs().amax()
+
+
+@layer(b=N)
+def bias(p: Params, h: Tensor) -> Tensor:
+    return h + p["b"]
+
+
+@layer(b=(1, "n"))
+def row_bias(p: Params, h: Tensor) -> Tensor:
+    """Where there is one row, the gradient of `b` is the cotangent itself."""
+    return h + p["b"]
+
+
+@layer(b=(1, "n"))
+def sine_of_sum(p: Params, h: Tensor) -> Tensor:
+    return torch.sin(h + p["b"])
+
+
+@layer(a=N, b=N)
+def two_biases(p: Params, h: Tensor) -> Tensor:
+    """The gradients of `a` and `b` are one tensor."""
+    return h + (p["a"] + p["b"])
+
+
+@layer(a=(), b=())
+def numbers(p: Params, h: Tensor) -> Tensor:
+    return h * p["a"] + p["b"]
+
+
+@layer(w=NN)
+def sum_with_turned(p: Params, h: Tensor) -> Tensor:
+    return h + (p["w"] + p["w"].T)[0] * p["w"].sum()
+
+
+@layer(w=NN, b=N)
+def frozen(p: Params, h: Tensor) -> Tensor:
+    return F.linear(h, p["w"].detach(), p["b"])
+
+
+@layer(w=NN)
+def unused(p: Params, h: Tensor) -> Tensor:
+    return h
+
+
+@layer(order=("order",))
+def permuted(p: Params, h: Tensor) -> Tensor:
+    """A parameter of ints, which has no gradient."""
+    return h[..., p["order"]]
+
+
+@layer(table=(8, "n"))
+def embedded(p: Params, h: Tensor) -> Tensor:
+    return h + F.embedding(h.argmax(-1), p["table"])
+
+
+@layer(table=(8, "n"))
+def looked_up(p: Params, h: Tensor) -> Tensor:
+    """Depends on the input through whole numbers only."""
+    return p["table"][h.argmax(-1)]
+
+
+@layer(w=N)
+def prelu(p: Params, h: Tensor) -> Tensor:
+    return F.prelu(h.reshape(-1, h.shape[-1]), p["w"]).reshape(h.shape)
+
+
+@layer(w=("n", 2, "n"))
+def einsum(p: Params, h: Tensor) -> Tensor:
+    return torch.einsum("...i,ikj->...kj", h, p["w"]).sum(-2)
+
+
+@layer(w=NN, b=N)
+def addmm(p: Params, h: Tensor) -> Tensor:
+    return torch.addmm(p["b"], h.reshape(-1, h.shape[-1]), p["w"], beta=0.5, alpha=2.0).view(h.shape)
+
+
+@layer(w=("n", "n"))
+def weight_norm(p: Params, h: Tensor) -> Tensor:
+    return h @ (p["w"] / torch.linalg.vector_norm(p["w"], dim=0))
+
+
+@layer(w=("n", "n"))
+def cat_with_weight(p: Params, h: Tensor) -> Tensor:
+    flat = h.reshape(-1, h.shape[-1])
+    return torch.cat([flat, p["w"]])[: len(flat)].view(h.shape) * 1.5
+
+
+class Scaled(torch.autograd.Function):
+    """A product whose gradients are others than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor) -> Any:
+        ctx.save_for_backward(h, w)
+        ids = h.argmax(-1)
+        ctx.mark_non_differentiable(ids)
+        return h * w, ids
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Any) -> Any:
+        h, w = ctx.saved_tensors
+        return dy * w * 0.5, (dy * h).reshape(-1, h.shape[-1]).sum(0)
+
+
+@layer(w=N)
+def own_function(p: Params, h: Tensor) -> Tensor:
+    return Scaled.apply(h, p["w"])[0]
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps its output, and hands the cotangent on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        made = h * 2
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+@layer()
+def straight_through(p: Params, h: Tensor) -> Tensor:
+    return Doubled.apply(h)
+
+
+@layer()
+def hooked(p: Params, h: Tensor) -> Tensor:
+    made = h * 1.25
+    if made.requires_grad:
+        made.register_hook(lambda dy: dy * 0.5)
+    return made
+
+
+# In place, on a tensor that the layer itself makes.
+
+
+@layer(in_place=True, b=N)
+def relu_(p: Params, h: Tensor) -> Tensor:
+    return (h + p["b"]).relu_()
+
+
+@layer(in_place=True)
+def silu_(p: Params, h: Tensor) -> Tensor:
+    return F.silu(h * 1.5, inplace=True)
+
+
+@layer(in_place=True, w=NN)
+def add_(p: Params, h: Tensor) -> Tensor:
+    made = h @ p["w"]
+    made += h
+    made.add_(1).mul_(0.5)
+    return made
+
+
+@layer(in_place=True)
+def masked_fill_(p: Params, h: Tensor) -> Tensor:
+    made = h * 2
+    return made.masked_fill_(made.detach() > 1, 0.5)
+
+
+@layer(in_place=True)
+def first_column_(p: Params, h: Tensor) -> Tensor:
+    made = h.clone()
+    made[..., 0] = 0
+    made[..., 1] *= 2
+    return made
+
+
+@layer(in_place=True)
+def through_view_(p: Params, h: Tensor) -> Tensor:
+    made = h + 1
+    made[0].mul_(3)
+    made[..., ::2].tanh_()
+    return made
+
+
+@layer(in_place=True)
+def index_put_(p: Params, h: Tensor) -> Tensor:
+    made = torch.zeros_like(h)
+    made[..., torch.tensor([0, 2, 2])] = h[..., :3]
+    return made + h
+
+
+# Layers around layers.
+
+
+@dataclass(frozen=True)
+class Within:
+    """Layers with something around them."""
+
+    how: Literal["residual", "twice", "checkpoint", "autocast", "both", "gated", "columns"]
+    layers: tuple[Any, ...]
+
+
+def _autocast(inner: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        made = inner(h)
+    return made.to(h.dtype)
+
+
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "residual": lambda inner, h: h + inner(h),
+    "twice": lambda inner, h: inner(inner(h)),
+    "both": lambda inner, h: inner(h) + inner(h.flip(-1)),
+    "gated": lambda inner, h: h * inner(h).sigmoid(),
+    "columns": lambda inner, h: inner(h.flip(0)).flip(0),
+    "checkpoint": lambda inner, h: checkpoint(inner, h, use_reentrant=False),
+    "autocast": _autocast,
+}
+# Under autocast layers hand on bfloat16, which not all of them put up with beside float32 parameters.
+CASTABLE = ("linear", "matmul", "reused", "tied", "sdpa", "attention", "conv1d", "tanh", "gelu", "relu", "softmax")
+
+
+def applied(layers: tuple[Any, ...], p: Params, h: Tensor, at: str = "") -> Tensor:
+    for number, one in enumerate(layers):
+        name = f"{at}{number}."
+        if isinstance(one, Within):
+            h = AROUND[one.how](partial(_inner, one.layers, p, name), h)
+        else:
+            h = LAYERS[one].apply({key: p[_named(name, key)] for key in LAYERS[one].shapes}, h)
+    return h
+
+
+def _inner(layers: tuple[Any, ...], p: Params, at: str, h: Tensor) -> Tensor:
+    return applied(layers, p, h, at)
+
+
+def _named(at: str, key: str) -> str:
+    return "tied" if key == "tied" else at + key
+
+
+def _shapes(layers: tuple[Any, ...], at: str = "") -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    for number, one in enumerate(layers):
+        name = f"{at}{number}."
+        if isinstance(one, Within):
+            yield from _shapes(one.layers, name)
+        else:
+            yield from ((_named(name, key), shape) for key, shape in LAYERS[one].shapes.items())
+
+
+def _flat(layers: tuple[Any, ...]) -> Iterator[Any]:
+    for one in layers:
+        if isinstance(one, Within):
+            yield one.how
+            yield from _flat(one.layers)
+        else:
+            yield one
+
+
+# What is returned: parameters, the first leaf of the input, and what the layers made.
+
+
+def _first(p: Params, h: Tensor) -> Tensor:
+    return next((leaf for leaf in p.values() if leaf.is_floating_point()), h)
+
+
+RETURNS: dict[str, Callable[[Params, Tensor, Tensor], Any]] = {
+    "h": lambda p, x, h: h,
+    "tuple": lambda p, x, h: (h, None, h.argmax(-1), 3, "name"),
+    "dict": lambda p, x, h: {"h": h, "ids": h.argmax(-1), "nothing": (None, []), "more": [h.sin()]},
+    "mask": lambda p, x, h: [h, h > 0],
+    "view": lambda p, x, h: (h, h[..., 1:]),
+    "view_first": lambda p, x, h: (h.view_as(h), h),
+    "expanded": lambda p, x, h: (h, h[..., :1].expand_as(h)),
+    "turned": lambda p, x, h: h.transpose(0, -1).contiguous().transpose(0, -1),
+    "twice": lambda p, x, h: (h, h),
+    "number": lambda p, x, h: (h, h.mean()),
+    "detached": lambda p, x, h: (h, h.detach()),
+    "parts": lambda p, x, h: (h, *h.chunk(2, -1)),
+    "part_unread": lambda p, x, h: (h, h.unbind(-1)[1]),
+    "input": lambda p, x, h: (h, x),
+    "input_view": lambda p, x, h: (h, x[..., ::2]),
+    "input_alone": lambda p, x, h: x,
+    "param": lambda p, x, h: (h, _first(p, h)),
+    "param_view": lambda p, x, h: (h, _first(p, h).expand(2, *_first(p, h).shape)),
+    "of_params": lambda p, x, h: (h, _first(p, h).sin()),
+    "params_alone": lambda p, x, h: torch.tanh(_first(p, h).sum()).expand(h.shape),
+    "all_params": lambda p, x, h: {"h": h, **{f"p{k}": leaf for k, leaf in enumerate(p.values())}},
+}
+
+
+def _memory(how: str, leaf: Tensor) -> Tensor:
+    """The same numbers, lying otherwise in memory."""
+    if how == "strided":
+        spread = leaf.new_zeros((*leaf.shape, 2))
+        spread[..., 0] = leaf
+        return spread[..., 0]
+    if how == "transposed" and leaf.ndim > 1:
+        return leaf.transpose(0, -1).contiguous().transpose(0, -1)
+    if how == "misaligned":
+        room = leaf.new_zeros(leaf.numel() + 1)
+        room[1:] = leaf.reshape(-1)
+        return room[1:].view(leaf.shape)
+    if how == "expanded" and leaf.ndim:
+        return leaf[:1].expand(leaf.shape)
+    return leaf
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A stage: its layers, and all around them."""
+
+    layers: tuple[Any, ...]
+    width: int = 4
+    time: int = 0
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    takes: Literal["first", "all"] = "first"
+    returns: str = "h"
+    given: str = "plain"
+    held: Literal["plain", "strided", "transposed", "misaligned", "one memory"] = "plain"
+
+    @property
+    def in_place(self) -> bool:
+        return any(LAYERS[name].in_place for name in _flat(self.layers) if name in LAYERS)
+
+    @property
+    def function(self) -> Callable[[Any, Any], Any]:
+        """The same object each time, so that its traces are shared."""
+        return _function(self)
+
+    def fresh(self) -> Callable[[Any, Any], Any]:
+        """A function that nobody has traced."""
+        return lambda p, x: self(p, x)
+
+    def __call__(self, p: Params, x: Any) -> Any:
+        leaves = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
+        first = leaves[0]
+        h = first.to(getattr(torch, self.dtype))
+        for leaf in leaves[1:] if self.takes == "all" else ():
+            h = h + (leaf.to(h.dtype) if leaf.shape == h.shape else leaf.to(h.dtype).tanh().mean())
+        return RETURNS[self.returns](p, first, applied(self.layers, p, h))
+
+    def params(self, seed: int = 0) -> Params:
+        make = torch.Generator().manual_seed(seed)
+        dtype, n = getattr(torch, self.dtype), self.width
+        found: Params = {}
+        for name, shape in _shapes(self.layers):
+            if shape == ("order",):
+                found[name] = torch.randperm(n, generator=make)
+            elif name not in found:
+                size = [int(k.removesuffix("n") or 1) * n if isinstance(k, str) else k for k in shape]
+                found[name] = (0.5 * torch.randn(size, generator=make)).to(dtype)
+        if self.held == "one memory":
+            floats = [leaf for leaf in found.values() if leaf.is_floating_point()]
+            whole = torch.cat([torch.zeros(1, dtype=dtype), *(leaf.reshape(-1) for leaf in floats)])
+            parts = iter(whole[1:].split([leaf.numel() for leaf in floats]) if floats else ())
+            return {k: next(parts).view(v.shape) if v.is_floating_point() else v for k, v in found.items()}
+        return {name: _memory(self.held, leaf) for name, leaf in found.items()}
+
+    def input(self, rows: int, seed: int = 1) -> Any:
+        make = torch.Generator().manual_seed(seed)
+
+        def draw() -> Tensor:
+            shape = (rows, *([self.time] if self.time else []), self.width)
+            return torch.randn(shape, generator=make).to(getattr(torch, self.dtype))
+
+        if self.given == "pair":
+            return draw(), torch.randint(8, (rows,), generator=make)
+        if self.given == "two":
+            return draw(), draw()
+        if self.given == "one twice":
+            return (one := draw(), one)
+        if self.given == "dict":
+            return {"a": draw(), "mask": draw() > 0, "nothing": None, "other": [draw().double()]}
+        return _memory(self.given, draw())
+
+
+GIVEN = ("plain", "strided", "transposed", "misaligned", "expanded", "pair", "two", "one twice", "dict")
+
+
+@functools.cache
+def _function(recipe: Recipe) -> Callable[[Any, Any], Any]:
+    return recipe.fresh()
+
+
+def layers(castable: bool = False) -> st.SearchStrategy[tuple[Any, ...]]:
+    names = st.sampled_from(CASTABLE if castable else list(LAYERS))
+    if castable:
+        return st.lists(names, min_size=1, max_size=3).map(tuple)
+    around = st.sampled_from([how for how in AROUND if how != "autocast"])
+    inner = st.builds(Within, around, st.lists(names, min_size=1, max_size=3).map(tuple))
+    cast = st.builds(Within, st.just("autocast"), layers(castable=True))
+    return st.lists(st.one_of(names, names, names, inner, cast), max_size=5).map(tuple)
+
+
+WIDTHS, TIMES = st.sampled_from([4, 6, 8]), st.sampled_from([0, 0, 3, 5])
+DTYPES = st.sampled_from(["float32", "float32", "float64", "bfloat16"])
+HELD = st.sampled_from(["plain", "plain", "strided", "transposed", "misaligned", "one memory"])
+
+
+def recipes(
+    widths: st.SearchStrategy[int] = WIDTHS,
+    times: st.SearchStrategy[int] = TIMES,
+    dtypes: st.SearchStrategy[str] = DTYPES,
+) -> st.SearchStrategy[Recipe]:
+    """Random stages; they shrink to no layers at all, in float32, on plain inputs."""
+    takes, returns = st.sampled_from(["first", "all"]), st.sampled_from(list(RETURNS))
+    return st.builds(Recipe, layers(), widths, times, dtypes, takes, returns, st.sampled_from(GIVEN), HELD)
+
+
+# Models of them.
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model: stages, what each takes, how losses reduce, and whether the leaf "tied" of all that have one is one."""
+
+    stages: tuple[Recipe, ...]
+    takes: Takes
+    reduction: Literal["mean", "sum", "count"] = "mean"
+    tie: bool = False
+
+    @property
+    def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        with_one = [number for number, one in enumerate(self.stages) if "tied" in one.params()]
+        return (tuple((number, "tied") for number in with_one),) if self.tie and len(with_one) > 1 else ()
+
+    def model(self, fresh: bool = False) -> Model:
+        functions = [one.fresh() if fresh else one.function for one in self.stages]
+        return fpipe.from_functions(
+            functions, LOSSES[self.reduction], inputs=self.takes, ties=self.ties, reduction=self.reduction
+        )
+
+    def params(self, seed: int = 0) -> tuple[Params, ...]:
+        made = [one.params(seed + number) for number, one in enumerate(self.stages)]
+        for group in self.ties:
+            for number, leaf in group[1:]:
+                del made[number][leaf]
+        return tuple(made)
+
+    def batch(self, rows: int, seed: int = 1) -> tuple[Any, Tensor]:
+        return self.stages[0].input(rows, seed), torch.randn(rows, generator=torch.Generator().manual_seed(seed))
+
+
+def total(y: Any, target: Tensor) -> Tensor:
+    """Something of every tensor of an output."""
+    found = target.square().mean()
+    for leaf in tree.leaves(y):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            found = found + leaf.float().sin().mean()
+    return found
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "mean": total,
+    "sum": lambda y, target: total(y, target) * len(target),
+    "count": lambda y, target: (total(y, target) * len(target), (target > -0.5).sum()),
+}
+
+
+@st.composite
+def stacks(draw: st.DrawFn, most: int = 4) -> Stack:
+    takes = draw(dags(st.integers(1, most)))
+    width, time = draw(WIDTHS), draw(st.sampled_from([0, 0, 3]))
+    one = recipes(st.just(width), st.just(time), DTYPES if draw(st.booleans()) else st.just(draw(DTYPES)))
+    stages = draw(st.lists(one, min_size=len(takes), max_size=len(takes)))
+    made = Stack(tuple(stages), takes, draw(st.sampled_from(["mean", "sum", "count"])))
+    alike = {recipe.dtype for recipe in stages if "tied" in recipe.params()}
+    return Stack(made.stages, takes, made.reduction, len(alike) == 1 and draw(st.booleans()))

@@ -1,0 +1,337 @@
+"""The laws of a traced stage, and of steps made of them, over random stages: bits, work, memory, and what is left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import fpipe
+from fpipe import tree
+from fpipe.program import Program
+from property_tests.stages import Recipe, Stack, recipes, stacks
+from property_tests.strategies import legal_tables
+
+SEED = st.integers(0, 2**16)
+ROWS = st.integers(1, 5)
+
+
+def few(examples: int) -> settings:
+    """At most so many examples in profile `ci`, where each is traced anew; all of them in `deep`."""
+    most = settings().max_examples
+    return settings(max_examples=examples if most <= 50 else most)
+
+
+def wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+
+
+def bits(value: Any) -> list[Any]:
+    """Leaves as something to compare, in which NaN equals NaN and 0 is not -0."""
+    return [_bits(leaf) for leaf in tree.leaves(value)]
+
+
+def _bits(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    data = leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return leaf.dtype, tuple(leaf.shape), bytes(data.view(torch.uint8).tolist())
+
+
+def storages(held: Iterable[Tensor], aside: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
+    """Bytes of each storage, those of what was given aside."""
+    known = {StorageWeakRef(tensor.untyped_storage()) for tensor in aside}
+    found = {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
+    return {storage: size for storage, size in found.items() if storage not in known}
+
+
+def flops(what: Callable[[], Any]) -> tuple[Any, int]:
+    """What it gives, and its flops. FlopCounterMode takes silu_backward apart: these bits are nobody's."""
+    with FlopCounterMode(display=False) as counter:
+        made = what()
+    return made, counter.get_total_flops()
+
+
+class Newborn(TorchDispatchMode):
+    """Weak references to the memory that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.seen |= storages(tensors(made), tensors([args, kwargs])).keys()
+        return made
+
+    @property
+    def alive(self) -> set[StorageWeakRef]:
+        return {storage for storage in self.seen if not storage.expired()}
+
+
+# One stage.
+
+
+@dataclass
+class Autograd:
+    """A stage under plain autograd: what it gives, flops, and the bytes that are saved between."""
+
+    y: Any
+    dy: Any
+    dx: list[Any]
+    dparams: list[Any]
+    flops: int
+    saved: int
+
+
+def autograd(recipe: Recipe, rows: int, seed: int, count: Callable[..., Any] = lambda what: (what(), 0)) -> Autograd:
+    """With `count=flops` the flops are told."""
+
+    def own(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_() if wants(leaf) else leaf
+
+    params, x = tree.tree_map(own, recipe.params(seed)), tree.tree_map(own, recipe.input(rows, seed))
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        y, forth = count(lambda: recipe(params, x))
+    leaves, make = tree.leaves(y), torch.Generator().manual_seed(seed)
+    has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    seeds = [_like(leaf, make) if one else None for leaf, one in zip(leaves, has, strict=True)]
+    roots, cotangents = ([leaf for leaf, one in zip(found, has, strict=True) if one] for found in (leaves, seeds))
+    wanted = [leaf for leaf in tree.leaves((x, params)) if wants(leaf)]
+    found: Any = [None] * len(wanted)
+    back = 0
+    if roots:
+        found, back = count(lambda: torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+    each = iter(found)
+    dx, dparams = ([next(each) if wants(leaf) else None for leaf in tree.leaves(value)] for value in (x, params))
+    size = sum(storages(saved, tensors((x, params))).values())
+    return Autograd(y, tree.unflatten(tree.flatten(y)[1], seeds), dx, dparams, forth + back, size)
+
+
+def _like(leaf: Tensor, make: torch.Generator) -> Tensor:
+    """A cotangent, which lies in memory as what it is for, if that has each number once."""
+    return torch.empty_like(leaf).copy_(torch.randn(leaf.shape, generator=make))
+
+
+@few(25)
+@given(recipes(), ROWS, SEED)
+def test_the_four_functions_give_plain_autograds_bits(recipe: Recipe, rows: int, seed: int):
+    params, x = recipe.params(seed), recipe.input(rows, seed)
+    plain, one = autograd(recipe, rows, seed), fpipe.linearize(recipe.function, params, x)
+    y, res = one.forward(params, x)
+    assert tree.flatten(y)[1] == tree.flatten(plain.y)[1]
+    assert bits(y) == bits(plain.y)
+    dx, dparams = one.backward(params, [*res], plain.dy)
+    assert bits((dx, dparams)) == bits([plain.dx, plain.dparams])
+    halves_dx, wres = one.backward_input(params, [*res], plain.dy)
+    halves = halves_dx, one.backward_weight(params, wres)
+    assert bits(halves) == bits((dx, dparams))
+    assert bits((params, x)) == bits((recipe.params(seed), recipe.input(rows, seed)))
+    assert bits(plain.dy) == bits(autograd(recipe, rows, seed).dy)
+
+
+@few(20)
+@given(recipes(), ROWS, SEED)
+def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
+    params, x = recipe.params(seed), recipe.input(rows, seed)
+    plain, one = autograd(recipe, rows, seed, flops), fpipe.linearize(recipe.function, params, x)
+    (_, res), forward = flops(lambda: one.forward(params, x))
+    _, backward = flops(lambda: one.backward(params, [*res], plain.dy))
+    (_, wres), first = flops(lambda: one.backward_input(params, [*res], plain.dy))
+    _, then = flops(lambda: one.backward_weight(params, wres))
+    assert first + then == backward
+    if recipe.returns in ("params_alone", "input_alone"):  # autograd runs layers that nobody reads, a trace does not
+        assert forward + backward <= plain.flops
+    else:
+        assert forward + backward == plain.flops
+
+
+@few(20)
+@given(recipes(), ROWS, SEED)
+def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, seed: int):
+    """An op in place is a new tensor in a trace, so that what it changed may be kept beside what came of it."""
+    params, x = recipe.params(seed), recipe.input(rows, seed)
+    one = fpipe.linearize(recipe.function, params, x)
+    _, res = one.forward(params, x)
+    for function, label in (("backward", "res"), ("backward_weight", "wres")):
+        graph = one.graphs[function]
+        read = {leaf for node in graph.nodes for leaf in node.reads}
+        read |= {leaf for leaves in graph.writes.values() for leaf in leaves}
+        assert {*graph.reads[label]} <= read & {*graph.facts}, label
+    if not recipe.in_place:
+        assert sum(storages(res, tensors((params, x))).values()) <= autograd(recipe, rows, seed).saved
+
+
+@few(20)
+@given(recipes(), ROWS, SEED)
+def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int):
+    params, x, dy = recipe.params(seed), recipe.input(rows, seed), autograd(recipe, rows, seed).dy
+    one = fpipe.linearize(recipe.function, params, x)
+    whole = bits(one.backward(params, one.forward(params, x)[1], dy)[1])
+    assert all(one.graphs.values())  # written down before anybody counts
+    one.backward_weight(params, one.backward_input(params, one.forward(params, x)[1], dy)[1])
+    with Newborn() as newborn:
+        y, res = one.forward(params, x)
+        dx, wres = one.backward_input(params, res, dy)
+        del y, res, dx
+        assert newborn.alive <= storages(wres).keys()
+    del x, dy
+    assert bits(one.backward_weight(params, wres)) == whole
+
+
+# Steps.
+
+
+STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
+    "checkpoint()": lambda: fpipe.checkpoint("always"),
+    "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
+    "split_backward()": lambda: fpipe.split_backward(),
+    "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
+    "merge_backward()": lambda: fpipe.merge_backward(),
+    "merge()": lambda: fpipe.merge(),
+    "communicate()": lambda: fpipe.communicate(),
+    "free()": lambda: fpipe.free(),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, a batch of `rows` in `microbatches`, and the chain of transforms that makes the program."""
+
+    stack: Stack
+    microbatches: int
+    rows: int
+    chain: tuple[str, ...]
+    table: tuple[tuple[str, ...], ...] | str
+    seed: int
+
+    @property
+    def program(self) -> Program:
+        schedule = (
+            getattr(fpipe.schedules, self.table)(min(2, len(self.stack.stages)))
+            if isinstance(self.table, str)
+            else fpipe.schedules.from_table(self.table)
+        )
+        steps = {"schedule": schedule, **{name: make() for name, make in STEPS.items()}}
+        return fpipe.chain(fpipe.split(self.microbatches), *(steps[name] for name in self.chain))(
+            fpipe.program(self.stack.model())
+        )
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        return self.stack.params(self.seed), self.stack.batch(self.rows, self.seed)
+
+    def step(self, **options: Any) -> Callable[..., fpipe.Result]:
+        return fpipe.build(self.program, self.stack.model(), **options)
+
+
+@st.composite
+def runs(draw: st.DrawFn, most: int = 4) -> Run:
+    stack = draw(stacks(most))
+    m = draw(st.integers(1, 3))
+    rows = m * draw(st.integers(1, 2)) + draw(st.integers(0, m - 1))
+    split = fpipe.chain(fpipe.split(m), fpipe.split_backward())(fpipe.program(stack.model()))
+    table = draw(st.one_of(st.sampled_from(["one_f_one_b", "gpipe"]), legal_tables(split)))
+    middle = draw(st.lists(st.sampled_from(sorted({*STEPS} - {"merge()", "communicate()", "free()"})), max_size=3))
+    chain = draw(st.permutations(["schedule", "merge()", *middle]))
+    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
+    if not isinstance(table, str):
+        chain = ["split_backward()", *(name for name in chain if name != "merge_backward()")]
+    return Run(stack, m, rows, (*chain, *last), table, draw(SEED))
+
+
+def of(result: fpipe.Result) -> dict[str, Any]:
+    """The bits of a result, by name."""
+    return {
+        name + path: _bits(leaf)
+        for name in ("loss", "grads", "outputs")
+        for path, leaf in tree.paths(getattr(result, name))
+    }
+
+
+@contextmanager
+def traced() -> Iterator[list[str]]:
+    """What is traced in the meantime. A warning, such as that of a step without a trace, is an error here."""
+    module: Any = sys.modules["fpipe.linearize"]
+    before, made = (module.trace, module.outline), []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (made.append(name), function(*args))[1]
+
+    module.trace, module.outline = counted("trace", module.trace), counted("outline", module.outline)
+    try:
+        yield made
+    finally:
+        module.trace, module.outline = before
+
+
+@few(16)
+@given(runs())
+def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run):
+    params, batch = run.given
+    expected = of(fpipe.reference(run.stack.model(), params, batch, microbatches=run.microbatches))
+    step = run.step()
+    assert of(step(params, batch)) == expected
+    assert of(step(params, batch)) == expected
+    assert of(run.step(trace=False)(params, batch)) == expected
+    assert bits((params, batch)) == bits(run.given)
+
+
+@few(6)
+@given(runs(most=3))
+def test_what_was_traced_once_is_traced_no_more(run: Run):
+    model = run.stack.model(fresh=True)
+    params, batch = run.given
+    step = fpipe.build(run.program, model)
+    with traced() as first:
+        one = of(step(params, batch))
+    assert first
+    with traced() as again:
+        assert of(step(params, batch)) == one
+        assert of(fpipe.build(run.program, model)(params, batch)) == one
+    assert not again
+    with traced() as other:
+        step(params, run.stack.batch(run.rows + 4 * run.microbatches, run.seed))
+    assert other
+
+
+@few(12)
+@given(runs())
+def test_sizes_are_those_of_the_run(run: Run):
+    params, batch = run.given
+    found = fpipe.sizes(run.program, run.stack.model(), params, batch).peak
+    assert found == run.step(record=True)(params, batch).timeline.peak
+
+
+@few(8)
+@given(runs())
+def test_nothing_outlives_a_step_but_its_results(run: Run):
+    params, batch = run.given
+    step = run.step()
+    step(params, batch)
+    with Newborn() as newborn:
+        result = step(params, batch)
+    results = [leaf for part in (result.loss, result.grads, result.outputs) for leaf in tensors(part)]
+    assert newborn.alive == storages(results).keys()
+    assert len(storages(results, tensors((params, batch)))) == len(results)
