@@ -414,3 +414,20 @@ def test_frozen_attention_that_takes_the_batch_runs_as_plain_autograd_does():
         warnings.simplefilter("ignore")  # torch takes a path for it that no trace has
         found = fpipe.build(program(model, m=2), model)(params, batch)
     assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+
+
+def lists(p: dict[str, Tensor], x: list[Tensor]) -> list[object]:
+    y = x[0] @ p["w"] + x[1]
+    return [y, [y * 2, None]]
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_containers_may_be_lists(trace: bool):
+    model = fpipe.from_functions([lists], loss=lambda y, target: squares(y[0] + y[1][0], target[0]) + target[1].sum())
+    params = ({"w": torch.randn(4, 4)},)
+    batch = [torch.randn(4, 4), torch.randn(4, 4)], [torch.randn(4, 4), torch.randn(4, 4)]
+    found = fpipe.build(program(model, m=2), model, trace=trace)(params, batch)
+    expected = fpipe.reference(model, params, batch, microbatches=2)
+    assert same(found, expected)
+    assert isinstance(found.outputs, list)
+    assert torch.equal(found.outputs[1][0], expected.outputs[1][0])

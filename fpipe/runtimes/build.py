@@ -28,8 +28,8 @@ def build(
         model: the stages it is about.
         runtime: "local" walks the program in this process.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
-            its gradient into F, I and W. False runs every stage under autograd; I then computes what W hands over. So
-            does, with a warning, a step with a stage that cannot be traced.
+            its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
+            computes what W hands over. False runs every stage so.
         example: `(params, batch)` or `(params, batch, state)` to trace for at once, tensors or on the meta device;
             without it the first step of each signature does.
         record: also return when each op ran and the most bytes each rank held, as `Result.timeline`.

@@ -24,7 +24,7 @@ from fpipe.graphs.graph import Fact, Graph, aval
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
-from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of, whole
+from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
 from fpipe.runtimes.sums import Sums
 
 Leaves = list[Any]
@@ -269,7 +269,7 @@ def _add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
 def _by_rule(op: Op, reads: Sequence[Thing], run: Run, *lists: Leaves) -> Sequence[Leaves]:
     made = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, lists, strict=True)], run)
     _empty(lists)
-    return [list(value) if isinstance(value, list) else tree.leaves(value) for value in made]
+    return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
 
 def _under_autograd(
@@ -282,7 +282,7 @@ def _under_autograd(
     for value, thing, each in zip(op.writes, writes, wholes, strict=True):
         if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
             raise Surprise(f"{op.cell} wrote {value} in other containers than before")
-    made = [list(each) if isinstance(each, list) else tree.leaves(each) for each in wholes]
+    made = [list(each) if is_list(op, each) else tree.leaves(each) for each in wholes]
     for value, thing, leaves in zip(op.writes, writes, made, strict=True):
         if value.name not in ("res", "wres") and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
             raise Surprise(f"{op.cell} wrote {value} as {[*map(_seen, leaves)]}, and before as {thing.leaves}")

@@ -65,7 +65,7 @@ class Plain:
                 self.lost = True
                 return
             known = tuple(apart(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.things[value] = Thing(known, None if isinstance(made, list) else containers)
+            self.things[value] = Thing(known, None if value.name in ("g", "dx", "dcarry") else containers)
 
 
 class Shapes:
@@ -281,7 +281,7 @@ class Shapes:
         for result in made:
             leaves, spec = tree.flatten(result)
             facts = (fact(leaf, homes) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            found.append(Thing(tuple(facts), None if isinstance(result, list) else spec))
+            found.append(Thing(tuple(facts), None if is_list(op, result) else spec))
         return found
 
 
@@ -329,6 +329,11 @@ def _fake(leaf: Any, homes: dict[int, int]) -> Any:
     made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
     homes[storage_of(made)] = leaf.storage
     return made.requires_grad_(known.wants)
+
+
+def is_list(op: Op, made: Any) -> bool:
+    """Whether what a rule made is a list over leaves (gradients), and no container that happens to be a list."""
+    return isinstance(made, list) and op.kind not in ("F", "R", "SPLIT", "MERGE", "U")
 
 
 def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
