@@ -273,7 +273,7 @@ def of(result: fpipe.Result) -> dict[str, Any]:
 @contextmanager
 def traced() -> Iterator[list[str]]:
     """What is traced in the meantime. A warning, such as that of a step without a trace, is an error here."""
-    module: Any = sys.modules["fpipe.linearize"]
+    module: Any = sys.modules["fpipe.traces"]
     before, made = (module.trace, module.outline), []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

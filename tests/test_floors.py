@@ -24,6 +24,7 @@ FLOORS = {
         "result",
         "linearize",
         "graphs",
+        "traces",
         "custom",
         "check",
         "order",

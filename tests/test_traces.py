@@ -19,7 +19,7 @@ import fpipe
 from fpipe.tree import leaves
 from property_tests.strategies import linear
 
-LINEARIZE = sys.modules["fpipe.linearize"]
+TRACES = sys.modules["fpipe.traces"]
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each trace that is made."""
     made: list[str] = []
     for name in ("trace", "outline"):
-        plain = getattr(LINEARIZE, name)
-        monkeypatch.setattr(LINEARIZE, name, lambda *args, n=name, f=plain: made.append(n) or f(*args))
+        plain = getattr(TRACES, name)
+        monkeypatch.setattr(TRACES, name, lambda *args, n=name, f=plain: made.append(n) or f(*args))
     return made
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.trace import Untraceable
-from fpipe.linearize import ambient, plainly
 from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, refuse_inference_mode
 from fpipe.modules import StageModule
@@ -27,6 +26,7 @@ from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.lower import Surprise, lower
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
+from fpipe.traces import ambient, plainly
 
 
 def local(

@@ -19,10 +19,10 @@ from fpipe import tree
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.graphs.trace import Untraceable, fake_mode
-from fpipe.linearize import Call, Traces, wants
 from fpipe.models import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
+from fpipe.traces import Call, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""

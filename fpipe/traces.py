@@ -1,0 +1,273 @@
+"""What has been traced of a model: its stages as graphs, once for each way they are called, whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
+from fpipe.graphs.trace import Untraceable, outline, trace
+from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart
+from fpipe.modules import StageModule
+from fpipe.params import same_keys
+
+Spec = Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
+
+    Attributes:
+        stage: its number.
+        reads: by label (`params`, `params:1`, `x`, `x:1`, `carry`, `state`, `target`, `const`) avals of the tensors,
+            and leaves that are no tensors as they are.
+        specs: the containers around them.
+        microbatch: its number, if the stage asks for it.
+    """
+
+    stage: int | None
+    reads: tuple[tuple[str, tuple[Any, ...]], ...]
+    specs: tuple[tuple[str, Spec], ...]
+    microbatch: int | None = None
+
+    def differentiable(self) -> Call:
+        """The same call as if a gradient of every input that can have one were wanted."""
+        reads = tuple(
+            (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
+            for label, leaves in self.reads
+        )
+        return replace(self, reads=reads)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, and its ops."""
+
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    specs: Mapping[str, Spec]
+    ran: tuple[str, ...]
+
+    def avals(self, label: str) -> tuple[Any, ...]:
+        """The avals of what is written under a label, other leaves as they are."""
+        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
+
+
+class Store:
+    """What has been traced of one function, by the way it was called."""
+
+    def __init__(self) -> None:
+        self.outlines: dict[Any, Outline] = {}
+        self.graphs: dict[Any, Graph] = {}
+
+
+# A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
+# nothing can refer to weakly.
+_OF_FUNCTIONS: WeakKeyDictionary[Any, Store] = WeakKeyDictionary()
+_OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
+
+
+class Traces:
+    """A model's stages as graphs, each traced once for each way it is called, whoever asks.
+
+    Stages that compute the same function share their traces: those of one Python function, and modules that are equal
+    in class, plain attributes, mode and shapes of their leaves, recursively.
+    """
+
+    def __init__(self, model: Model, known_only: bool = False) -> None:
+        self.model, self.known_only = model, known_only
+        self._places: dict[Call, tuple[Store, Any]] = {}
+        self._twins: dict[int, Any] = {}
+
+    def outline(self, call: Call) -> Outline:
+        """What a call writes, by running it once on tensors without data."""
+        store, key = self._place(call)
+        if key not in store.outlines:
+            self._refuse_new()
+            specs: dict[str, Spec] = {}
+            reads, writes, ran = outline(self._flat(call, specs), dict(call.reads))
+            store.outlines[key] = Outline(reads, writes, specs, ran)
+        return store.outlines[key]
+
+    def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+            return _the_loss_itself(call, seeds)
+        store, key = self._place(call)
+        if (key, *seeds.items()) not in store.graphs:
+            self._refuse_new()
+            made = trace(self._flat(call, {}), dict(call.reads), seeds)
+            ran = self.outline(call).ran
+            if made.ran[: len(ran)] != ran:
+                raise Untraceable("torch runs other ops for it while it is traced")
+            store.graphs[key, *seeds.items()] = made
+        return store.graphs[key, *seeds.items()]
+
+    def _refuse_new(self) -> None:
+        if self.known_only:
+            raise Untraceable("it is not traced yet")
+
+    def shared(self, call: Call) -> Call:
+        """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
+
+        So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        """
+        other = call.differentiable()
+        return other if self.outline(other).ran == self.outline(call).ran else call
+
+    def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
+        """The last stage and the loss, each traced apart, as one graph."""
+        top = self.graph(loss, {"dloss": (weight,)})
+        dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
+        stage = self.graph(call, {**seeds, "dy": dy})
+        return stage.once(("with loss", top), lambda: inlined(stage, top))
+
+    def _place(self, call: Call) -> tuple[Store, Any]:
+        """Where the traces of a call are, and under which key."""
+        try:
+            if call not in self._places:
+                self._places[call] = self._found(call)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+        return self._places[call]
+
+    def _found(self, call: Call) -> tuple[Store, Any]:
+        odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
+        if odd is not None:
+            raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
+        # 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers.
+        kinds = tuple((type(leaf), None if isinstance(leaf, Aval) else repr(leaf)) for leaf in _leaves(call))
+        around = (kinds, call.reads, ambient())
+        if call.stage is None:
+            store, own = self._store(self.model.loss)
+            return store, (own, "loss", self.model.reduction, call.specs, repr(call.specs), *around)
+        stage = self.model.stages[call.stage]
+        names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
+        how = (frozenset(stage.asks), names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
+        if isinstance(stage.forward, StageModule):
+            specs = tuple((label, spec) for label, spec in call.specs if label != "params")
+            if call.stage not in self._twins:
+                self._twins[call.stage] = stage.forward.twin()
+            twin = self._twins[call.stage], _positions(stage.forward, call)
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, repr(specs), *around)
+        store, own = self._store(stage.forward)
+        return store, (own, how, call.specs, repr(call.specs), *around)
+
+    def _store(self, function: Any) -> tuple[Store, int | None]:
+        """The traces of a function; those that lie with the model's own are told apart by who the function is."""
+        if type(function).__eq__ is object.__eq__:
+            with suppress(TypeError):
+                return _OF_FUNCTIONS.setdefault(function, Store()), None
+        return _OF_MODELS.setdefault(self.model, Store()), id(function)
+
+    def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
+        """The call as a function of leaves; it notes the containers of what it writes."""
+        model, containers = self.model, dict(call.specs)
+
+        def whole(given: Mapping[str, list[Any]], label: str) -> Any:
+            return tree.unflatten(containers[label], given[label])
+
+        def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            made, total = loss_of(model, whole(given, "x"), whole(given, "target"))
+            return written({"loss": made, "count": total} if model.reduction == "count" else {"loss": made})
+
+        def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            assert call.stage is not None
+            one = model.stages[call.stage]
+            taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
+            x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
+            if isinstance(one.forward, StageModule):
+                order = _positions(one.forward, call)
+                params = [given["params"][at] for at in order]
+                return written({"y": one.forward.pure(params, given.get("const", []), x)})
+            own = whole(given, "params")
+            ties = [leaf for _, _, leaf in model.tied(call.stage)]
+            more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
+            said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
+            said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
+            made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
+            y, state, carry = taken_apart(one, made)
+            return written({"y": y} | {w: v for w, v in (("state", state), ("carry", carry)) if w in one.asks})
+
+        def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
+            if "y" in made:
+                refuse_odd_output(made["y"], "it")
+            leaves: dict[str, list[Any]] = {}
+            for label, value in made.items():
+                leaves[label], specs[label] = tree.flatten(value)
+            return leaves
+
+        return loss if call.stage is None else stage
+
+
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+
+
+def _leaves(call: Call) -> list[Any]:
+    return [leaf for _, leaves in call.reads for leaf in leaves]
+
+
+def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
+    """Where each of the module's parameters stands among the leaves handed in."""
+    given = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
+    same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
+    return tuple(given[leaf[0]] for leaf in module.names)
+
+
+def ambient() -> tuple[Any, ...]:
+    """What changes the ops that torch runs for the same Python: autocast, and the default dtype."""
+    kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+    casts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds)
+    return (torch.get_default_dtype(), *casts)
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Ops as they are written: without autograd, and without casts, which the graphs hold."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in _AUTOCAST:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
+    reads = {label: tuple(Name(f"{label}_{at}") for at in range(len(leaves))) for label, leaves in call.reads}
+    seed, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
+    avals[seed] = seeds["dloss"][0]
+    facts = {name: apart(known) for name, known in avals.items() if isinstance(known, Aval)}
+    named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
+    writes = {"loss": named["x"], "dx": (seed if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (seed,)}, writes)
+
+
+def _wanting(leaf: Any) -> Any:
+    able = isinstance(leaf, Aval) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    return leaf._replace(wants=True) if able else leaf
+
+
+def wanting(leaf: Any) -> Any:
+    """The aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return aval(leaf)._replace(wants=leaf.is_floating_point() or leaf.is_complex())
+
+
+def wants(leaf: Any) -> bool:
+    """Whether a leaf is a tensor's aval with a gradient."""
+    return isinstance(leaf, Aval) and leaf.wants
