@@ -431,3 +431,12 @@ def test_containers_may_be_lists(trace: bool):
     assert same(found, expected)
     assert isinstance(found.outputs, list)
     assert torch.equal(found.outputs[1][0], expected.outputs[1][0])
+
+
+def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
+    model = fpipe.from_functions([lambda p, x: x["x"] @ p["w"]], loss=squares)
+    params, x, target = ({"w": torch.randn(4, 4)},), torch.randn(4, 4), torch.randn(4, 4)
+    step = fpipe.build(fpipe.program(model), model)
+    with pytest.warns(UserWarning, match="a leaf cannot be compared .*unhashable type: 'set'"):
+        found = step(params, ({"x": x, "names": {1, 2}}, target))
+    assert same(found, fpipe.reference(model, params, ({"x": x, "names": {1, 2}}, target)))

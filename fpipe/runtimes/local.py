@@ -68,8 +68,12 @@ def local(
         signature = signature_of(leaves, containers)
         try:
             new = signature not in known
-        except TypeError:  # a leaf that cannot be compared
-            return by_hand(params, batch, state=state, key=key)
+        except TypeError as error:
+            made = by_hand(params, batch, state=state, key=key)
+            warnings.warn(
+                f"this step runs every stage under autograd: a leaf cannot be compared ({error})", stacklevel=2
+            )
+            return made
         if new:
             with _TRACING:
                 given = (params, batch, state)
