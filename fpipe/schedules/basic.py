@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from fpipe.program import Program, ProgramError
+from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
@@ -14,6 +15,12 @@ Turns = Iterator[tuple[str, int]]
 """The turns of one rank: ("F", microbatch) or ("B", microbatch), each for all stages of the rank."""
 
 
+@published(
+    "GPipe",
+    "Huang et al. 2019, figure 2c",
+    idle="(p-1)(T+2c)",
+    peak="m",
+)
 def gpipe(ranks: int) -> Transform:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, figure 2c).
 
@@ -34,6 +41,12 @@ def gpipe(ranks: int) -> Transform:
     return in_rows("linear", ranks, _each_rank(turns))
 
 
+@published(
+    "1F1B (DAPPLE, PipeDream-flush)",
+    "Narayanan et al. 2021 (Megatron-LM), figure 3",
+    idle="(p-1)T + [2(p-1)m/p + 2(p-2)]c",
+    peak="min(m, p-r)",
+)
 def one_f_one_b(ranks: int) -> Transform:
     """Warm up, then one forward and one backward in turn, then drain (PipeDream-flush; Megatron 2021, figure 3).
 

@@ -1,0 +1,158 @@
+"""The schedules by name: what makes each one, where it comes from, and which sizes it serves."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec
+
+from fpipe.program import Program, ProgramError
+from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms.chain import chain
+from fpipe.transforms.merge import merge
+from fpipe.transforms.split import split
+
+P = ParamSpec("P")
+Refusal = Callable[[int, int, int], str | None]
+"""`f(ranks, stages, microbatches)`: why a schedule does not serve these sizes, or None if it does."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is known of a schedule beside its order.
+
+    Args:
+        name: what it is called by.
+        factory: `factory(ranks, **options) -> Transform`.
+        stages_per_rank: how many stages each rank has where nothing else is said.
+        title, source: what people call it, and the paper it is from.
+        idle, peak: formulas with p ranks, m microbatches, v stages a rank, and the costs F, B, W, T = F+B+W of a whole
+            device share: the idle time, and the most microbatches held on rank r.
+        accepts: the sizes it serves, in words.
+        refuses: the same as a function.
+    """
+
+    name: str
+    factory: Callable[..., Transform]
+    stages_per_rank: int = 1
+    title: str = ""
+    source: str = ""
+    idle: str = ""
+    peak: str = ""
+    accepts: str = "any"
+    refuses: Refusal = lambda ranks, stages, microbatches: None
+
+    def program(self, ranks: int, microbatches: int, stages: int | None = None, **options: object) -> Program:
+        """A step of a plain chain of stages under this schedule, merged.
+
+        >>> about("gpipe").program(ranks=2, microbatches=4)
+        <Program: 2 stages, 4 microbatches, 2 ranks, 31 ops>
+        """
+        steps = (split(microbatches), self.factory(ranks, **options), merge())
+        return chain(*steps)(base_program(ranks * self.stages_per_rank if stages is None else stages))
+
+
+_SCHEDULES: dict[str, Schedule] = {}
+
+
+def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: int = 1) -> None:
+    """Give a schedule of your own a name, under which the command line, the tables and the tests find it.
+
+    Args:
+        name: a new name, as Python writes them.
+        factory: `factory(ranks) -> Transform`.
+        stages_per_rank: how many stages a rank has where nothing else is said.
+
+    Raises:
+        ValueError: the name is taken, or is no name.
+
+    >>> register("as_it_comes", lambda ranks: get("gpipe")(ranks))
+    >>> "as_it_comes" in names()
+    True
+    >>> _ = _SCHEDULES.pop("as_it_comes")
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a schedule's name is a word such as 'my_schedule', found {name!r}.")
+    if not callable(factory):
+        raise TypeError(f"a schedule is a function of ranks that gives a transform, found {factory!r}.")
+    _add(Schedule(name, factory, stages_per_rank))
+
+
+def published(
+    title: str,
+    source: str,
+    *,
+    idle: str,
+    peak: str,
+    accepts: str = "any",
+    stages_per_rank: int = 1,
+    refuses: Refusal | None = None,
+) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
+    """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve."""
+
+    def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
+        @wraps(factory)
+        def refusing(*args: P.args, **options: P.kwargs) -> Transform:
+            ranks: object = args[0] if args else options.get("ranks")
+            if type(ranks) is not int or ranks < 1:
+                raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+            transform = factory(*args, **options)
+
+            @transforming
+            def checked(program: Program) -> Program:
+                why = refuses(ranks, program.stages, program.microbatches) if refuses else None
+                if why is not None:
+                    raise ProgramError(f"{factory.__name__}: {why}")
+                return transform(program)
+
+            return checked
+
+        about = (stages_per_rank, title, source, idle, peak, accepts, *((refuses,) if refuses else ()))
+        _add(Schedule(factory.__name__, refusing, *about))
+        return refusing
+
+    return decorate
+
+
+def _add(schedule: Schedule) -> None:
+    if schedule.name in _SCHEDULES:
+        raise ValueError(f"{schedule.name!r} is taken; known schedules: {', '.join(_SCHEDULES)}.")
+    _SCHEDULES[schedule.name] = schedule
+
+
+def names() -> tuple[str, ...]:
+    """The names of all schedules, in the order in which they were registered.
+
+    >>> names()[:2]
+    ('gpipe', 'one_f_one_b')
+    """
+    return tuple(_SCHEDULES)
+
+
+def about(name: str) -> Schedule:
+    """What is known of a schedule: paper, formulas, sizes.
+
+    Raises:
+        ValueError: nothing has this name; the closest are offered.
+
+    >>> about("one_f_oen_b")
+    Traceback (most recent call last):
+    ValueError: there is no schedule 'one_f_oen_b'; did you mean one_f_one_b? fpipe.schedules.names() lists them all.
+    """
+    if name not in _SCHEDULES:
+        close = difflib.get_close_matches(str(name), _SCHEDULES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"there is no schedule {name!r}; {hint}fpipe.schedules.names() lists them all.")
+    return _SCHEDULES[name]
+
+
+def get(name: str) -> Callable[..., Transform]:
+    """The function that makes a schedule: `get("gpipe")(4)` is `gpipe(4)`.
+
+    >>> get("gpipe").__name__
+    'gpipe'
+    """
+    return about(name).factory

@@ -1,0 +1,146 @@
+"""Every schedule through every law: legal, complete, the right gradients, the published numbers. One row a schedule."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.program import Program, ProgramError
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())["rows"]
+
+
+class Row(NamedTuple):
+    """A schedule, what the golden file calls it, and how its numbers compare: equal, or no worse."""
+
+    name: str
+    golden: tuple[str, ...] = ()
+    exact: bool = True
+    stages_per_rank: int = 1
+    options: dict[str, Any] = {}  # noqa: RUF012
+    idle: Callable[..., float] | None = None  # of p, m, v, F, B, W at c=0
+    costs: bool = False  # whether the factory takes costs= to order by
+
+    def program(self, ranks: int, microbatches: int, costs: fpipe.Costs | None = None) -> Program:
+        more = {"costs": costs} if self.costs and costs is not None else {}
+        about = fpipe.schedules.about(self.name)
+        return about.program(ranks, microbatches, ranks * self.stages_per_rank, **self.options, **more)
+
+    def __str__(self) -> str:
+        said = "".join(f" {word}={value}" for word, value in self.options.items())
+        return f"{self.name}{said}" + (f" v={self.stages_per_rank}" if self.stages_per_rank > 1 else "")
+
+
+ROWS = [
+    Row("gpipe", ("GPipe",), idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W)),
+    Row("one_f_one_b", ("1F1B",), idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W)),
+]
+SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5) for microbatches in (1, 2, 3, 5, 8, 11)]
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=str)
+
+
+def served(row: Row) -> list[tuple[int, int]]:
+    refuses = fpipe.schedules.about(row.name).refuses
+    return [(p, m) for p, m in SIZES if refuses(p, p * row.stages_per_rank, m) is None]
+
+
+def share_costs(row: Row, costs: dict[str, float]) -> fpipe.Costs:
+    """Golden costs are of a whole device share; ours are of one stage op."""
+    parts = row.stages_per_rank * row.options.get("slices", 1)
+    forward, backward, weight = (costs[letter] / parts for letter in "FBW")
+    return fpipe.Costs(forward, backward, weight, transfer=costs["comm"])
+
+
+def test_every_schedule_has_a_row():
+    assert {row.name for row in ROWS} == set(fpipe.schedules.names())
+
+
+@every_row
+def test_it_serves_sizes_and_checks_with_transfers(row: Row):
+    sizes = served(row)
+    assert sizes
+    for ranks, microbatches in sizes:
+        program = row.program(ranks, microbatches)
+        assert program.ranks == ranks
+        assert program.microbatches == microbatches
+        fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
+
+
+@every_row
+def test_what_it_does_not_serve_is_refused_with_the_reason(row: Row):
+    for ranks, microbatches in set(SIZES) - set(served(row)):
+        with pytest.raises(ProgramError, match=f"{row.name}: "):
+            row.program(ranks, microbatches)
+
+
+@every_row
+def test_idle_time_is_the_formula(row: Row):
+    if row.idle is None:
+        pytest.skip("the catalogue gives no formula that holds for all sizes")
+    for ranks, microbatches in served(row):
+        if microbatches < 2 * ranks:
+            continue
+        costs = {"F": 3.0, "B": 4.0, "W": 2.0, "comm": 0.0}
+        found = fpipe.simulate(row.program(ranks, microbatches), share_costs(row, costs))
+        formula = row.idle(ranks, microbatches, row.stages_per_rank, 3.0, 4.0, 2.0)
+        assert found.makespan - microbatches * 9.0 == pytest.approx(formula, abs=1e-9)
+
+
+GOLDEN_CASES = [(row, fact) for row in ROWS for fact in GOLDEN if fact["schedule"] in row.golden]
+
+
+def case_name(case: object) -> str:
+    if isinstance(case, Row):
+        return str(case)
+    assert isinstance(case, dict)
+    costs = case["costs"]
+    return f"p={case['p']} m={case['m']} F={costs['F']} B={costs['B']} W={costs['W']} c={costs['comm']}"
+
+
+@pytest.mark.parametrize(("row", "fact"), GOLDEN_CASES, ids=case_name)
+def test_the_simulation_gives_the_published_numbers(row: Row, fact: dict[str, Any]):
+    costs = share_costs(row, fact["costs"])
+    found = fpipe.simulate(row.program(fact["p"], fact["m"], costs), costs)
+    peaks = fact["peak_activation_per_rank"]
+    if row.exact:
+        assert (found.makespan, found.span) == pytest.approx((fact["makespan"], fact["span"]), abs=1e-9, rel=0)
+        assert found.peak == pytest.approx(peaks, abs=1e-6)
+    else:
+        assert found.makespan <= fact["makespan"] + 1e-9
+        assert max(found.peak) <= max(peaks) + 1e-6
+
+
+def tanh_stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+@every_row
+def test_its_gradients_are_bitwise_those_of_plain_autograd(row: Row):
+    ranks, microbatches = max((p, m) for p, m in served(row) if p <= 3 and m <= 8)
+    program = row.program(ranks, microbatches)
+    generator = torch.Generator().manual_seed(0)
+    params = tuple({"w": torch.randn(4, 4, generator=generator)} for _ in range(program.stages))
+    x, target = (torch.randn(2 * microbatches, 4, generator=generator) for _ in range(2))
+    model = fpipe.from_functions([tanh_stage] * program.stages, loss)
+
+    leaves = [p["w"].clone().requires_grad_() for p in params]
+    expected: list[Tensor | None] = [None] * len(leaves)
+    for rows, wanted in zip(x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+        y = rows
+        for leaf in leaves:
+            y = torch.tanh(y @ leaf)
+        found = torch.autograd.grad(loss(y, wanted) * (len(rows) / len(x)), leaves)
+        expected = [new if old is None else old + new for old, new in zip(expected, found, strict=True)]
+
+    result = fpipe.build(program, model)(params, (x, target))
+    assert all(torch.equal(found["w"], right) for found, right in zip(result.grads, expected, strict=True))
