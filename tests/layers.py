@@ -294,6 +294,35 @@ for name, activation in {
 layer("PReLU", lambda: nn.PReLU(4), signal)
 layer("PReLU after a layer", lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.Linear(8, 3)), table)
 layer("Softmax2d", conv(nn.Softmax2d()), image)
+
+# torch tells another order in memory than these write, or than their gradients have, where data lies transposed.
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "Hardtanh": F.hardtanh,
+    "Softplus": F.softplus,
+    "Hardswish": F.hardswish,
+    "Hardsigmoid": F.hardsigmoid,
+    "ELU": F.elu,
+    "CELU": F.celu,
+    "LogSigmoid": F.logsigmoid,
+    "LogSoftmax": partial(F.log_softmax, dim=1),
+    "logit": partial(torch.logit, eps=1e-3),
+    "BatchNorm1d in eval": lambda h: F.batch_norm(h, torch.zeros(4), torch.ones(4)),
+}
+
+
+def turned(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def before(p: Any, x: Tensor) -> Tensor:
+        return F.conv1d(act(torch.tanh(x @ p["w0"]).transpose(1, 2)), p["w1"], padding=1)
+
+    def after(p: Any, x: Tensor) -> Tensor:
+        return F.conv1d(act(torch.tanh(x @ p["w0"])).transpose(1, 2), p["w1"], padding=1)
+
+    return lambda p, x: (before(p, x), after(p, x) if act is not TURNED["BatchNorm1d in eval"] else None)
+
+
+for name, act in TURNED.items():
+    pattern(f"{name}, transposed between two layers", weights((5, 4), (5, 4, 3)), rows(4, 4, 5))(turned(act))
+
 layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), sequence)
 layer("RNN, relu, both ways", lambda: nn.RNN(8, 6, 1, "relu", batch_first=True, bidirectional=True), sequence)
 layer("GRU", lambda: nn.GRU(8, 6, batch_first=True), sequence, more=CELL)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
+from fpipe.traces import plainly
 from tests.layers import CASES, Case, Made
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
@@ -261,6 +262,29 @@ def test_what_is_kept_are_tensors_that_are_read(name, function, label):
     graph = tried(name).one.graphs[function]
     read = {leaf for node in graph.nodes for leaf in node.reads} | {leaf for ls in graph.writes.values() for leaf in ls}
     assert {*graph.reads[label]} <= read & {*graph.facts}
+
+
+@each
+def test_every_tensor_lies_in_memory_as_the_trace_says(name):
+    graph, made = tried(name).one.traced.graph, tried(name).made
+    given = {"params": made.params, "x": made.x, "dy": autograd(name).dy}
+    values: dict[Any, Any] = dict(graph.constants)
+    for label, value in given.items():
+        values |= dict(zip(graph.reads[label], tree.leaves(value), strict=True))
+
+    def filled(arg: Any) -> Any:
+        return type(arg)(map(filled, arg)) if isinstance(arg, list | tuple) else values.get(arg, arg)
+
+    told: dict[str, Any] = {}
+    with plainly():
+        for node in graph.nodes:
+            op = torch.enable_grad()(node.op) if "rnn" in str(node.op) else node.op
+            values[node.name] = op(*filled(node.args), **{key: filled(arg) for key, arg in node.kwargs.items()})
+            told[node.name] = values[node.name], graph.facts.get(node.name)
+    for node, (value, fact) in told.items():
+        if fact is not None and isinstance(value, Tensor) and value.shape == fact.aval.shape:  # not an RNN's workspace
+            taken = [dim for dim, n in enumerate(value.shape) if n > 1 and value.numel()]
+            assert [value.stride(dim) for dim in taken] == [fact.aval.stride[dim] for dim in taken], node
 
 
 @pytest.mark.parametrize("name", UNTRACED)

@@ -377,6 +377,19 @@ def test_a_gradient_that_is_a_constant_is_not_added_to():
     assert five.tolist() == [5.0] * 4
 
 
+def squashed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return F.conv1d(F.hardtanh(torch.tanh(x @ p["w"])).transpose(1, 2), p["c"], padding=1)
+
+
+def test_a_gradient_lies_in_memory_as_the_op_writes_it_and_not_as_torch_tells():
+    # hardtanh_backward of transposed data was taken to be transposed itself, and so viewed where autograd copies.
+    model = fpipe.from_functions([squashed, lambda p, x: x.tanh()], loss=squares)
+    params = ({"w": torch.randn(4, 4), "c": torch.randn(4, 4, 3)}, {})
+    batch = torch.randn(4, 6, 4), torch.randn(4, 4, 6)
+    found = fpipe.build(program(model, fpipe.split_backward(), m=2), model)(params, batch)  # a warning is an error
+    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+
+
 class Reaching(nn.Module):
     """Reads another module that is not its child."""
 

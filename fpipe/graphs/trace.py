@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
 Leaves = Sequence[Any]
@@ -153,13 +154,6 @@ def _with_gradient(
 
 def _wants(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def fake_mode() -> Any:
-    """Within it tensors have no data; it is imported when it is first needed, which takes a second."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _empty(leaf: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Tensors without data that lie in memory as real ones would, so that a trace meets the views and copies of a real run.
+
+torch tells what an op will write by a Python retelling of it, and some retell another order in memory: `hardtanh` of
+transposed data, whose gradient then is viewed where plain autograd copies. Who does not rely on it asks the op itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+_aten: Any = torch.ops.aten
+# Their results are contiguous, whatever they are handed, and they are the ones that take long.
+_CONTIGUOUS = tuple(getattr(_aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"))
+
+
+def fake_mode() -> Any:
+    """Within it tensors have no data; what it rests on is imported when it is first needed, which takes a second."""
+    return _mode()(allow_non_fake_inputs=True)
+
+
+@cache
+def _mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Mode(FakeTensorMode):
+        """torch's own, whose tensors are put into the order that the ops really write."""
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made: Any = super().dispatch(func, types, args, kwargs or {})
+            if not _writes_its_own(func) or _told_truly(func, args):
+                return made
+            strides = _strides(func, args, kwargs or {})
+            if isinstance(made, Tensor):
+                return self._reordered(made, *strides) if len(strides) == 1 else made
+            if not isinstance(made, list | tuple) or len(made) != len(strides):
+                return made
+            return (list if isinstance(made, list) else tuple)(map(self._reordered, made, strides))
+
+        def _reordered(self, made: Any, strides: Any) -> Any:
+            if not isinstance(made, Tensor) or strides is None or strides == made.stride():
+                return made
+            with self:
+                return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+
+    return Mode
+
+
+@cache
+def _writes_its_own(op: Any) -> bool:
+    """Whether an op writes tensors of its own, the same whenever it is asked, whose order in memory it chooses."""
+    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS:
+        return False
+    schema: Any = vars(op)["_schema"]
+    own = bool(schema.returns) and all(result.alias_info is None for result in schema.returns)
+    return own and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+
+
+def _told_truly(op: Any, args: Any) -> bool:
+    """Whether torch is trusted, or has to be: an op that is handed numbers made up for an index reads anywhere."""
+    tensors = [*_tensors(args)]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
+    odd = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in tensors)
+    return odd or (alike and torch.Tag.pointwise in op.tags)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+_KNOWN: dict[Any, list[tuple[int, ...] | None]] = {}
+_MOST = 4096
+
+
+def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
+    """The strides of what an op writes, by running it once on zeros; nothing where it cannot run on those."""
+    key = (op, _described(args), _described(kwargs.items()))
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        with _disable_current_modes(), torch.no_grad():
+            try:
+                made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
+            except Exception:  # zeros may be no matrix to invert
+                made = []
+            each = made if isinstance(made, list | tuple) else [made]
+            _KNOWN[key] = [result.stride() if isinstance(result, Tensor) else None for result in each]
+    return _KNOWN[key]
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return tuple(arg.shape), arg.stride(), arg.dtype, arg.device
+    return tuple(map(_described, arg)) if not isinstance(arg, str) and hasattr(arg, "__iter__") else repr(arg)
+
+
+def _zeros(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        size = 1 + sum((n - 1) * step for n, step in zip(arg.shape, arg.stride(), strict=True))
+        whole = torch.zeros(0 if 0 in arg.shape else size, dtype=arg.dtype, device=arg.device)
+        return whole.as_strided(arg.shape, arg.stride())
+    return type(arg)(map(_zeros, arg)) if isinstance(arg, list | tuple) else arg
