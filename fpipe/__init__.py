@@ -1,6 +1,6 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
-from fpipe import schedules
+from fpipe import interop, schedules
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
@@ -59,6 +59,7 @@ __all__ = [
     "from_functions",
     "from_sequential",
     "identity",
+    "interop",
     "join_params",
     "linearize",
     "merge",

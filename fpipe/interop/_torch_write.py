@@ -1,0 +1,179 @@
+"""Write what torch's runtime does on each rank: the ops of a program, and when it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from fpipe.costs import Ticks
+from fpipe.interop._torch_read import COMPUTE, Action
+from fpipe.interop._torch_weights import care
+from fpipe.program import Op, Program, ProgramError, Value, parts_of
+from fpipe.simulate import simulate
+
+_SILENT = frozenset({"SPLIT", "ADD", "SCALE", "MERGE", "FREE", "SEND", "RECV"})
+
+
+def refuse_what_torch_lacks(program: Program) -> None:
+    """Torch's tables know F, B, I, W and pairs of them, one rank a stage, and values that go to the next stage."""
+    for op in parts_of(program.ops):
+        if op.kind == "R":
+            raise ProgramError(
+                f"{op.cell}: torch's tables have no recompute. Write the program without fpipe.checkpoint(), and wrap "
+                "the stages' modules in torch.utils.checkpoint."
+            )
+        if op.kind not in COMPUTE and op.kind not in _SILENT:
+            raise ProgramError(f"{op.cell}: torch's tables have no {op.kind}; they know F, B, I, W and transfers.")
+        if op.slice is not None:
+            raise ProgramError(f"{op.cell} is of a sequence slice; torch's tables have microbatches only.")
+    several = next((stage for stage, ranks in enumerate(program.placement) if isinstance(ranks, tuple)), None)
+    if several is not None:
+        raise ProgramError(
+            f"stage {several} is on ranks {program.placement[several]}; torch's runtime has each stage on one rank."
+        )
+
+
+def cell(op: Op) -> str:
+    """An op of computation as torch writes it."""
+    return f"{op.cell}OVERLAP_F_B" if op.parts else op.cell
+
+
+def ticks(program: Program) -> list[list[str]]:
+    """One column a tick of the clock; an idle cell is empty."""
+    events = [event for event in simulate(program, Ticks()).events if event.end > event.start]
+    columns = round(max((event.end for event in events), default=0))
+    rows = [[""] * columns for _ in range(program.ranks)]
+    for op, start, _ in events:
+        rows[op.rank][round(start)] = cell(op)
+    return rows
+
+
+def with_transfers(program: Program) -> list[list[str]]:
+    """What each rank does, transfers and care of the weights included.
+
+    Where the program has its transfers, they stand as it has them. Else it is torch's own lowering: ranks take turns, a
+    value is sent as soon as it is there, and its receive is posted at that moment, behind whatever its rank has begun.
+    Torch matches the messages between two ranks by their order, and so both sides have the same.
+    """
+    sends = transfers(program)
+    rows: list[list[Op]] = [[] for _ in range(program.ranks)]
+    for op in program.ops:
+        if op.parts or op.kind in COMPUTE:
+            rows[op.rank].append(op)
+    gaps = [care(row) for row in rows]
+    if not any(op.kind == "SEND" for op in program.ops):
+        return _lowered(program, rows, gaps, sends)
+    placed: list[list[Op | Action]] = [[] for _ in range(program.ranks)]
+    for op in program.ops:
+        if op.kind == "SEND":
+            placed[op.rank].append(sends[op.reads[0]])
+        elif op.kind == "RECV":
+            placed[op.rank].append(received(sends[_sent(program, op)]))
+        elif op.kind not in _SILENT:
+            placed[op.rank].append(op)
+    _in_one_order(placed, [rank for rank in program.placement if isinstance(rank, int)])
+    return [_withcare(row, care) for row, care in zip(placed, gaps, strict=True)]
+
+
+def _lowered(
+    program: Program, rows: list[list[Op]], gaps: list[list[list[Action]]], sends: dict[Value, Action]
+) -> list[list[str]]:
+    """Ranks in turn do one thing each, if what it reads from elsewhere has been posted."""
+    readers = {value: op.rank for op in program.ops if op.kind not in _SILENT for value in op.reads}
+    todo: list[Iterator[Op | Action]] = [_marked(*pair) for pair in zip(rows, gaps, strict=True)]
+    heads = {rank: next(items, None) for rank, items in enumerate(todo)}
+    done: list[list[str]] = [[] for _ in rows]
+    under_way: set[Value] = set()
+    while any(heads.values()):
+        for rank, head in heads.items():
+            if head is None or (isinstance(head, Op) and any(v in sends and v not in under_way for v in head.reads)):
+                continue
+            done[rank].append(cell(head) if isinstance(head, Op) else str(head))
+            for value in head.writes if isinstance(head, Op) else ():
+                under_way.add(value)
+                if value in sends:
+                    done[rank].append(str(sends[value]))
+                    done[readers[value]].append(str(received(sends[value])))
+            heads[rank] = next(todo[rank], None)
+    return done
+
+
+def _marked(row: list[Op], gaps: list[list[Action]]) -> Iterator[Op | Action]:
+    for op, gap in zip_longest(row, gaps):
+        yield from gap
+        if op is not None:
+            yield op
+
+
+def _withcare(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]:
+    """Between two ops the weights are cared for once the first op's values are sent, and before more is received."""
+    done: list[str] = []
+    todo = iter(gaps)
+    due: list[Action] = next(todo)
+    for item in row:
+        if isinstance(item, Op) or item.kind in ("RECV_F", "RECV_B"):
+            done += map(str, due)
+            due = []
+        done.append(cell(item) if isinstance(item, Op) else str(item))
+        if isinstance(item, Op):
+            due = next(todo)
+    return [*done, *map(str, due)]
+
+
+def transfers(program: Program) -> dict[Value, Action]:
+    """Each value that another rank reads, with torch's name of its SEND.
+
+    Raises:
+        ProgramError: a value goes elsewhere than to the stage next to its own.
+    """
+    origin = {op.writes[0]: _sent(program, op) for op in program.ops if op.kind == "RECV"}
+    writer = {value: op for op in program.ops for value in op.writes}
+    found: dict[Value, Action] = {}
+    for op in parts_of(program.ops):
+        if op.kind not in COMPUTE:
+            continue
+        for value in op.reads:
+            value = origin.get(value, value)
+            made = writer.get(value)
+            if made is None or made.rank == op.rank:
+                continue
+            forward = value.name == "y"
+            ahead = 1 if forward else -1
+            if value.name not in ("y", "dx") or value.stage is None or op.stage != value.stage + ahead:
+                raise ProgramError(
+                    f"{op.cell} reads {value}, which {made.cell} makes on rank {made.rank}; torch's runtime sends "
+                    "from a stage to the ones next to it only."
+                )
+            found[value] = Action(value.stage, "SEND_F" if forward else "SEND_B", value.microbatch)
+    return found
+
+
+def received(send: Action) -> Action:
+    """The RECV at the other end of a SEND."""
+    forward = send.kind == "SEND_F"
+    return Action(send.stage + (1 if forward else -1), "RECV_F" if forward else "RECV_B", send.microbatch)
+
+
+def _sent(program: Program, receive: Op) -> Value:
+    return program.ops[program.writer[receive.reads[0]]].reads[0]
+
+
+def _in_one_order(rows: list[list[Op | Action]], placement: list[int]) -> None:
+    """The messages from one rank to another have no names in torch's runtime, only an order."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    landed: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if isinstance(action, Action) and action.kind in ("SEND_F", "SEND_B"):
+                sent.setdefault((rank, placement[received(action).stage]), []).append(received(action))
+            elif isinstance(action, Action):
+                before = action.stage + (-1 if action.kind == "RECV_F" else 1)
+                landed.setdefault((placement[before], rank), []).append(action)
+    for (here, there), order in sent.items():
+        for one, other in zip(order, landed[here, there], strict=True):
+            if one != other:
+                raise ProgramError(
+                    f"rank {there} receives {other} where rank {here} sends what is for {one}; torch's runtime matches "
+                    "the messages between two ranks by their order. Write the program before fpipe.communicate(), and "
+                    "the transfers are placed in one order."
+                )

@@ -1,0 +1,122 @@
+"""A program as plain JSON, for tools that do not read our text: all it says, and nothing else.
+
+    {"format": "fpipe.program", "version": 1, "stages": 2, "microbatches": 4, "ranks": 2,
+     "inputs":  [{"value": "params[0]", "homes": [0]}, ...],
+     "ops":     [{"rank": 0, "kind": "F", "stage": 0, "microbatch": 0,
+                  "reads": ["params[0]", "x[0,0]"], "writes": ["y[0,0]", "res[0,0]"]}, ...],
+     "outputs": [{"name": "grads[0]", "value": "sum[0,3]", "homes": [0]}, ...]}
+
+The ops stand in the program's one order; a rank's schedule is what it has of them. Values are written as in the
+program's text. An op may also have a `slice`, a `how` (name: value, as Python writes it), and a PAIR has `parts`, its
+ops. The three sizes follow from the ops; they stand there for who reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fpipe.program import Op, Program, ProgramError, the_program
+
+
+def to_json(program: Program) -> str:
+    """Write a program as JSON, one op a line; `from_json` reads it back.
+
+    >>> import fpipe
+    >>> print(to_json(fpipe.program(1)).splitlines()[12])
+      {"rank": 0, "kind": "B", "stage": 0, "microbatch": 0, "reads": ["params[0]", "res[0,0]"], "writes": ["g[0,0]"]}
+    """
+    the_program(program)
+    sizes = {"stages": program.stages, "microbatches": program.microbatches, "ranks": program.ranks}
+    lists = {
+        "inputs": [{"value": str(end.value), "homes": list(end.homes)} for end in program.inputs],
+        "ops": [{"rank": op.rank, **_said(op)} for op in program.ops],
+        "outputs": [
+            {"name": str(end.name), "value": str(end.value), "homes": list(end.homes)} for end in program.outputs
+        ],
+    }
+    lines = [f'"{name}": {json.dumps(value)}' for name, value in {"format": FORMAT, "version": 1, **sizes}.items()]
+    for name, items in lists.items():
+        rows = "".join(f"\n  {json.dumps(item)}," for item in items)
+        lines.append(f'"{name}": [{rows[:-1]}\n]')
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+FORMAT = "fpipe.program"
+
+
+def _said(op: Op) -> dict[str, Any]:
+    if op.parts:
+        return {"kind": op.kind, "parts": [_said(part) for part in op.parts]}
+    place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
+    said: dict[str, Any] = {"kind": op.kind, **{name: number for name, number in place.items() if number is not None}}
+    said |= {"reads": list(map(str, op.reads)), "writes": list(map(str, op.writes))}
+    return said | ({"how": {name: repr(value) for name, value in op.how}} if op.how else {})
+
+
+def from_json(text: str) -> Program:
+    """Read a program back from its JSON; it is checked as it enters.
+
+    Raises:
+        ProgramError: the text is not such JSON (with the field), or the program means nothing.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2))
+    >>> from_json(to_json(program)) == program
+    True
+    >>> from_json('{"format": "fpipe.program"}')
+    Traceback (most recent call last):
+    fpipe.program.ProgramError: the program has no list 'inputs'.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProgramError(f"this is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ProgramError(f'this JSON is not a program: it says "format": "{FORMAT}" at the top.')
+    lines = [f"{_word(end, 'value')} @ {_homes(end)}" for end in _list(found, "inputs", "the program")]
+    lines += [f"{_equation(op)} @ {_number(op, 'rank')}" for op in _list(found, "ops", "the program")]
+    lines += [
+        f"{_word(end, 'name')} = {_word(end, 'value')} @ {_homes(end)}"
+        for end in _list(found, "outputs", "the program")
+    ]
+    return Program.parse("\n".join(lines))
+
+
+def _field(item: Any, name: str, kind: type, where: str, default: object = None) -> Any:
+    found = item.get(name, default) if isinstance(item, dict) else None
+    if not isinstance(found, kind) or isinstance(found, bool):
+        said = {list: "list", dict: "object", str: "text", int: "number"}[kind]
+        raise ProgramError(f"{where} has no {said} '{name}'" + ("." if where == "the program" else f": {item!r}"))
+    return found
+
+
+def _list(item: Any, name: str, where: str) -> list[Any]:
+    return _field(item, name, list, where)
+
+
+def _word(item: Any, name: str) -> str:
+    found: str = _field(item, name, str, "an entry")
+    if found.split() != [found]:
+        raise ProgramError(f"'{name}' is one word, found {found!r}.")
+    return found
+
+
+def _number(item: Any, name: str) -> str:
+    return str(_field(item, name, int, "an op"))
+
+
+def _homes(item: Any) -> str:
+    return ",".join(map(str, _list(item, "homes", "an entry")))
+
+
+def _equation(op: Any) -> str:
+    """The op as the program's text has it, without its rank."""
+    kind = _word(op, "kind")
+    if "parts" in op:
+        return f"{{ {' ; '.join(map(_equation, _list(op, 'parts', kind)))} }}"
+    stage, microbatch, piece = (_number(op, name) if name in op else "" for name in ("stage", "microbatch", "slice"))
+    tail = "," * bool(microbatch or piece) + microbatch + "." * bool(piece) + piece
+    reads, writes = (" ".join(map(str, _list(op, name, kind))) for name in ("reads", "writes"))
+    how = ", ".join(f"{name}={value}" for name, value in _field(op, "how", dict, kind, {}).items())
+    return f"{writes or '_'} = {kind}[{stage}{tail}] {reads}" + (f" {{{how}}}" if how else "")

@@ -1,0 +1,153 @@
+"""The tables of torch.distributed.pipelining, both ways: orders of computation, and orders with transfers.
+
+    compute_only     0F0,0F1,,0B0,(2F3;2B1)OVERLAP_F_B,...             one line a rank; an empty cell is idle
+    compute_comms    0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
+
+`2SEND_F0` sends the output of stage 2, which `3RECV_F0` receives; `2SEND_B0` sends the gradient of its input, which
+`1RECV_B0` receives. UNSHARD and RESHARD gather and drop the weights of a stage that FSDP has sharded; REDUCE_GRAD
+reduces its gradients. Torch's `_PipelineScheduleRuntime._load_csv` loads both kinds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from fpipe.interop import _torch_write as write
+from fpipe.interop._torch_read import TRANSFERS, WEIGHTS, Action, Cell, Format, actions_of, read
+from fpipe.program import Program, ProgramError, the_program
+from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms.chain import chain
+from fpipe.transforms.communicate import communicate
+from fpipe.transforms.merge import merge
+from fpipe.transforms.reorder import by_table
+from fpipe.transforms.split import split
+
+
+def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
+    """Read a table of torch's as a step of a plain chain of stages, merged.
+
+    Args:
+        table: CSV text, one line a rank, or the path of a CSV file. Stages and microbatches are those it names.
+        format: "compute_only" or "compute_comms", as torch's `_load_csv` calls them; by default whichever it is.
+
+    Returns:
+        A program. Of a table with transfers it has SEND and RECV in the table's places. What the table says of
+        sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) is not in it: `to_csv` writes that anew.
+
+    Raises:
+        ProgramError: a stray cell, by row and column; an op or a transfer that is missing or stands twice; orders that
+            wait for each other for ever.
+
+    Source: torch.distributed.pipelining, `_Action.from_str`.
+
+    >>> import fpipe
+    >>> program = from_csv("0F0,0F1,,0B0,,0B1\\n,1F0,1B0,1F1,1B1,")
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1  .  0B0  .  0B1
+    rank 1 |  .  1F0 1B0 1F1 1B1  .
+    >>> from_csv(to_csv(program)) == program
+    True
+    """
+    rows = read(table, format)
+    forwards = [action for _, action in actions_of(rows, ("F",))]
+    stages = 1 + max(action.stage for action in forwards)
+    microbatches = 1 + max(action.microbatch or 0 for action in forwards)
+    return chain(split(microbatches), merge(), _ordered(rows))(base_program(stages))
+
+
+def schedule(table: str | Path, *, format: Format | None = None) -> Transform:
+    """A table of torch's as a schedule, for programs of your own: `from_csv` without the program.
+
+    Args:
+        table, format: as for `from_csv`.
+
+    >>> import fpipe
+    >>> order = schedule("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0")
+    >>> fpipe.chain(fpipe.split_backward(), order)(fpipe.program(2)).table()
+    [['0F0', '0I0', '0W0'], ['1F0', '1I0', '1W0']]
+    """
+    return _ordered(read(table, format))
+
+
+def _ordered(rows: list[list[Cell]]) -> Transform:
+    cells = [[cell.compute for cell in row if cell.compute is not None] for row in rows]
+    has_transfers = any(actions_of(rows, (*TRANSFERS, *WEIGHTS)))
+
+    @transforming
+    def transform(program: Program) -> Program:
+        ordered = by_table(program, cells, move=True)
+        if not has_transfers:
+            return ordered
+        sent = communicate()(ordered)
+        names = _names(sent)
+        _agree(rows, names)
+        placed = [[_of_ours(cell, names) for cell in row if cell.actions[0].kind not in WEIGHTS] for row in rows]
+        return by_table(sent, placed, move=False) if names else sent
+
+    return transform
+
+
+def _of_ours(cell: Cell, names: dict[Action, str]) -> str:
+    return cell.compute or names[cell.actions[0]]
+
+
+def _names(program: Program) -> dict[Action, str]:
+    """Torch's name of each SEND and RECV, with the cell of ours."""
+    sends = write.transfers(program)
+    names: dict[Action, str] = {}
+    for op in program.ops:
+        if op.kind == "SEND" and op.reads[0] in sends:
+            send = sends[op.reads[0]]
+            names[send] = op.cell
+            names[write.received(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
+    return names
+
+
+def _agree(rows: list[list[Cell]], names: dict[Action, str]) -> None:
+    """The table's transfers are those of the program: none too many, none missing."""
+    named = {action: cell for cell, action in actions_of(rows, TRANSFERS)}
+    for action, cell in named.items():
+        if action not in names:
+            raise ProgramError(
+                f"{cell.place}: {action} moves nothing: no other rank reads that value, or there is none. Leave the "
+                "cell out."
+            )
+    missing = next((action for action in names if action not in named), None)
+    if missing is not None:
+        raise ProgramError(f"the table has no {missing}, though the value is read on another rank. Add the cell.")
+
+
+def to_csv(program: Program, *, format: Format = "compute_only") -> str:
+    """Write a program as torch's runtime loads it.
+
+    Args:
+        program: a chain of stages with one rank a stage, without recompute, slices or offload.
+        format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with the
+            transfers of the program, or, before `fpipe.communicate()`, each value sent as soon as it is there.
+
+    Returns:
+        CSV text, one line a rank; `from_csv` reads it back.
+
+    Raises:
+        ProgramError: the program has what torch's tables have no cell for, or messages between two ranks that are
+            received in another order than they are sent.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
+    >>> print(to_csv(program), end="")
+    0F0,0F1,,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,
+    >>> print(to_csv(fpipe.schedules.gpipe(2)(fpipe.program(2)), format="compute_comms"), end="")
+    0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
+    1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD
+    """
+    if format not in ("compute_only", "compute_comms"):
+        raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")
+    write.refuse_what_torch_lacks(the_program(program))
+    rows = write.ticks(program) if format == "compute_only" else write.with_transfers(program)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

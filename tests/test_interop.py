@@ -1,0 +1,244 @@
+"""Torch's pipeline tables and JSON: what is read means the same, what is written is read by the other side."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.interop import from_json, to_json, torch_pipelining
+from fpipe.program import Program, ProgramError
+from tests import torch_runtime
+
+DATA = Path(__file__).parent / "data"
+ORDERS: dict[str, list[str]] = json.loads((DATA / "torch_orders.json").read_text())["tables"]
+COMMS: dict[str, list[str]] = json.loads((DATA / "torch_comms.json").read_text())["tables"]
+
+every_table = pytest.mark.parametrize("name", COMMS)
+
+
+def order(name: str) -> str:
+    """A table of computation as torch writes it."""
+    rows = [["" if cell == "." else cell for cell in row.split()] for row in ORDERS[name]]
+    return written([[cell.replace(")", ")OVERLAP_F_B") for cell in row] for row in rows])
+
+
+def comms(name: str) -> str:
+    return written([row.split() for row in COMMS[name]])
+
+
+def written(rows: list[list[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def without_weights(text: str) -> list[list[str]]:
+    return [[cell for cell in row if not cell.endswith(("SHARD", "GRAD"))] for row in csv.reader(text.splitlines())]
+
+
+def one_f_one_b(stages: int = 2, microbatches: int = 2, *more: fpipe.schedules.registry.Transform) -> Program:
+    steps = (fpipe.split(microbatches), fpipe.schedules.one_f_one_b(stages), fpipe.merge(), *more)
+    return fpipe.chain(*steps)(fpipe.program(stages))
+
+
+@every_table
+def test_an_order_read_and_written_is_the_same_program(name: str):
+    program = torch_pipelining.from_csv(order(name), format="compute_only")
+    assert torch_pipelining.from_csv(torch_pipelining.to_csv(program)) == program
+
+
+@every_table
+def test_transfers_written_for_an_order_are_those_torch_adds(name: str):
+    program = torch_pipelining.from_csv(order(name))
+    assert torch_pipelining.to_csv(program, format="compute_comms") == comms(name)
+
+
+@every_table
+def test_transfers_stand_where_the_table_has_them(name: str):
+    program = torch_pipelining.from_csv(comms(name), format="compute_comms")
+    again = torch_pipelining.to_csv(program, format="compute_comms")
+    assert without_weights(again) == without_weights(comms(name))
+    assert torch_pipelining.from_csv(again) == program
+
+
+@every_table
+def test_a_table_with_transfers_takes_as_long_as_one_without(name: str):
+    costs = fpipe.Costs(forward=2, backward_input=3, backward_weight=1, transfer=0.5)
+    found, expected = (
+        fpipe.simulate(torch_pipelining.from_csv(text), costs).makespan for text in (comms(name), order(name))
+    )
+    assert found == expected
+
+
+@every_table
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+def test_torch_loads_what_is_written(name: str, format: str, tmp_path: Path):
+    """Its own loader and its own checks, with stages that only say where they are; no process group is needed."""
+    from torch.distributed.pipelining import schedules
+
+    program = torch_pipelining.from_csv(comms(name))
+    file = tmp_path / "schedule.csv"
+    file.write_text(torch_pipelining.to_csv(program, format=format))
+    stage = SimpleNamespace(num_stages=program.stages, group_size=program.ranks, group_rank=0, has_backward=True)
+    runtime = schedules._PipelineScheduleRuntime([stage], program.microbatches, loss_fn=lambda y, target: y)
+    runtime._load_csv(str(file), format=format)
+    assert tuple(runtime.stage_index_to_group_rank[stage] for stage in range(program.stages)) == program.placement
+    loaded = [[str(action) for action in row] for row in runtime.pipeline_order_with_comms.values()]
+    if format == "compute_only":
+        assert loaded == list(csv.reader(comms(name).splitlines()))
+        return
+    assert loaded == list(csv.reader(file.read_text().splitlines()))
+    if "DualPipeV" not in name:  # torch's own walk knows no overlap, and no care of weights
+        for rank, row in runtime.pipeline_order_with_comms.items():
+            runtime.pipeline_order_with_comms[rank] = [
+                action for action in row if "SHARD" not in str(action) and "GRAD" not in str(action)
+            ]
+        runtime._simulate()
+
+
+def test_a_schedule_of_torchs_orders_a_program_of_ones_own():
+    program = fpipe.chain(
+        fpipe.split(2), fpipe.checkpoint("always"), torch_pipelining.schedule("0F0,0F1,0B0,0B1"), fpipe.merge()
+    )(fpipe.program(1))
+    assert program.table() == [["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]]
+
+
+def test_a_path_is_read_as_text_is(tmp_path: Path):
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0B0\n")
+    assert torch_pipelining.from_csv(file) == torch_pipelining.from_csv("0F0,0B0")
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ("0F0,0B0\n1F0,1X0", "row 2, column 2: '1X0' is not a cell of torch.distributed.pipelining"),
+        ("0F0,0B0\n,,1F0,1B0garbage", "row 2, column 4: '1B0garbage' is not a cell"),
+        ("0F,0B0", "row 1, column 1: '0F' is not a cell"),
+        ("0UNSHARD1,0F0,0B0", "row 1, column 1: '0UNSHARD1' is not a cell"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B", "row 1, column 2: .* is to overlap two ops of computation"),
+        ("0F0,(0B0)OVERLAP_F_B", "row 1, column 2: .* is to overlap two ops"),
+        ("0F0,0B0,0F0", "row 1, column 3: 0F0 stands in row 1, column 1 already; each stands once"),
+        ("0F0,0B0,7F0", "row 1, column 3: 7F0 names stage 7, but the table has no forward of stage 1"),
+        ("0F0,0B0,0F5", "row 1, column 3: 0F5 names microbatch 5, but the table has no forward of microbatch 1"),
+        ("0F0,0B0,4RESHARD", "row 1, column 3: 4RESHARD names stage 4"),
+        ("0F0,0B0\n\n1F0,1B0", "row 2 has no cells"),
+        ("", "the table is empty"),
+        ("order.csv", r"hand in pathlib.Path\('order.csv'\)"),
+        ("0F0\n1F0,1B0", "the table has 0F0 without its backward"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "wait for each other in a circle"),
+        ("0F0,0SEND_F0,0B0", "row 1, column 2: 0SEND_F0 moves nothing"),
+        (
+            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+            "the table has no 0RECV_B0, though the value is read on another",
+        ),
+        ("0F0,0SEND_F0,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0, step 2: 0B0 reads .* comes later"),
+    ],
+)
+def test_a_table_that_means_nothing_is_refused_with_its_place(table: str, sentence: str):
+    with pytest.raises(ProgramError, match=sentence):
+        torch_pipelining.from_csv(table)
+
+
+def test_transfers_in_a_table_of_computation_are_refused():
+    with pytest.raises(ProgramError, match="row 1, column 2: 0SEND_F0 does not compute, and the format is"):
+        torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="format is 'compute_only' or 'compute_comms', found 'comms'"):
+        torch_pipelining.to_csv(one_f_one_b(), format="comms")
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (lambda: one_f_one_b(2, 2, fpipe.checkpoint("always")), "0R0: torch's tables have no recompute. Write the"),
+        (
+            lambda: fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))),
+            "2F0 reads y.0,0., which 0F0 makes on rank 0; torch's runtime sends from a stage to",
+        ),
+        (
+            lambda: fpipe.chain(
+                fpipe.split(2),
+                fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True),
+            )(fpipe.program(2)),
+            r"stage 0 is on ranks \(0, 1\); torch's runtime has each stage on one rank",
+        ),
+    ],
+)
+def test_what_torch_has_no_cell_for_is_refused(program, sentence: str):
+    with pytest.raises(ProgramError, match=sentence):
+        torch_pipelining.to_csv(program(), format="compute_comms")
+
+
+def test_messages_received_in_another_order_than_sent_are_refused():
+    """Torch matches the messages between two ranks by their order alone."""
+    text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0\n1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F0,1F0,1B0,1SEND_B0"
+    program = torch_pipelining.from_csv(text)
+    with pytest.raises(ProgramError, match=r"rank 1 receives 1RECV_F1 where rank 0 sends what is for 1RECV_F0"):
+        torch_pipelining.to_csv(program, format="compute_comms")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMS if "ranks=2" in name])
+def test_json_gives_the_program_back(name: str):
+    program = torch_pipelining.from_csv(comms(name))
+    assert from_json(to_json(program)) == program
+    assert from_json(to_json(fpipe.free()(program))) == fpipe.free()(program)
+
+
+def test_json_is_read_without_us():
+    program = one_f_one_b()
+    found = json.loads(to_json(program))
+    assert (found["stages"], found["microbatches"], found["ranks"]) == (2, 2, 2)
+    rows = [[op for op in found["ops"] if op["rank"] == rank and op["kind"] in "FB"] for rank in range(2)]
+    assert [[f"{op['stage']}{op['kind']}{op['microbatch']}" for op in row] for row in rows] == program.table()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda text: text[:-10], "this is not JSON: line"),
+        (lambda text: "[]", 'this JSON is not a program: it says "format": "fpipe.program" at the top'),
+        (lambda text: text.replace('"kind": "F"', '"kind": 3', 1), "an entry has no text 'kind': "),
+        (lambda text: text.replace('"rank": 0', '"rank": "0"', 1), "an op has no number 'rank'"),
+        (lambda text: text.replace('"reads"', '"read"', 1), "has no list 'reads'"),
+        (lambda text: text.replace('"F"', '"F G"', 1), "'kind' is one word, found 'F G'"),
+        (lambda text: text.replace('"F"', '"Q"', 1), "'Q' is not a kind of op"),
+        (lambda text: text.replace('"writes": ["dx[1,0]"', '"writes": ["dx[1,7]"', 1), "reads dx.1,0."),
+    ],
+)
+def test_json_that_is_no_program_is_refused(change, sentence: str):
+    with pytest.raises(ProgramError, match=sentence):
+        from_json(change(to_json(one_f_one_b())))
+
+
+def test_torchs_runtime_computes_what_ours_does():
+    """Two processes of torch's, with its transfers, and ours in one: the same gradients, bit by bit."""
+    program = torch_pipelining.from_csv(order("ZBVZeroBubble/local=2/mb=8/ranks=2"))
+    text = torch_pipelining.to_csv(program, format="compute_comms")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", torch_runtime.__file__],
+        input=json.dumps([text, program.placement, program.microbatches]),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    torchs = torch.tensor(json.loads(run.stdout))
+
+    nets = torch_runtime.nets(program.stages)
+    model = fpipe.from_functions(
+        [lambda p, x: torch.nn.functional.linear(x, p["w"], p["b"])] * program.stages, torch.nn.functional.mse_loss
+    )
+    params = tuple({"w": net.weight.detach(), "b": net.bias.detach()} for net in nets)
+    ours = fpipe.build(program, model)(params, torch_runtime.batch(program.microbatches)).grads
+    assert torch.equal(torchs, torch.stack([stage["w"] for stage in ours]))
