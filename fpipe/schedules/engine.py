@@ -1,0 +1,105 @@
+"""A list scheduler on numbers: whenever a rank is free, one of the ops that could start there does.
+
+An op is its index, and all that is known of it is where it runs, how long it takes and which ops it needs. Which of
+the ready ops a rank takes is not decided here but by `pick`; memory caps, priorities and patience are all rules of
+picking. A rank that picks nothing stands idle until something changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+NOTHING = -1
+"""What `pick` answers to be asked again as soon as something changes on this rank."""
+LATER = -2
+"""What `pick` answers to be asked again as soon as anything happens anywhere."""
+
+Pick = Callable[[int, float, list[int]], int]
+"""`pick(rank, time, ready) -> op`, one of the ready ops, or `NOTHING` or `LATER`."""
+
+
+class Work(NamedTuple):
+    """Ops as numbers.
+
+    Args:
+        ranks: how many there are.
+        rank: where each op runs.
+        seconds: how long each op takes.
+        readers: the ops that wait for each op, each with the seconds that the way there takes.
+        needs: how many ops each op waits for.
+    """
+
+    ranks: int
+    rank: Sequence[int]
+    seconds: Sequence[float]
+    readers: Sequence[Sequence[tuple[int, float]]]
+    needs: Sequence[int]
+
+
+class Run(NamedTuple):
+    """What came out: the ops of each rank in order, when each one starts, and those that could not start."""
+
+    rows: list[list[int]]
+    start: list[float]
+    stuck: list[list[int]]
+
+
+def run(work: Work, pick: Pick) -> Run:
+    """Let every rank go on as far as `pick` lets it; ops that are ready in the end and were never picked are `stuck`.
+
+    >>> line = Work(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
+    >>> run(line, lambda rank, time, ready: ready[0])
+    Run(rows=[[0, 2], [1]], start=[0.0, 1.5, 1.0], stuck=[[], []])
+    """
+    ranks, rank_of, seconds, readers, _ = work
+    needs = list(work.needs)
+    start, arrival = [0.0] * len(needs), [0.0] * len(needs)
+    free = [0.0] * ranks
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    ready: list[list[int]] = [[] for _ in range(ranks)]
+    for op, count in enumerate(needs):
+        if not count:
+            ready[rank_of[op]].append(op)
+    same = 1e-6 * min([second for second in seconds if second], default=0.0)  # times that rounding has set apart
+    events: list[tuple[float, int]] = []  # (when, an op that is ready then, or the complement of a rank that is free)
+    awake, patient = set(range(ranks)), set[int]()
+    now = 0.0
+    while True:
+        for rank in sorted(awake):
+            while ready[rank] and free[rank] <= now + same:
+                op = pick(rank, now, ready[rank])
+                if op < 0:
+                    if op == LATER:
+                        patient.add(rank)
+                    break
+                ready[rank].remove(op)
+                rows[rank].append(op)
+                start[op] = now
+                free[rank] = end = now + seconds[op]
+                for reader, way in readers[op]:
+                    if end + way > arrival[reader]:
+                        arrival[reader] = end + way
+                    needs[reader] -= 1
+                    if not needs[reader]:
+                        if arrival[reader] <= now:
+                            ready[rank_of[reader]].append(reader)
+                            if rank_of[reader] != rank:
+                                heappush(events, (now, ~rank_of[reader]))
+                        else:
+                            heappush(events, (arrival[reader], reader))
+                if end > now:
+                    heappush(events, (end, ~rank))
+        if not events:
+            return Run(rows, start, ready)
+        now = events[0][0]
+        awake = patient
+        patient = set()
+        while events and events[0][0] <= now + same:
+            found = heappop(events)[1]
+            if found >= 0:
+                ready[rank_of[found]].append(found)
+                awake.add(rank_of[found])
+            else:
+                awake.add(~found)

@@ -1,0 +1,275 @@
+"""A schedule of your own, as a priority: of the ops that could run on a free rank, which one does."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fpipe.costs import Costs
+from fpipe.program import Op, Program, ProgramError, kind_of
+from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
+from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms.place import Rule, place
+from fpipe.transforms.reorder import by_table
+
+
+class Now(NamedTuple):
+    """What a key may look at besides the op: the moment, the rank that is free and what it holds, and the sizes.
+
+    Args:
+        time: seconds from the start.
+        rank: the free rank.
+        held: microbatches whose activations it holds; one microbatch of all its stages is 1.
+        microbatches, stages: of the whole program.
+    """
+
+    time: float
+    rank: int
+    held: float
+    microbatches: int
+    stages: int
+
+
+Key = Callable[[Op, Now], Any]
+Cap = float | Sequence[float]
+
+
+def from_priority(
+    key: Key,
+    ranks: int,
+    *,
+    placement: str | Sequence[int] | Rule = "linear",
+    cap: Cap | None = None,
+    costs: Costs | None = None,
+) -> Transform:
+    """Order a program by a rule: of the ops that are ready on a free rank, the one with the smallest key runs.
+
+    Args:
+        key: `key(op, now)`, a number or anything that compares. An op whose key is `math.inf` waits; it is asked for
+            again when anything has happened.
+        ranks: how many.
+        placement: what `fpipe.place` takes.
+        cap: the most microbatches that a rank may hold, one number or one for each rank; one microbatch of all the
+            rank's stages is 1, counted as `simulate` counts `peak`. A forward for which there is no room waits.
+        costs: seconds per op, by which the clock runs that tells what is ready; by default one for each F, I and W.
+
+    Raises:
+        ProgramError: a cap below what one microbatch needs; a dead end, in which every op waits for room or for
+            another; keys that do not compare.
+
+    1F1B is a rule too: backward first, and never more in flight than there are ranks to come.
+
+    >>> import fpipe
+    >>> rule = lambda op, now: (op.kind == "F", op.microbatch)
+    >>> schedule = fpipe.schedules.from_priority(rule, 3, cap=[3, 2, 1])
+    >>> print(fpipe.plot(fpipe.chain(fpipe.split(4), schedule)(fpipe.program(3))))
+    rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
+    rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
+    rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+    """
+    if not callable(key):
+        raise TypeError(f"a key is a function of an op and of now, `key(op, now)`; found {key!r}.")
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    limits = _limits(cap, ranks)
+    costs = the_costs(costs)
+
+    @transforming
+    def transform(program: Program) -> Program:
+        named = isinstance(placement, str)
+        program = place(placement, ranks=ranks)(program) if named else place(placement)(program)
+        if program.ranks != ranks:
+            raise ProgramError(f"the placement names {program.ranks} ranks; from_priority was told {ranks}.")
+        desk = _Desk(program, key, limits, costs)
+        found = run(desk.work, desk.pick)
+        if sum(map(len, found.rows)) < len(desk.ops):
+            raise ProgramError(desk.dead_end(found))
+        rows = [[desk.ops[at].cell if desk.ops[at].parts else desk.ops[at][:4] for at in row] for row in found.rows]
+        return by_table(program, rows, move=False)
+
+    return transform
+
+
+def the_costs(costs: object) -> Costs:
+    """The costs a schedule is ordered by: those given, or one second for each F, I and W."""
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
+    return costs
+
+
+def _limits(cap: object, ranks: int) -> list[float]:
+    """The cap of each rank."""
+    if cap is None:
+        return [math.inf] * ranks
+    found: list[Any] = list(cap) if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks  # pyright: ignore[reportUnknownArgumentType]
+    if len(found) != ranks:
+        raise ValueError(f"cap lists {len(found)} numbers for {ranks} ranks; give one number, or one for each rank.")
+    for one in found:
+        if isinstance(one, bool) or not isinstance(one, int | float) or math.isnan(one):
+            raise ValueError(f"cap is a number of microbatches, or one for each rank; found {one!r}.")
+    return found
+
+
+class _Desk:
+    """Where ops wait to be picked: the scheduled ops of a program as numbers, and what each rank holds."""
+
+    def __init__(self, program: Program, key: Key, limits: list[float], costs: Costs) -> None:
+        self.key, self.limits = key, limits
+        self.sizes = (program.microbatches, program.stages)
+        self.ops: list[Op] = []
+        self.takes: list[int] = []  # activations that an op starts to hold
+        self.drops: list[int] = []  # and those that it has let go when it ends
+        self.work = self._read(program, costs)
+        self.share = _shares(program)
+        self.held = [0] * program.ranks
+        self.last: list[int | None] = [None] * program.ranks  # the op whose end frees what it drops
+        for rank, (limit, least) in enumerate(zip(limits, self._least(), strict=True)):
+            if limit < least - 1e-9:
+                raise ProgramError(
+                    f"cap is {limit:g} on rank {rank}, below the minimum: one microbatch by itself holds {least:g} "
+                    f"there. Say a cap of at least {least:g}."
+                )
+
+    def _read(self, program: Program, costs: Costs) -> Work:
+        """The scheduled ops as numbers; what no table names is looked through, and an R is part of its reader."""
+        number: dict[int, int] = {}
+        reach: dict[int, dict[int, float]] = {}  # loose op -> what it waits for, and the seconds from there
+        recomputes: dict[int, list[int]] = {}  # loose op -> the R that stand before it and no reader has yet
+        claimed: set[int] = set()
+        seconds: list[float] = []
+        needs: list[dict[int, float]] = []
+        for position, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
+            found: dict[int, float] = {}
+            before: list[int] = []
+            for source in sources:
+                if source < 0:
+                    continue
+                way = costs.transfer if program.ops[source].rank != op.rank else 0.0
+                inner = {number[source]: 0.0} if source in number else reach[source]
+                for at, more in inner.items():
+                    found[at] = max(found.get(at, 0.0), more + way)
+                before += recomputes.get(source, ())
+            if kind_of(op.kind).place != "table":
+                reach[position] = found
+                recomputes[position] = [*before, position] if op.kind == "R" else before
+                continue
+            number[position] = len(self.ops)
+            parts = list(op.parts or (op,))
+            own = [at for at in dict.fromkeys(before) if at not in claimed and program.ops[at].rank == op.rank]
+            claimed.update(own)
+            parts += [program.ops[at] for at in own]
+            self.ops.append(op)
+            self.takes.append(sum(part.kind in "FR" and any(v.name == "res" for v in part.writes) for part in parts))
+            self.drops.append(sum(part.kind in "BW" for part in parts))
+            seconds.append(costs.seconds(op) + sum(costs.seconds(program.ops[at]) for at in own))
+            needs.append(found)
+        readers: list[list[tuple[int, float]]] = [[] for _ in self.ops]
+        for reader, found in enumerate(needs):
+            for source, way in found.items():
+                readers[source].append((reader, way))
+        return Work(program.ranks, [op.rank for op in self.ops], seconds, readers, list(map(len, needs)))
+
+    def _least(self) -> list[float]:
+        """What one microbatch by itself holds on each rank."""
+        held: Counter[tuple[int, int | None]] = Counter()
+        most: Counter[tuple[int, int | None]] = Counter()
+        for op, takes, drops in zip(self.ops, self.takes, self.drops, strict=True):
+            place = (op.rank, op.microbatch)
+            held[place] += takes
+            most[place] = max(most[place], held[place])
+            held[place] -= drops
+        least = [0] * len(self.share)
+        for (rank, _), count in most.items():
+            least[rank] = max(least[rank], count)
+        return [count / share for count, share in zip(least, self.share, strict=True)]
+
+    def pick(self, rank: int, time: float, ready: list[int]) -> int:
+        """The ready op with the smallest key that there is room for."""
+        self._settle(rank)
+        share = self.share[rank]
+        room = self.limits[rank] * share - self.held[rank] + 1e-9
+        open_now = [at for at in ready if self.takes[at] <= room]
+        now = Now(time, rank, self.held[rank] / share, *self.sizes)
+        keys = [self.key(self.ops[at], now) for at in open_now]
+        if any(_waits(found) for found in keys):
+            open_now = [at for at, found in zip(open_now, keys, strict=True) if not _waits(found)]
+            keys = [found for found in keys if not _waits(found)]
+            if not keys:
+                return LATER
+        best = NOTHING
+        for at, (op, found) in enumerate(zip(open_now, keys, strict=True)):
+            try:
+                odd = found != found or found is None
+                if not odd and (best < 0 or found < keys[best] or (found == keys[best] and op < open_now[best])):
+                    best = at
+            except (TypeError, ValueError) as error:
+                other = self.ops[open_now[max(best, 0)]].cell
+                raise ProgramError(
+                    f"the keys do not compare: key gave {found!r} for {self.ops[op].cell} and {keys[max(best, 0)]!r} "
+                    f"for {other}, on rank {rank} at time {time:g} ({error}). Give numbers, or tuples of numbers."
+                ) from None
+            if odd:
+                raise ProgramError(
+                    f"key gave {found!r} for {self.ops[op].cell}, on rank {rank} at time {time:g}; a key is a number "
+                    "or a tuple of numbers, and math.inf for an op that waits."
+                )
+        if best < 0:
+            return NOTHING
+        op = open_now[best]
+        self.held[rank] += self.takes[op]
+        self.last[rank] = op
+        return op
+
+    def _settle(self, rank: int) -> None:
+        """What the op before has dropped is gone by the time the next one is picked."""
+        before = self.last[rank]
+        if before is not None:
+            self.held[rank] -= self.drops[before]
+            self.last[rank] = None
+
+    def dead_end(self, found: Run) -> str:
+        """Why nothing can go on, rank by rank."""
+        lines: list[str] = []
+        done = [set(row) for row in found.rows]
+        for rank, stuck in enumerate(found.stuck):
+            self._settle(rank)
+            holding = f"holds {self.held[rank] / self.share[rank]:g} of {self.limits[rank]:g}"
+            room = self.limits[rank] * self.share[rank] - self.held[rank] + 1e-9
+            full = [self.ops[at].cell for at in stuck if self.takes[at] > room]
+            late = [self.ops[at].cell for at in stuck if self.takes[at] <= room]
+            if full:
+                lines.append(f"rank {rank} {holding} microbatches and has no room for {_few(full)}")
+            if late:
+                lines.append(f"rank {rank} may go on, but the key is inf for {_few(late)}")
+            left = [at for at, op in enumerate(self.ops) if op.rank == rank and at not in done[rank]]
+            if left and not stuck:
+                lines.append(f"rank {rank} waits for what {_few([self.ops[at].cell for at in left])} reads")
+        ran = sum(map(len, found.rows))
+        return (
+            f"a dead end: after {ran} of {len(self.ops)} ops nothing can go on.\n  " + ".\n  ".join(lines) + ".\n"
+            "Keep room for what is further on: let the key be math.inf for the forward of an early stage while "
+            "now.held is near the cap, prefer older microbatches, or raise the cap."
+        )
+
+
+def _shares(program: Program) -> list[int]:
+    """How many forwards of one microbatch each rank does: its stages, or stages times slices."""
+    forwards = Counter(
+        (op.rank, part.microbatch) for op in program.ops for part in op.parts or (op,) if part.kind == "F"
+    )
+    share = [1] * program.ranks
+    for (rank, _), count in forwards.items():
+        share[rank] = max(share[rank], count)
+    return share
+
+
+def _waits(key: object) -> bool:
+    return isinstance(key, float) and key == math.inf
+
+
+def _few(cells: Sequence[str]) -> str:
+    return ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")

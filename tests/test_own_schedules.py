@@ -1,0 +1,187 @@
+"""Schedules of one's own, from a priority or a generator: what they give, and what they say when they cannot."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe.program import Op, Program, ProgramError
+from fpipe.schedules import from_generator, from_priority
+from fpipe.schedules.priority import Now
+
+
+def one_f_one_b(op: Op, now: Now) -> tuple[bool, int]:
+    return op.kind == "F", op.microbatch or 0
+
+
+def forwards_first(op: Op, now: Now) -> tuple[bool, int]:
+    return op.kind != "F", op.microbatch or 0
+
+
+def base(stages: int, microbatches: int) -> Program:
+    return fpipe.split(microbatches)(fpipe.program(stages))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 1), (3, 4), (4, 9)])
+def test_backward_first_under_a_cap_is_one_f_one_b(ranks: int, microbatches: int):
+    caps = [ranks - rank for rank in range(ranks)]
+    mine = from_priority(one_f_one_b, ranks, cap=caps)(base(ranks, microbatches))
+    assert mine == fpipe.schedules.one_f_one_b(ranks)(base(ranks, microbatches))
+
+
+def test_forwards_first_without_a_cap_is_gpipe():
+    assert from_priority(forwards_first, 3)(base(3, 5)) == fpipe.schedules.gpipe(3)(base(3, 5))
+
+
+@pytest.mark.parametrize("cap", [1, 1.5, 2, 3])
+def test_the_simulation_keeps_the_cap_and_the_clock_of_the_scheduler(cap: float):
+    costs = fpipe.Costs(2, [3, 1, 2, 4], 1, transfer=0.5)
+    program = fpipe.chain(fpipe.split(6), fpipe.split_backward())(fpipe.program(4))
+
+    def key(op: Op, now: Now) -> Any:
+        """A first chunk leaves room for a whole microbatch of what follows."""
+        waits = op.kind == "F" and op.stage in (0, 1) and now.held > cap - 1
+        return math.inf if waits else ("IFW".index(op.kind), op.microbatch)
+
+    made = from_priority(key, 2, placement="v", cap=cap, costs=costs)(program)
+    assert max(fpipe.simulate(made, costs).peak) <= cap
+
+
+def test_an_op_whose_key_is_infinite_waits():
+    """1F1B without a cap: the rule itself keeps forwards back."""
+
+    def patient(op: Op, now: Now) -> float:
+        return math.inf if op.kind == "F" and now.held >= 3 - now.rank else op.kind == "F"
+
+    assert from_priority(patient, 3)(base(3, 6)) == fpipe.schedules.one_f_one_b(3)(base(3, 6))
+
+
+def test_recomputation_counts_when_it_is_done():
+    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"))(fpipe.program(2))
+    made = from_priority(forwards_first, 2, cap=1)(program)
+    assert fpipe.simulate(made).peak == (1, 1)
+
+
+def test_what_now_says():
+    seen: list[Now] = []
+
+    def key(op: Op, now: Now) -> float:
+        seen.append(now)
+        return op.kind == "F"
+
+    from_priority(key, 2, costs=fpipe.Costs(transfer=0.5))(base(2, 2))
+    assert seen[0] == Now(time=0.0, rank=0, held=0.0, microbatches=2, stages=2)
+    assert {now.rank for now in seen} == {0, 1}
+    assert max(now.held for now in seen) == 2
+
+
+def test_two_replicas_of_each_stage():
+    made = from_priority(one_f_one_b, 2, placement="bidirectional")(base(2, 4))
+    assert made.placement == ((0, 1), (0, 1))
+    fpipe.check(made)
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "sentence"),
+    [
+        (lambda op, now: None, {}, "key gave None for 0F0, on rank 0 at time 0; a key is a number or a tuple"),
+        (lambda op, now: math.nan, {}, "key gave nan for 0F0"),
+        (lambda op, now: op.cell if op.microbatch else 1, {}, "the keys do not compare: key gave '0F1' for 0F1 and 1"),
+        (
+            lambda op, now: math.inf,
+            {},
+            "a dead end: after 0 of 8 ops nothing can go on.\n  rank 0 may go on, but the k",
+        ),
+        (forwards_first, {"cap": 0.5}, "cap is 0.5 on rank 0, below the minimum: one microbatch by itself holds 1"),
+        (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, below the minimum"),
+        (forwards_first, {"cap": [2]}, "cap lists 1 numbers for 2 ranks"),
+        (forwards_first, {"cap": "2"}, "cap is a number of microbatches, or one for each rank; found '2'"),
+        (forwards_first, {"cap": math.nan}, "cap is a number of microbatches, or one for each rank; found nan"),
+        (forwards_first, {"costs": 3}, "costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found int"),
+        (forwards_first, {"placement": "zigzag"}, "'zigzag' is not a placement"),
+        (forwards_first, {"placement": [0, 2]}, "rank 1 is missing"),
+        (forwards_first, {"costs": fpipe.Costs([1.0])}, "forward lists 1 costs, but the program has a stage 1"),
+        ("F first", {}, "a key is a function of an op and of now"),
+    ],
+)
+def test_a_priority_that_cannot_be_followed_is_refused(key: Any, options: dict[str, Any], sentence: str):
+    with pytest.raises((ProgramError, ValueError, TypeError), match=re.escape(sentence)):
+        from_priority(key, 2, **options)(base(2, 2))
+
+
+def test_a_dead_end_is_explained():
+    """All room goes to first chunks, so that no second one can start."""
+    with pytest.raises(ProgramError) as error:
+        from_priority(forwards_first, 2, placement="v", cap=1)(base(4, 3))
+    assert str(error.value) == (
+        "a dead end: after 4 of 24 ops nothing can go on.\n"
+        "  rank 0 holds 1 of 1 microbatches and has no room for 0F2, 3F0.\n"
+        "  rank 1 holds 1 of 1 microbatches and has no room for 1F1.\n"
+        "Keep room for what is further on: let the key be math.inf for the forward of an early stage while now.held is "
+        "near the cap, prefer older microbatches, or raise the cap."
+    )
+
+
+def gpipe_cells(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
+    yield from (f"{rank}F{index}" for index in range(microbatches))
+    yield from (f"{rank}B{index}" for index in range(microbatches))
+
+
+def test_a_generator_gives_the_schedule():
+    assert from_generator(gpipe_cells, 3)(base(3, 4)) == fpipe.schedules.gpipe(3)(base(3, 4))
+
+
+def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
+    def cells(rank: int, ranks: int, microbatches: int) -> Iterator[Any]:
+        yield None
+        for stage in (rank, 3 - rank):
+            yield from (("F", stage, index) for index in range(microbatches))
+        yield "."
+        for stage in (3 - rank, rank):
+            yield from (f"{stage}B{index}" for index in range(microbatches))
+
+    made = from_generator(cells, 2, "v")(base(4, 2))
+    assert made.placement == (0, 1, 1, 0)
+    assert made.table()[1][:4] == ["1F0", "1F1", "2F0", "2F1"]
+
+
+def endless(cell: str | None) -> Any:
+    def cells(rank: int, ranks: int, microbatches: int) -> Iterator[str | None]:
+        while True:
+            yield cell
+
+    return cells
+
+
+@pytest.mark.parametrize(
+    ("cells", "sentence"),
+    [
+        (lambda r, p, m: ["0F0", "0F9"] if r == 0 else gpipe_cells(r, p, m), "rank 0, cell 1: 0F9 names microbatch 9"),
+        (lambda r, p, m: [*gpipe_cells(r, p, m), f"{r}X0"], "rank 0, cell 4: 'X' is not a kind of op"),
+        (lambda r, p, m: [*gpipe_cells(r, p, m), "0F1junk"], "rank 0, cell 4: '0F1junk' is not a cell: after 0F1"),
+        (lambda r, p, m: [*gpipe_cells(r, p, m), 7], "rank 0, cell 4: 7 is no cell; cells read '2F0'"),
+        (lambda r, p, m: gpipe_cells(1 - r, p, m), "rank 0, cell 0: '1F0' names a F of stage 1, which is on rank 1"),
+        (lambda r, p, m: list(gpipe_cells(r, p, m))[:-1], "the table has 1F1 without its backward: add 1B1"),
+        (lambda r, p, m: [*gpipe_cells(r, p, m), f"{r}F0"], "rank 0, cell 4: 0F0 stands twice"),
+        (lambda r, p, m: gpipe_cells(r, p, m) if r else [], "rank 0: the generator yields no cell; each rank has ops."),
+        (lambda r, p, m: None, "rank 0: the generator gave None; it yields cells such as '0F0'"),
+        (endless("0F0"), "cells, more than the program has ops; a generator has an end."),
+        (endless(None), "idle cells and no end; a generator stops after its last op."),
+        (lambda r, p, m: reversed(list(gpipe_cells(r, p, m))), "reads"),
+        ("0F0", "from_generator takes f(rank, ranks, microbatches), which yields cells; found '0F0'"),
+    ],
+)
+def test_a_generator_that_goes_astray_is_refused(cells: Any, sentence: str):
+    with pytest.raises((ProgramError, TypeError), match=re.escape(sentence)):
+        from_generator(cells, 2)(base(2, 2))
+
+
+@pytest.mark.parametrize("make", [lambda p: from_generator(gpipe_cells, p), lambda p: from_priority(one_f_one_b, p)])
+def test_ranks_are_counted(make: Any):
+    with pytest.raises(ValueError, match="ranks is a whole number, at least 1; found 0"):
+        make(0)
+    with pytest.raises(ProgramError, match="each rank needs a stage"):
+        make(3)(base(2, 2))
