@@ -16,7 +16,8 @@ from fpipe.result import Result
 from fpipe.runtimes.build import build
 from fpipe.runtimes.meaning import register_meaning
 from fpipe.runtimes.sizes import Sizes, sizes
-from fpipe.simulate import Timeline, simulate
+from fpipe.simulate import simulate
+from fpipe.timeline import Timeline
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint

@@ -1,61 +1,158 @@
-"""What an op costs: seconds for each kind and stage, seconds for a transfer."""
+"""What things cost: seconds for an op of each kind and stage, seconds from rank to rank, bytes of a value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Protocol, cast
 
-from fpipe.program import Op, kind_of
+from fpipe.program import Op, Value, kind_of
 
 PerStage = float | Sequence[float]
+Link = tuple[int, int]
+PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
+Storages = Mapping[Hashable, int]
+"""Bytes of the storages that a value lies in, each under what tells it from the others."""
+
+
+class HasStorages(Protocol):
+    """What knows where each value lies, as `fpipe.Sizes` does."""
+
+    def storages(self, value: Value) -> Storages:
+        """The storages of a value."""
+        ...
+
+
+Bytes = Mapping[str, PerStage] | Callable[[Value], float] | HasStorages
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one op for one microbatch (and slice), a number for all stages or one for each.
+    """Seconds of one op for one microbatch (and slice), a number for all stages or one for each; and what moving takes.
+
+    A value on its way from rank a to rank b leaves when it is there and its link is free, keeps the link for
+    bytes/bandwidth seconds, and arrives `transfer` seconds after that. Without a bandwidth a link carries any number of
+    values at once.
 
     Args:
         forward, backward_input, backward_weight: of F, I and W; a full backward B costs the last two together.
         recompute: of R; by default what F costs.
-        transfer: latency of a value from one rank to another; the sender is not blocked.
+        transfer: latency from one rank to another, in seconds: a number, `{(from, to): seconds}` or
+            `f(from, to) -> seconds`.
+        bandwidth: bytes a second of a link, in the same three forms; needs `bytes`.
+        sender: "free" goes on with its next op while a value leaves; "busy" does nothing else until it has arrived.
+        pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
+        offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
+        host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
+        bytes: of a value: `{name: bytes}` (or one number for each stage), `f(value) -> bytes`, or `fpipe.Sizes`. With
+            it a timeline's peaks are bytes.
+
+    Raises:
+        ValueError: a cost that is no number, negative, infinite or NaN; a bandwidth of 0, or without bytes.
 
     >>> Costs(forward=2, backward_weight=[1, 3]).forward
     2
+    >>> Costs(transfer={(0, 1): 0.5}, bandwidth=4.0, bytes={"y": 8}).carrying(Value("y", 0, 0), 0, 1)
+    2.0
     """
 
     forward: PerStage = 1
     backward_input: PerStage = 1
     backward_weight: PerStage = 1
     recompute: PerStage | None = None
-    transfer: float = 0
+    transfer: PerLink = 0
+    _: KW_ONLY
+    bandwidth: PerLink | None = None
+    sender: Literal["free", "busy"] = "free"
+    pair: Literal["sum", "max"] | Callable[[Op], float] = "sum"
+    offload: PerStage = 0
+    load: PerStage | None = None
+    host_bandwidth: float | None = None
+    bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
-        for word in ("forward", "backward_input", "backward_weight", "recompute", "transfer"):
-            given = getattr(self, word)
-            for cost in given if isinstance(given, Sequence) else (given,):
-                if cost is None and word == "recompute":
-                    continue
-                if not isinstance(cost, int | float) or not cost >= 0:
-                    raise ValueError(f"{word} is a time in seconds, at least 0; found {cost!r}.")
+        for word in ("forward", "backward_input", "backward_weight", "recompute", "offload", "load"):
+            for cost in _numbers(getattr(self, word)):
+                _seconds(word, cost)
+        for cost in _numbers(self.transfer):
+            _seconds("transfer", cost)
+        for word in ("bandwidth", "host_bandwidth"):
+            for rate in _numbers(getattr(self, word)):
+                _rate(word, rate)
+            if getattr(self, word) is not None and self.bytes is None:
+                raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
+        if self.sender not in ("free", "busy"):
+            raise ValueError(f'a sender is "free" or "busy", found {self.sender!r}.')
+        if not callable(self.pair) and self.pair not in ("sum", "max"):
+            raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
+        given: Any = self.bytes
+        if given is not None and not (isinstance(given, Mapping) or callable(given) or hasattr(given, "storages")):
+            raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(given).__name__}.")
+        if isinstance(given, Mapping):
+            for name, sizes in cast("Mapping[str, PerStage]", given).items():
+                for size in _numbers(sizes):
+                    _count(f"the bytes of {name!r}", size)
 
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
         if op.parts:
-            return sum(self.seconds(part) for part in op.parts)
-        stage = op.stage or 0
-        if op.kind == "F":
+            if callable(self.pair):
+                return _seconds(f"pair({op.cell})", self.pair(op))
+            return (sum if self.pair == "sum" else max)(self.seconds(part) for part in op.parts)
+        kind, stage = op.kind, op.stage or 0
+        if kind == "F":
             return _at(self.forward, stage, "forward")
-        if op.kind == "B":
+        if kind == "B":
             return _at(self.backward_input, stage, "backward_input") + _at(
                 self.backward_weight, stage, "backward_weight"
             )
-        if op.kind == "I":
+        if kind == "I":
             return _at(self.backward_input, stage, "backward_input")
-        if op.kind == "W":
+        if kind == "W":
             return _at(self.backward_weight, stage, "backward_weight")
-        if op.kind == "R":
-            return _at(self.forward if self.recompute is None else self.recompute, stage, "recompute")
-        return _EXTRA.get(op.kind, 0.0)
+        if kind == "R":
+            return (
+                _at(self.forward, stage, "forward")
+                if self.recompute is None
+                else _at(self.recompute, stage, "recompute")
+            )
+        if kind in ("OFFLOAD", "LOAD"):
+            unsaid = kind == "OFFLOAD" or self.load is None
+            fixed = _at(self.offload, stage, "offload") if unsaid else _at(self.load or 0, stage, "load")
+            moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
+            return fixed + moved
+        if kind not in _EXTRA:
+            raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
+        known = _EXTRA[kind]
+        return _seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds on the way from one rank to another."""
+        return _seconds("transfer", _on_link(self.transfer, source, target, "transfer"))
+
+    def carrying(self, value: Value, source: int, target: int) -> float:
+        """Seconds for which a value keeps its link from other values."""
+        if self.bandwidth is None:
+            return 0.0
+        return self.size(value) / _rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
+
+    def size(self, value: Value) -> float:
+        """Bytes of a value."""
+        return sum(self.storages(value).values())
+
+    def storages(self, value: Value) -> Storages:
+        """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
+        given: Any = self.bytes
+        if hasattr(given, "storages"):
+            return given.storages(value)
+        if isinstance(given, Mapping):
+            if value.name not in given:
+                raise ValueError(f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given))}.")
+            size = _at(cast("PerStage", given[value.name]), value.stage or 0, f"bytes of {value.name!r}")
+        else:
+            size = _count(f"the bytes of {value}", given(value))
+        return {value._replace(at=""): cast("int", size)}
 
 
 class Ticks(Costs):
@@ -66,18 +163,62 @@ class Ticks(Costs):
         return kind_of(op.kind).time
 
 
-_EXTRA: dict[str, float] = {}
+_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
+    ("SPLIT", "ADD", "SCALE", "MERGE", "REDUCE", "U", "FREE", "SEND", "RECV"), 0.0
+)
 
 
-def register_cost(kind: str, seconds: float) -> None:
-    """Say what an op of a kind of your own costs, in seconds; a kind of ours has its cost in `Costs`.
+def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
+    """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
 
-    >>> register_cost("REDUCE", 0.5)
+    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND and RECV are fields of `Costs`.
+
+    >>> register_cost("REDUCE", 0.0)
     """
     kind_of(kind)
-    if kind in "FBIWR":
+    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV"):
         raise ValueError(f"the cost of {kind} is a field of Costs.")
-    _EXTRA[kind] = seconds
+    _EXTRA[kind] = seconds if callable(seconds) else _seconds(f"the cost of {kind}", seconds)
+
+
+def _numbers(given: Any) -> Iterable[Any]:
+    """The numbers in a field: one, one for each stage or one for each link; of a function none yet."""
+    if given is None or callable(given):
+        return ()
+    if isinstance(given, Mapping):
+        return given.values()
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+
+
+def _seconds(word: str, cost: object) -> float:
+    if not isinstance(cost, int | float) or not (cost >= 0 and math.isfinite(cost)):
+        raise ValueError(f"{word} is a time in seconds, at least 0; found {cost!r}.")
+    return cost
+
+
+def _rate(word: str, rate: object) -> float:
+    if not isinstance(rate, int | float) or not (rate > 0 and math.isfinite(rate)):
+        raise ValueError(f"{word} is in bytes a second, more than 0; found {rate!r}.")
+    return rate
+
+
+def _count(word: str, size: object) -> float:
+    if not isinstance(size, int | float) or not (size >= 0 and math.isfinite(size)):
+        raise ValueError(f"{word} are a number, at least 0; found {size!r}.")
+    return size
+
+
+def _on_link(cost: PerLink, source: int, target: int, word: str) -> float:
+    if callable(cost):
+        return cost(source, target)
+    if not isinstance(cost, Mapping):
+        return cost
+    if (source, target) not in cost:
+        raise ValueError(
+            f"{word} says nothing of the link from rank {source} to rank {target}, over which a value travels; "
+            f"add ({source}, {target})."
+        )
+    return cost[source, target]
 
 
 def _at(cost: PerStage, stage: int, word: str) -> float:

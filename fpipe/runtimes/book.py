@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -11,36 +10,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fpipe.memory import Account
 from fpipe.program import Op, Value
-from fpipe.simulate import Event, Timeline
+from fpipe.timeline import Timeline
+from fpipe.waiting import Event
 
 Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
-
-
-class Account:
-    """Bytes held now and at most, on each rank: from where a value is written to where it is read last."""
-
-    def __init__(self, ranks: int, given: Iterable[Hashable]) -> None:
-        self.given = frozenset(given)
-        self.held: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
-        self.now, self.peak = [0] * ranks, [0] * ranks
-        self.known: dict[Value, tuple[int, Storages]] = {}
-
-    def note(self, rank: int, written: Iterable[tuple[Value, Storages]], dead: Iterable[Value]) -> None:
-        """An op on a rank: what it writes is there before what it reads last is gone."""
-        for value, found in written:
-            own = {storage: size for storage, size in found.items() if storage not in self.given}
-            self.known[value] = (rank, own)
-            for storage, size in own.items():
-                self.held[rank][storage] += 1
-                self.now[rank] += size if self.held[rank][storage] == 1 else 0
-        self.peak[rank] = max(self.peak[rank], self.now[rank])
-        for value in dead:
-            where, found = self.known.pop(value, (0, {}))
-            for storage, size in found.items():
-                self.held[where][storage] -= 1
-                self.now[where] -= size if not self.held[where][storage] else 0
 
 
 class Book:

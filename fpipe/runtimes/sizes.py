@@ -8,9 +8,10 @@ from typing import Any
 
 from fpipe.graphs.graph import Fact
 from fpipe.graphs.trace import Untraceable
+from fpipe.memory import Account
 from fpipe.models import Model
 from fpipe.program import Program, Value
-from fpipe.runtimes.book import Account, Storages
+from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
 from fpipe.runtimes.shapes import Plain
 

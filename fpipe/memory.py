@@ -1,0 +1,212 @@
+"""What each rank holds: bytes of distinct storages, or microbatches whose residuals are there."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
+
+from fpipe.lanes import Transfer
+from fpipe.program import Op, Program, Value, kind_of, parts_of
+
+Steps = list[tuple[float, float, int, float]]
+"""Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""
+
+
+class Account:
+    """Bytes held now and at most, on each rank: from where a value is written to where it is read last.
+
+    Storages of the caller (`given`) do not count, nor does what is offloaded to the host.
+    """
+
+    def __init__(self, ranks: int, given: Iterable[Hashable] = ()) -> None:
+        self.given = frozenset(given)
+        self.held: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
+        self.now, self.peak = [0] * ranks, [0] * ranks
+        self.known: dict[Value, tuple[int, Mapping[Hashable, int]]] = {}
+
+    def note(
+        self, rank: int, written: Iterable[tuple[Value, Mapping[Hashable, int]]], dead: Iterable[Value]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """An op on a rank: what it writes is there before what it reads last is gone.
+
+        Returns:
+            The bytes it adds, and the bytes that are gone, each with their rank.
+        """
+        before = self.now[rank]
+        for value, found in written:
+            if value.at.endswith("@host"):
+                continue
+            own = {storage: size for storage, size in found.items() if storage not in self.given}
+            self.known[value] = (rank, own)
+            for storage, size in own.items():
+                self.held[rank][storage] += 1
+                self.now[rank] += size if self.held[rank][storage] == 1 else 0
+        self.peak[rank] = max(self.peak[rank], self.now[rank])
+        added, gone = self.now[rank] - before, list[tuple[int, int]]()
+        for value in dead:
+            where, found = self.known.pop(value, (0, {}))
+            for storage, size in found.items():
+                self.held[where][storage] -= 1
+                if not self.held[where][storage]:
+                    self.now[where] -= size
+                    gone.append((where, size))
+        return added, gone
+
+
+def bytes_held(
+    program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
+) -> tuple[tuple[float, ...], Steps]:
+    """The most bytes on each rank, as a walk down the program holds them, and how they change in time."""
+    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,) if part.kind != "FREE"]
+    kept = {end.value for end in program.outputs}
+    last = {value: row for row, (op, _) in enumerate(rows) for value in (*op.writes, *op.reads)}
+    dead: defaultdict[int, list[Value]] = defaultdict(list)
+    for value, row in last.items():
+        if value not in kept:
+            dead[row].append(value)
+    account, steps = Account(program.ranks), Steps()
+    for row, (op, at) in enumerate(rows):
+        added, gone = account.note(op.rank, [(value, storages(value)) for value in op.writes], dead.get(row, ()))
+        steps.append((starts[at], row, op.rank, added))
+        steps += [(ends[at], row + 0.5, rank, -size) for rank, size in gone]
+    return tuple(map(float, account.peak)), steps
+
+
+def shares(program: Program) -> list[int]:
+    """How many forwards one microbatch has on each rank (chunks times slices), which together count 1."""
+    forwards = [op for op in parts_of(program.ops) if op[0] == "F"]
+    share = [1] * program.ranks
+    for (rank, _), count in Counter(map(itemgetter(4, 2), forwards)).items():
+        share[rank] = max(share[rank], count)
+    return share
+
+
+def units_held(
+    program: Program, starts: list[float], ends: list[float], transfers: Callable[[], Iterable[Transfer]]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
+    share = shares(program)
+    if _stay(program):
+        both = _in_the_order_of_the_ranks(program)
+    else:
+        moved = list(transfers())
+        both = tuple(_most(unit_steps(program, starts, ends, moved, released), program.ranks) for released in (0, 1))
+    held, released = ([most / count for most, count in zip(peak, share, strict=True)] for peak in both)
+    return tuple(held), tuple(released)
+
+
+def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]]:
+    """What a rank holds from each moment on at which it changes: (seconds, amount)."""
+    own = sorted(step[:2] + step[3:] for step in steps if step[2] == rank and step[3])
+    amounts = accumulate(change / share for _, _, change in own)
+    moments = groupby(zip((when for when, _, _ in own), amounts, strict=True), key=itemgetter(0))
+    # Within one moment the most that is held is shown too, so that the curve's maximum is the peak.
+    found: list[tuple[float, float]] = []
+    for when, group in moments:
+        values = [amount for _, amount in group]
+        if max(values) > values[-1]:
+            found.append((when, max(values)))
+        found.append((when, values[-1]))
+    return found
+
+
+def _most(steps: Steps, ranks: int) -> list[float]:
+    now, peak = [0.0] * ranks, [0.0] * ranks
+    for _, _, rank, change in sorted(steps):
+        now[rank] += change
+        peak[rank] = max(peak[rank], now[rank])
+    return peak
+
+
+def _stay(program: Program) -> bool:
+    """Whether all residuals stay on the rank that computes them until a backward of the same rank reads them."""
+    ops = program.ops
+    copies = [op for op in ops if op[0] in ("SEND", "RECV") or kind_of(op[0]).lane == "copy"]
+    if any(value.name == "res" for op in copies for value in op.reads):
+        return False
+    places = set(map(itemgetter(1, 4), ops))
+    if len({stage for stage, _ in places}) == len(places):
+        return True
+    parts = parts_of(ops)
+    forwards = {op[1:5] for op in parts if op[0] == "F" or op[0] == "R"}
+    return all(op[1:5] in forwards for op in parts if op[0] in ("B", "I", "W"))
+
+
+def _in_the_order_of_the_ranks(program: Program) -> tuple[list[float], list[float]]:
+    """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
+    ops = parts_of(program.ops)
+    kinds = set(map(itemgetter(0), ops))
+    return (
+        _peaks(ops, program.ranks, ("B", "W")),
+        _peaks(ops, program.ranks, ("B", "I")) if "I" in kinds else _peaks(ops, program.ranks, ("B", "W")),
+    )
+
+
+def _peaks(ops: Sequence[Op], ranks: int, last: tuple[str, str]) -> list[float]:
+    held, peak = [0] * ranks, [0] * ranks
+    for op in ops:
+        kind = op[0]
+        if kind == "F" or kind == "R":
+            if _leaves_residuals(op):
+                rank = op[4]
+                held[rank] = now = held[rank] + 1
+                if now > peak[rank]:
+                    peak[rank] = now
+        elif kind in last:
+            held[op[4]] -= 1
+    return list(map(float, peak))
+
+
+def _leaves_residuals(op: Op) -> bool:
+    writes = op[6]
+    return bool(writes) and (writes[-1][0] == "res" or any(value[0] == "res" for value in writes))
+
+
+def unit_steps(
+    program: Program, starts: list[float], ends: list[float], transfers: Iterable[Transfer], released: int = 0
+) -> Steps:
+    """How the number of residuals on each rank changes in time, wherever they go.
+
+    A copy is held from the start of the op that makes it (F, R, LOAD), or from its arrival, to the end of the last op
+    that reads it there (a full backward, OFFLOAD, a transfer), and where that is an I, of its W; of I with `released`.
+    """
+    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
+    weights = {op[1:4]: at for op, at in rows if op.kind == "W"}
+    landed = {
+        op.writes[0]: (program.ops[sources[0]].reads[0], op.rank)
+        for op, sources in zip(program.ops, program.sources, strict=True)
+        if op.kind == "RECV"
+    }
+    begins: dict[tuple[Value, int], tuple[float, float]] = {}
+    uses: defaultdict[tuple[Value, int], list[tuple[float, float]]] = defaultdict(list)
+    made: dict[Value, int] = {}
+    first: dict[tuple[Value, int], int] = {}
+    for op, at in rows:
+        for value in _residuals(op.writes):
+            made[value] = at
+            if op.kind not in ("RECV", "SEND") and not value.at.endswith("@host"):
+                begins[value, op.rank] = (starts[at], at)
+        for value in _residuals(op.reads):
+            key = landed.get(value, (value, op.rank))
+            first.setdefault(key, at)
+            if op.kind in ("SEND", "RECV", "FREE"):
+                continue
+            until = weights.get(op[1:4], at) if op.kind == "I" and not released else at
+            uses[key].append((ends[until], until + 0.25))
+    for value, source, target, _, end in transfers:
+        if value.name == "res":
+            from_key = landed.get(value, (value, source))
+            uses[from_key].append((end, made[value] + 0.5))
+            begins[value, target] = (end, first.get((value, target), len(program.ops)) - 0.5)
+    steps = Steps()
+    for key, (when, order) in begins.items():
+        steps.append((when, order, key[1], 1))
+        if key in uses:
+            steps.append((*max(uses[key]), key[1], -1))
+    return steps
+
+
+def _residuals(values: Iterable[Value]) -> Iterator[Value]:
+    return (value for value in values if value[0] == "res" and ">" not in value[5])
