@@ -48,6 +48,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
+from fpipe.shown import Shown
+
 
 class ProgramError(ValueError):
     """A program, table or text that means nothing, with the op at fault, where it stands and the way out.
@@ -222,7 +224,7 @@ ENTRY_RULES: list[Callable[[Program], None]] = []
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Program:
+class Program(Shown):
     """A training step as a value: hashable, comparable, printable. Built from parts, it is checked at once.
 
     >>> import fpipe

@@ -9,11 +9,12 @@ from fpipe.costs import Costs
 from fpipe.lanes import Transfer, updated_by, walk
 from fpipe.memory import Steps, curve, shares, unit_steps
 from fpipe.program import Program, kind_of
+from fpipe.shown import Shown
 from fpipe.waiting import Event, Step, Wait, Waiting, in_order
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """When everything happens. Seconds throughout; ranks by number.
 
     `makespan` is the last end; `span` the longest any rank takes from its first start to its last end (what the

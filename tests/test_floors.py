@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fpipe"
 FLOORS = {
     4: {"__main__", "__init__"},
     3: {"verify", "interop", "testing"},
-    2: {"runtimes", "schedules", "plot"},
+    2: {"runtimes", "schedules", "plot", "pictures"},
     1: {
         "models",
         "modules",
@@ -38,7 +38,7 @@ FLOORS = {
         "bounds",
         "costs",
     },
-    0: {"tree", "program"},
+    0: {"tree", "program", "shown"},
 }
 
 

@@ -1,0 +1,78 @@
+"""The colours of kinds: those of the zero-bubble papers, apart for the colour-blind too.
+
+F is blue, I cyan, W green and B, which is both, lies between. In CIELAB any two of F, B, I, W and R are at least 25
+apart to most eyes and at least 20 to each kind of colour-blind ones. A second direction or chunk is lighter.
+"""
+
+from __future__ import annotations
+
+FILLS = {
+    "F": "#2a66be",
+    "B": "#14a08c",
+    "I": "#7edbea",
+    "W": "#b5cf3c",
+    "R": "#cf4a1c",
+    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), "#c58ad6"),
+}
+OTHER = "#59616e"
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recompute",
+}
+
+ROLES = {
+    "paper": ("#ffffff", "#0f1419"),
+    "ink": ("#1c2128", "#e6edf3"),
+    "faint": ("#646d78", "#9aa5b1"),
+    "rule": ("#e4e7eb", "#2a313a"),
+    "wait": ("#eef0f3", "#1e252d"),
+    "hatch": ("#d3d8de", "#36404b"),
+    "held": ("#cdd9ee", "#2b3f61"),
+    "curve": ("#5b7fb8", "#7ea6e0"),
+    "arrow": ("#4d5663", "#aeb8c4"),
+}
+"""Everything but the ops, on light paper and on dark."""
+
+
+def fill(kind: str, shade: float = 0.0) -> str:
+    """The colour of a kind; shade 0 is the first direction or chunk, 1 the last and lightest.
+
+    >>> fill("F"), fill("F", 1)
+    ('#2a66be', '#7fa3d8')
+    """
+    whole = FILLS.get(kind, OTHER)
+    parts = (int(whole[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
+
+
+def ink_on(paper: str) -> str:
+    """Black or white, whichever reads better on a colour.
+
+    >>> ink_on(fill("F")), ink_on(fill("I"))
+    ('#ffffff', '#10151b')
+    """
+    red, green, blue = ((int(paper[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else "#10151b"
+
+
+def terminal(kind: str, shade: float, text: str) -> str:
+    """Text on the colour of a kind, for a terminal that knows 256 colours.
+
+    >>> terminal("F", 0, "0F0")
+    '\\x1b[38;5;231;48;5;25m0F0\\x1b[0m'
+    """
+    paper = fill(kind, shade)
+    return f"\x1b[38;5;{_of_256(ink_on(paper))};48;5;{_of_256(paper)}m{text}\x1b[0m"
+
+
+_LEVELS = (0, 95, 135, 175, 215, 255)
+
+
+def _of_256(colour: str) -> int:
+    """The nearest of the 6 x 6 x 6 colours."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (min(range(6), key=lambda level: abs(_LEVELS[level] - part)) for part in parts)
+    return 16 + 36 * red + 6 * green + blue

@@ -1,0 +1,309 @@
+"""Where everything goes in a picture: panels below each other on one time axis, in units of a pixel.
+
+    title        makespan, span, bubble, peak
+    rank 0      |####|####|....|########|           ops to scale, waits hatched with the op that is waited for
+       copy     |  ######                           the copy lane, where something in it takes time
+    rank 1      |....|####                          thin lines between ranks: transfers, from end to arrival
+    rank 0      |__/--\\____                         what each rank holds, all on one scale, its peak at the right
+                0        5        10
+
+The result is a list of shapes, which SVG, PNG and HTML write down each in their way. Shapes that stand for a time are
+apart from the rest, so that a page can stretch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fpipe.pictures.axis import Clock, amount, clock, ticks
+from fpipe.pictures.colours import WORDS, fill, ink_on
+from fpipe.pictures.panel import Bar, Panel, Transfer, Wait
+
+
+class Rect(NamedTuple):
+    """A filled box. `paint`: a colour, or a role of `colours.ROLES`; `edge`: the width of a stroke in the colour of the
+    paper, which parts it from its neighbours. `title`: what hovering says. `grid`: part of the time axis."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    paint: str
+    title: str = ""
+    edge: float = 0.0
+    grid: bool = False
+
+
+class Line(NamedTuple):
+    """A stroke through points; `arrow`: with a head at its end."""
+
+    points: tuple[tuple[float, float], ...]
+    paint: str
+    width: float = 1.0
+    arrow: bool = False
+    title: str = ""
+    grid: bool = False
+
+
+class Area(NamedTuple):
+    """A filled outline."""
+
+    points: tuple[tuple[float, float], ...]
+    paint: str
+    title: str = ""
+    grid: bool = False
+
+
+class Text(NamedTuple):
+    """Words whose baseline is at y. `room`: the width they must fit into, where a page may give them more."""
+
+    x: float
+    y: float
+    words: str
+    paint: str = "ink"
+    size: float = 12.0
+    anchor: str = "start"
+    bold: bool = False
+    room: float = 0.0
+    grid: bool = False
+
+
+def heads(line: Line) -> list[tuple[tuple[float, float], ...]]:
+    """The head of an arrow: two short strokes that meet at its end."""
+    (x0, y0), (x1, y1) = line.points[-2:]
+    length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
+    back, aside = ((x0 - x1) / length * 4, (y0 - y1) / length * 4), ((y0 - y1) / length * 2.4, (x1 - x0) / length * 2.4)
+    return [((x1 + back[0] + side * aside[0], y1 + back[1] + side * aside[1]), (x1, y1)) for side in (-1, 1)]
+
+
+Shape = Rect | Line | Area | Text
+
+
+@dataclass
+class Drawing:
+    """A picture as shapes: those that stand still, and those that stand for a time, within `left` and `left + span`.
+    `bands`: from where to where the lines of the axis go; `bottom`: where its numbers stand below."""
+
+    width: float
+    height: float
+    left: float
+    span: float
+    end: float
+    clock: Clock
+    still: list[Shape] = field(default_factory=list)
+    timed: list[Shape] = field(default_factory=list)
+    bottom: float = 0.0
+    bands: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+
+LEFT, RIGHT, EDGE = 68.0, 62.0, 12.0
+GLYPH = 0.62
+"""Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
+
+
+def lay_out(panels: Sequence[Panel], width: float | None = None, every_label: bool = False) -> Drawing:
+    """The shapes of some panels.
+
+    Args:
+        panels: what to draw, from above.
+        width: of the picture, in pixels; by default enough for names of half the ops, from 720 to 2000.
+        every_label: keep names that do not fit, for a page that shows them when there is room.
+    """
+    end = max((panel.end for panel in panels), default=0.0)
+    if width is None:
+        typical = _typical_length(panels)
+        wanted = 29 * end / typical if typical else 0.0
+        width = min(2000.0, max(720.0, wanted + LEFT + RIGHT))
+    drawing = Drawing(width, 0.0, LEFT, width - LEFT - RIGHT, end, clock(end))
+    tops = {
+        in_bytes: max(
+            (max(panel.timeline.peak, default=0) for panel in panels if panel.in_bytes is in_bytes), default=0.0
+        )
+        for in_bytes in (False, True)
+    }
+    y = EDGE
+    for panel in panels:
+        y = _Painter(drawing, panel, every_label).paint(y, tops[panel.in_bytes])
+    y = _axis(drawing, y)
+    drawing.height = _legend(drawing, panels, y) + EDGE
+    drawing.timed.sort(key=_layer)  # those that look alike in a row, to be written or drawn at once
+    return drawing
+
+
+_LAYERS = (Rect, Area, Line, Text)
+
+
+def _layer(shape: Shape) -> tuple[bool, int, str, float]:
+    return not shape.grid, _LAYERS.index(type(shape)), shape.paint, shape.size if isinstance(shape, Text) else 0.0
+
+
+def _typical_length(panels: Sequence[Panel]) -> float:
+    """The median time of an op, in seconds."""
+    lengths = sorted(bar.end - bar.start for panel in panels for bars in panel.bars.values() for bar in bars)
+    return lengths[len(lengths) // 2] if lengths else 0.0
+
+
+def _arrows_fit(drawing: Drawing, panel: Panel) -> bool:
+    """Whether arrows can be told apart."""
+    return _typical_length([panel]) * drawing.span >= 10 * drawing.end
+
+
+def _axis(drawing: Drawing, y: float) -> float:
+    time, scale = drawing.clock, drawing.span / (drawing.end or 1.0)
+    drawing.bottom = y
+    for tick in ticks(drawing.end * time.per_second, int(drawing.span // 64)):
+        x = drawing.left + tick / time.per_second * scale
+        drawing.timed += [Line(((x, above), (x, below)), "rule", grid=True) for above, below in drawing.bands]
+        drawing.timed.append(Text(x, y + 14, f"{tick:g}", "faint", 11, "middle", grid=True))
+    drawing.still.append(Text(drawing.left + drawing.span + 14, y + 14, time.unit or "time", "faint", 11))
+    return y + 22
+
+
+def _legend(drawing: Drawing, panels: Sequence[Panel], y: float) -> float:
+    found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
+    entries = [(fill(kind), f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
+    copies = sorted(found & {"SEND", "RECV", "OFFLOAD", "LOAD"})
+    others = sorted(found - WORDS.keys() - set(copies))
+    entries += [(fill(kinds[0]), " ".join(kinds)) for kinds in (copies, others) if kinds]
+    if any(panel.waits for panel in panels):
+        entries.append(("hatched", "waits, and for whom"))
+    if any(panel.transfers and _arrows_fit(drawing, panel) for panel in panels):
+        entries.append(("transfer", "transfer"))
+    x = drawing.left
+    for paint, words in entries:
+        room = 18 + GLYPH * 11 * len(words) + 14
+        if x > drawing.left and x + room > drawing.width - EDGE:
+            x, y = drawing.left, y + 18
+        if paint == "transfer":
+            drawing.still.append(Line(((x, y + 2), (x + 12, y + 12)), "faint", 1.2, arrow=True))
+        else:
+            drawing.still.append(Rect(x, y + 2, 12, 10, paint))
+        drawing.still.append(Text(x + 18, y + 11, words, "faint", 11))
+        x += room
+    return y + 16
+
+
+class _Painter:
+    """Draws one panel."""
+
+    def __init__(self, drawing: Drawing, panel: Panel, every_label: bool) -> None:
+        self.drawing, self.panel, self.every_label = drawing, panel, every_label
+        self.time, self.scale = drawing.clock, drawing.span / (drawing.end or 1.0)
+        self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
+        self.edge = 1.0 if _typical_length([panel]) * self.scale > 7 else 0.25
+        self.gap = 9.0 if panel.ranks <= 8 else 5.0
+        self.y: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def x(self, seconds: float) -> float:
+        """Where a time is."""
+        return self.drawing.left + seconds * self.scale
+
+    def paint(self, y: float, top: float) -> float:
+        """Draw below y; `top` is the most that any rank of such a panel holds. Returns where the panel ends."""
+        still, panel = self.drawing.still, self.panel
+        name = panel.name
+        still.append(Text(EDGE, y + 13, name, size=13, bold=True))
+        still.append(Text(EDGE + (9.1 * len(name) + 10 if name else 0), y + 13, panel.facts, "faint", 12))
+        y += 24
+        above = y
+        for rank in range(panel.ranks):
+            self.y[rank, "main"] = y, self.height
+            still.append(Text(EDGE, y + self.height / 2 + 4, f"rank {rank}", size=min(12, self.height - 2)))
+            y += self.height
+            if (rank, "copy") in panel.lanes:
+                depth = self.height * 0.5
+                self.y[rank, "copy"] = y + 2, depth
+                still.append(Text(self.drawing.left - 8, y + 2 + depth / 2 + 3, "copy", "faint", 9, "end"))
+                y += depth + 2
+            y += self.gap
+        for wait in panel.waits:
+            self.wait(wait)
+        for lane, bars in panel.bars.items():
+            for bar in bars:
+                self.bar(lane, bar)
+        if _arrows_fit(self.drawing, panel):
+            for transfer in panel.transfers:
+                self.transfer(transfer)
+        below = self.held(y, top) if top else y
+        self.drawing.bands.append((above, below))
+        return below + 10
+
+    def bar(self, lane: tuple[int, str], bar: Bar) -> None:
+        y, height = self.y[lane]
+        x, width = self.x(bar.start), (bar.end - bar.start) * self.scale
+        paint = fill(bar.op.kind, bar.shade)
+        words = f"{bar.op.cell}, rank {lane[0]}: {self.time(bar.start)} to {self.time.full(bar.end)}"
+        title = "\n".join(
+            [words, "reads " + " ".join(map(str, bar.op.reads)), "writes " + " ".join(map(str, bar.op.writes))]
+        )
+        top, depth = y + bar.top * height, bar.depth * height
+        self.drawing.timed.append(Rect(x, top, width, depth, paint, title, self.edge))
+        names = (
+            (bar.op.cell, str(bar.op.microbatch))
+            if bar.op.microbatch is not None and lane[1] == "main"
+            else (bar.op.cell,)
+        )
+        self.label(x, width, top, depth, names, ink_on(paint))
+
+    def label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
+        """The first name that fits, in the middle of a box."""
+        size = min(11.0, height * 0.72)
+        fitting = [name for name in names if len(name) * size * GLYPH + 5 <= width] if size >= 6 else []
+        if fitting or self.every_label:
+            chosen = (fitting or names)[0]
+            middle = y + height / 2 + size * 0.36
+            self.drawing.timed.append(
+                Text(x + width / 2, middle, chosen, paint, size, "middle", room=width if self.every_label else 0)
+            )
+
+    def wait(self, wait: Wait) -> None:
+        y, height = self.y[wait.rank, "main"]
+        x, width = self.x(wait.start), (wait.end - wait.start) * self.scale
+        times = f"{self.time(wait.start)} to {self.time.full(wait.end)}"
+        title = f"rank {wait.rank} waits from {times}"
+        names = ["idle"]
+        if wait.cause:
+            title += f"\nfor {wait.value} of {wait.cause.cell} on rank {wait.cause.rank}"
+            names = [f"waits for {wait.cause.cell}", wait.cause.cell]
+        self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", title, self.edge))
+        if wait.cause:
+            self.label(x, width, y, height, names, "faint")
+
+    def transfer(self, transfer: Transfer) -> None:
+        """From the lane of the writer to that of the reader."""
+        (y0, height0), (y1, height1) = (self.y[op.rank, "main"] for op in (transfer.writer, transfer.reader))
+        down = y1 > y0
+        start = (self.x(transfer.start), y0 + height0 if down else y0)
+        end = (self.x(transfer.end), y1 if down else y1 + height1)
+        times = f"{self.time(transfer.start)} to {self.time.full(transfer.end)}"
+        title = f"{transfer.value}, rank {transfer.writer.rank} to {transfer.reader.rank}: {times}"
+        self.drawing.timed.append(Line((start, end), "arrow", 1.0, True, title))
+
+    def held(self, y: float, top: float) -> float:
+        """What each rank holds, as steps."""
+        panel, drawing = self.panel, self.drawing
+        height = 22.0 if panel.ranks <= 8 else 13.0
+        what = "bytes held" if panel.in_bytes else "microbatches held"
+        drawing.still.append(Text(drawing.left, y + 10, what, "faint", 10))
+        y += 12
+        for rank in range(panel.ranks):
+            base = y + height
+            points = [(self.x(0), base)]
+            level = 0.0
+            for time, held in panel.held(rank):
+                points += [(self.x(time), base - level / top * height), (self.x(time), base - held / top * height)]
+                level = held
+            points += [(self.x(panel.end), base - level / top * height), (self.x(panel.end), base)]
+            peak = panel.timeline.peak[rank]
+            title = f"rank {rank} holds at most {amount(peak, panel.in_bytes)}"
+            drawing.timed += [Area(tuple(points), "held", title), Line(tuple(points[1:-1]), "curve")]
+            drawing.timed.append(Line(((drawing.left, base), (drawing.left + drawing.span, base)), "rule"))
+            size = min(11.0, height)
+            drawing.still.append(Text(EDGE, base - 3, f"rank {rank}", "faint", size))
+            drawing.still.append(
+                Text(drawing.left + drawing.span + 8, base - 3, amount(peak, panel.in_bytes), "faint", size)
+            )
+            y += height + 4
+        return y

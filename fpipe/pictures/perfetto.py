@@ -1,0 +1,96 @@
+"""Timelines as trace events, for https://ui.perfetto.dev or chrome://tracing: a process a rank, a thread a lane.
+
+Times are in microseconds, as the format wants them. Waits stand on the lane they leave empty, a transfer is a flow from
+the op that writes to the op that reads, what a rank holds is a counter. Format: "Trace Event Format" of the Chromium
+project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fpipe.pictures.panel import Panel
+from fpipe.program import kind_of
+
+Entry = dict[str, Any]
+_THREADS = {"main": 0, "copy": 1}
+
+
+def perfetto(panels: Sequence[Panel]) -> str:
+    """The panels as JSON; the ranks of the second come after those of the first."""
+    entries: list[Entry] = []
+    first = 0
+    for panel in panels:
+        entries += [*_names(panel, first), *_ops(panel, first), *_waits(panel, first)]
+        entries += [*_flows(panel, first, len(entries)), *_held(panel, first)]
+        first += panel.ranks
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":"), ensure_ascii=False) for entry in entries)
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def _micro(seconds: float) -> float:
+    return seconds * 1e6
+
+
+def _names(panel: Panel, first: int) -> Iterator[Entry]:
+    lanes = {(event.op.rank, kind_of(event.op.kind).lane) for event in panel.timeline.events}
+    for rank in range(panel.ranks):
+        pid = first + rank
+        name = f"{panel.name}, rank {rank}".removeprefix(", ")
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+        for lane, tid in _THREADS.items():
+            if (rank, lane) in lanes:
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+
+
+def _ops(panel: Panel, first: int) -> Iterator[Entry]:
+    for op, start, end in panel.timeline.events:
+        said = {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
+        place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
+        yield {
+            "ph": "X",
+            "name": op.cell,
+            "cat": op.kind,
+            "pid": first + op.rank,
+            "tid": _THREADS[kind_of(op.kind).lane],
+            "ts": _micro(start),
+            "dur": _micro(end - start),
+            "args": {word: given for word, given in place.items() if given is not None} | said,
+        }
+
+
+def _waits(panel: Panel, first: int) -> Iterator[Entry]:
+    for wait in panel.waits:
+        why = {"value": str(wait.value), "rank": wait.cause.rank} if wait.cause else {}
+        yield {
+            "ph": "X",
+            "name": f"waits for {wait.cause.cell}" if wait.cause else "idle",
+            "cat": "wait",
+            "pid": first + wait.rank,
+            "tid": 0,
+            "ts": _micro(wait.start),
+            "dur": _micro(wait.end - wait.start),
+            "args": why,
+        }
+
+
+def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
+    """An arrow binds to the op that is open at its time: the middle of the writer, the start of the reader."""
+    times = {id(op): (start, end) for op, start, end in panel.timeline.events}
+    for number, transfer in enumerate(panel.transfers, number):  # noqa: B020
+        common = {"cat": "transfer", "name": str(transfer.value), "id": number}
+        for phase, op in (("s", transfer.writer), ("f", transfer.reader)):
+            start, end = times[id(op)]
+            place = {"pid": first + op.rank, "tid": _THREADS[kind_of(op.kind).lane]}
+            at = {"ts": _micro((start + end) / 2)} | ({"bp": "e"} if phase == "f" else {})
+            yield {"ph": phase, **common, **place, **at}
+
+
+def _held(panel: Panel, first: int) -> Iterator[Entry]:
+    unit = "bytes" if panel.in_bytes else "microbatches"
+    for rank in range(panel.ranks):
+        for time, amount in panel.held(rank):
+            yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": _micro(time), "args": {unit: amount}}
