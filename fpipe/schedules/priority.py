@@ -145,10 +145,11 @@ class _Desk:
         for position, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
             found: dict[int, float] = {}
             before: list[int] = []
-            for source in sources:
+            for value, source in zip(op.reads, sources, strict=True):
                 if source < 0:
                     continue
-                way = costs.transfer if program.ops[source].rank != op.rank else 0.0
+                away = program.ops[source].rank
+                way = costs.carrying(value, away, op.rank) if away != op.rank else 0.0
                 inner = {number[source]: 0.0} if source in number else reach[source]
                 for at, more in inner.items():
                     found[at] = max(found.get(at, 0.0), more + way)
