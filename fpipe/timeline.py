@@ -17,12 +17,13 @@ from fpipe.waiting import Event, Step, Wait, Waiting, in_order
 class Timeline(Shown):
     """When everything happens. Seconds throughout; ranks by number.
 
-    `makespan` is the last end; `span` the longest any rank takes from its first start to its last end (what the
+    `makespan` is the last end of work; `span` the longest any rank takes from its first start to its last end (what the
     zero-bubble papers report). `bubble` and `bubble_span` are the idle share of each. `peak` is, per rank, the most
     microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
     the end of W or of a full backward; `peak_released` lets go of them at the end of I. With `Costs(bytes=...)`, and in
     a measured timeline (`build(record=True)`), peaks are bytes: of distinct storages alive, as a walk down the program
-    holds them. `delivered`: when the last result reached its last home, if that is away.
+    holds them. `delivered`: when the last result reached its last home, if that is away; sums
+    that ranks exchange for it take no rank's time.
 
     Attributes:
         events: (op, start, end) of every op, in the order of the program, one iteration after the other.
@@ -59,8 +60,8 @@ class Timeline(Shown):
 
     @cached_property
     def makespan(self) -> float:
-        """Last end over all ranks, in seconds."""
-        return max([self.delivered, *(event.end for event in self.events)])
+        """Last end of work over all ranks, in seconds."""
+        return max((last for _, _, last in self._busy), default=0.0)
 
     @cached_property
     def span(self) -> float:

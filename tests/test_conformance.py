@@ -24,6 +24,8 @@ class Row(NamedTuple):
     stages_per_rank: int = 1
     options: dict[str, Any] = {}  # noqa: RUF012
     idle: Callable[..., float] | None = None  # of p, m, v, F, B, W at c=0
+    idle_costs: tuple[float, float, float] = (3.0, 4.0, 2.0)  # F, B, W for which it holds
+    idle_sizes: Callable[[int, int], bool] = lambda p, m: m >= 2 * p  # and p, m
     costs: bool = False  # whether the factory takes costs= to order by
 
     def program(self, ranks: int, microbatches: int, costs: fpipe.Costs | None = None) -> Program:
@@ -39,6 +41,40 @@ class Row(NamedTuple):
 ROWS = [
     Row("gpipe", ("GPipe",), idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W)),
     Row("one_f_one_b", ("1F1B",), idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W)),
+    Row(
+        "chimera",
+        ("Chimera",),
+        idle=lambda p, m, v, F, B, W: (p - 2) * (m / p + 1) * F,
+        idle_sizes=lambda p, m: m % p == 0,
+    ),
+    Row(
+        "dualpipe",
+        ("DualPipe",),
+        idle=lambda p, m, v, F, B, W: (p / 2 - 1) * (F + 2 * B - W),
+        idle_costs=(3.0, 3.0, 2.0),
+    ),
+    Row("dualpipe", options={"overlap": False}),
+    Row(
+        "dualpipev",
+        ("DualPipeV", "DualPipeV v=2"),
+        stages_per_rank=2,
+        idle=lambda p, m, v, F, B, W: (p - 1) * (F + 2 * B - W) / 2,
+        idle_costs=(3.0, 3.0, 2.0),
+    ),
+    Row("dualpipev", ("DualPipeV (unpacked)",), exact=False, stages_per_rank=2, options={"overlap": False}),
+    Row(
+        "hanayo",
+        stages_per_rank=2,
+        idle=lambda p, m, v, F, B, W: (p - 1) * (m / p + 1) * F,
+        idle_sizes=lambda p, m: m % p == 0,
+    ),
+    Row(
+        "hanayo",
+        stages_per_rank=4,
+        options={"waves": 2},
+        idle=lambda p, m, v, F, B, W: (p - 1) * (m / p + 1) * F / 2,
+        idle_sizes=lambda p, m: m % p == 0,
+    ),
 ]
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5) for microbatches in (1, 2, 3, 5, 8, 11)]
 
@@ -83,13 +119,13 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(row: Row):
 def test_idle_time_is_the_formula(row: Row):
     if row.idle is None:
         pytest.skip("the catalogue gives no formula that holds for all sizes")
-    for ranks, microbatches in served(row):
-        if microbatches < 2 * ranks:
-            continue
-        costs = {"F": 3.0, "B": 4.0, "W": 2.0, "comm": 0.0}
-        found = fpipe.simulate(row.program(ranks, microbatches), share_costs(row, costs))
-        formula = row.idle(ranks, microbatches, row.stages_per_rank, 3.0, 4.0, 2.0)
-        assert found.makespan - microbatches * 9.0 == pytest.approx(formula, abs=1e-9)
+    costs = dict(zip("FBW", row.idle_costs, strict=True))
+    sizes = [size for size in served(row) if row.idle_sizes(*size)]
+    assert sizes
+    for ranks, microbatches in sizes:
+        found = fpipe.simulate(row.program(ranks, microbatches), share_costs(row, {**costs, "comm": 0.0}))
+        formula = row.idle(ranks, microbatches, row.stages_per_rank, **costs)
+        assert found.makespan - microbatches * sum(row.idle_costs) == pytest.approx(formula, abs=1e-9)
 
 
 GOLDEN_CASES = [(row, fact) for row in ROWS for fact in GOLDEN if fact["schedule"] in row.golden]

@@ -62,11 +62,7 @@ def place(
     def transform(program: Program) -> Program:
         rule, homed = _rule(policy, program, ranks), homes
         if policy == "bidirectional" and homes is None:
-            count = ranks or program.stages
-            homed = {
-                stage: {stage * count // program.stages, count - 1 - stage * count // program.stages}
-                for stage in range(program.stages)
-            }
+            homed = two_ways(program.stages, ranks)[1]
         return rebuilt_at(program, [_at(op, rule) for op in program.ops], homed)
 
     return transform
@@ -141,3 +137,14 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         wave = [*range(p), *reversed(range(p))]
         return [wave[stage % (2 * p)] for stage in range(stages)]
     return [stage * p // stages for stage in range(stages)]
+
+
+def two_ways(stages: int, ranks: int | None = None) -> tuple[list[int], dict[int, set[int]]]:
+    """The rank of each stage on the way down, and the homes of each: there, and where it is on the way up.
+
+    >>> two_ways(3)
+    ([0, 1, 2], {0: {0, 2}, 1: {1}, 2: {0, 2}})
+    """
+    down = stage_ranks("linear", stages, ranks)
+    last = (stages if ranks is None else ranks) - 1
+    return down, {stage: {rank, last - rank} for stage, rank in enumerate(down)}

@@ -1,0 +1,103 @@
+"""Schedules that both ends feed, and those on a wave: published tables, replicas that meet, sizes that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fpipe
+from fpipe.program import ProgramError
+
+TABLES = json.loads((Path(__file__).parent / "data" / "torch_orders.json").read_text())["tables"]
+DUALPIPEV = {name: rows for name, rows in TABLES.items() if name.startswith("DualPipeV/")}
+
+
+@pytest.mark.parametrize("name", DUALPIPEV)
+def test_dualpipev_is_the_table_of_torch_cell_by_cell(name: str):
+    ranks, microbatches = (int(name.partition(f"{word}=")[2].partition("/")[0]) for word in ("ranks", "mb"))
+    program = fpipe.schedules.about("dualpipev").program(ranks, microbatches)
+    assert [" ".join(row) for row in program.table()] == DUALPIPEV[name]
+
+
+# The paper's figure 5: 8 ranks, 20 microbatches; the first and a middle rank up to their first pairs, and their ends.
+def test_dualpipe_is_the_figure_of_the_paper():
+    table = fpipe.schedules.about("dualpipe").program(8, 20).table()
+    assert " ".join(table[0][:16]) == "0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F10 7I10 7W10 7F11 7I11 7W11 7F12 7I12 7W12"
+    assert " ".join(table[3][:11]) == "3F0 4F10 3F1 4F11 3F2 4F12 3F3 4F13 3F4 4B10 (4F14;3B0)"
+    assert " ".join(table[3][-12:]) == "4B16 3B6 4B17 3B7 4I18 3I8 4I19 3I9 4W18 3W8 4W19 3W9"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("chimera", 4), ("dualpipe", 4)])
+def test_the_gradients_of_two_replicas_meet_in_an_add(name: str, ranks: int):
+    program = fpipe.schedules.about(name).program(ranks, 2 * ranks)
+    first = program.inputs[0]
+    assert (first.value.name, first.homes) == ("params", (0, ranks - 1))
+    made = {value: op.rank for op in program.ops for value in op.writes}
+    meeting = [op for op in program.ops if op.kind == "ADD" and len({made[value] for value in op.reads}) > 1]
+    assert {op.stage for op in meeting} == set(range(ranks))
+    assert all(op.rank in (op.stage, ranks - 1 - (op.stage or 0)) for op in meeting)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 6, 20])
+def test_chimera_on_two_ranks_drops_nothing(microbatches: int):
+    program = fpipe.schedules.about("chimera").program(2, microbatches)
+    assert sum(map(len, program.table())) == 4 * microbatches
+    assert fpipe.simulate(program).bubble == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
+def test_the_bubble_of_chimera_is_that_of_its_paper(ranks: int):
+    timeline = fpipe.simulate(fpipe.schedules.about("chimera").program(ranks, ranks))
+    assert timeline.bubble == pytest.approx((ranks - 2) / (3 * ranks / 2 + ranks - 2))
+    assert timeline.peak == tuple(min(ranks // 2, ranks - rank) + min(ranks // 2, rank + 1) for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_every_wave_more_divides_the_bubble_of_hanayo(ranks: int, waves: int):
+    stages = 2 * waves * ranks
+    program = fpipe.schedules.about("hanayo").program(ranks, ranks, stages, waves=waves)
+    share = 1 / (2 * waves)
+    timeline = fpipe.simulate(program, fpipe.Costs(share, share, share))
+    assert timeline.idle == pytest.approx((2 * ranks - 2) / waves)
+    assert max(timeline.peak) == ranks
+    assert program.placement == (*range(ranks), *reversed(range(ranks))) * waves
+
+
+def test_neighbours_share_a_place_where_stages_are_many():
+    for name, ranks, stages in (("chimera", 2, 5), ("dualpipe", 2, 5), ("dualpipev", 2, 9), ("hanayo", 2, 9)):
+        program = fpipe.schedules.about(name).program(ranks, 4, stages)
+        assert program.stages == stages
+        fpipe.check(fpipe.communicate()(program))
+
+
+REFUSED = [
+    ("chimera", 3, 4, "chimera: the number of ranks is even, found 3: on an odd number the two directions meet"),
+    ("chimera", 4, 3, "chimera: the number of microbatches is even, found 3: one half goes down, the other half up."),
+    ("hanayo", 1, 4, "hanayo: a wave turns at the first and the last of at least 2 ranks, found 1."),
+    ("dualpipe", 3, 8, "dualpipe: the number of ranks is even, found 3: each direction has one half of them."),
+    ("dualpipe", 2, 5, "dualpipe: the number of microbatches is even, found 5: each direction has one half of them."),
+    ("dualpipe", 4, 6, "dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6"),
+    ("dualpipev", 4, 6, "dualpipev: the number of microbatches is at least twice that of ranks, 8 for 4, found 6"),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "sentence"), REFUSED)
+def test_what_cannot_be_served_is_refused(name: str, ranks: int, microbatches: int, sentence: str):
+    with pytest.raises(ProgramError) as refused:
+        fpipe.schedules.about(name).program(ranks, microbatches)
+    assert sentence in str(refused.value)
+
+
+def test_too_few_stages_are_refused():
+    with pytest.raises(
+        ProgramError, match="each rank has an early and a late stage, 4 for 2 ranks; this program has 3"
+    ):
+        fpipe.schedules.about("dualpipev").program(2, 4, 3)
+    with pytest.raises(ProgramError, match=r"hanayo: waves=2 on 2 ranks passes 8 stages, found 4."):
+        fpipe.schedules.about("hanayo").program(2, 4, 4, waves=2)
+
+
+def test_waves_are_a_number():
+    with pytest.raises(ValueError, match=r"waves is a whole number, at least 1; found 0."):
+        fpipe.schedules.hanayo(2, waves=0)
