@@ -26,6 +26,7 @@ from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import place
 from fpipe.transforms.reorder import reorder
+from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
 from fpipe.verify import GradientMismatch, Report, verify
@@ -77,6 +78,7 @@ __all__ = [
     "schedules",
     "simulate",
     "sizes",
+    "slice_sequence",
     "split",
     "split_backward",
     "split_params",

@@ -118,6 +118,48 @@ def cut(
     return trees.unflatten(containers, parts), length
 
 
+def cut_sequence(
+    tree: Any, index: int, count: int, dim: int = 1, spec: Any = None, *, row_spec: Any = None, what: str = "inputs"
+) -> tuple[Any, float]:
+    """One of `count` slices of the sequences in a batch, as views, and its share of the length.
+
+    Sequences are along `dim` of each leaf that has rows, unless `spec` says otherwise of a leaf. Of n positions the
+    first n mod count slices get one more.
+
+    >>> import torch
+    >>> [(part.tolist(), share) for part, share in (cut_sequence(torch.arange(4)[None], k, 2) for k in range(2))]
+    [([[0, 1]], 0.5), ([[2, 3]], 0.5)]
+    """
+    if spec is None:
+        whole = [place is None for place in _dims(tree, row_spec)]
+        spec = trees.unflatten(trees.flatten(tree)[1], [Replicate() if one else Chunk(dim) for one in whole])
+    dims = _dims(tree, spec)
+    lengths: dict[str, int] = {}
+    for (place, leaf), along in zip(_named(tree, what), dims, strict=True):
+        if along is not None and not -leaf.ndim <= along < leaf.ndim:
+            raise ValueError(
+                f"{place} has no dim {along} to slice along: its shape is {tuple(leaf.shape)}. Say where its sequence "
+                "is by slice_sequence(..., spec=): Chunk(dim), or Replicate() for what every slice takes whole."
+            )
+        if along is not None:
+            lengths[place] = leaf.shape[along]
+    if not lengths:
+        raise ValueError(f"no leaf of the {what} has a sequence to slice.")
+    first, length = next(iter(lengths.items()))
+    other = next((place for place in lengths if lengths[place] != length), None)
+    if other is not None:
+        raise ValueError(
+            f"the sequence of {first} has {length} positions, that of {other} has {lengths[other]}; say Replicate() in "
+            "slice_sequence(..., spec=) for a leaf that every slice takes whole."
+        )
+    if length < count:
+        raise ValueError(f"the sequence of {first} has {length} positions, too few for {count} slices.")
+    start, size = index * (length // count) + min(index, length % count), length // count + (index < length % count)
+    leaves, containers = trees.flatten(tree)
+    parts = [leaf if d is None else leaf.narrow(d, start, size) for leaf, d in zip(leaves, dims, strict=True)]
+    return trees.unflatten(containers, parts), size / length
+
+
 def join(
     parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, what: str = "outputs"
 ) -> Any:

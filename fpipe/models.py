@@ -195,7 +195,9 @@ def from_functions(
     """A model from pure functions, one per stage.
 
     Args:
-        fns: `f(params, x) -> y`, or `f(params, x, *, microbatch)` for one that wants the microbatch's number.
+        fns: `f(params, x) -> y`, or `f(params, x, *, microbatch)` for one that wants the microbatch's number, or
+            `f(params, x, *, carry) -> (y, carry)` for one that runs on slices of a sequence: it takes what the slice
+            before handed on, None for the first.
         loss: `loss(y, target)` gives a 0-d tensor, or (total, count) with reduction="count"; None: the last stage does.
         inputs: what each stage takes as x: the number of an earlier stage, "batch", or a tuple of these for a tuple of
             values. None is a chain.
@@ -268,9 +270,11 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
         if name in ("state", "key"):
             what = "random keys for functions are" if name == "key" else "module state for functions is"
             raise ValueError(f"{who} asks for {name!r}: {what} not supported yet.")
-        if name != "microbatch" and asked[name].default is inspect.Parameter.empty:
-            raise ValueError(f"{who} asks for {name!r}; a stage can ask for its microbatch, and nothing else yet.")
-    return frozenset(asked) & {"microbatch"}
+        if name not in ("microbatch", "carry") and asked[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{who} asks for {name!r}; a stage can ask for microbatch and carry, and nothing else yet."
+            )
+    return frozenset(asked) & {"microbatch", "carry"}
 
 
 def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:

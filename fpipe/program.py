@@ -286,6 +286,11 @@ class Program(Shown):
         return 1 + max(set(map(itemgetter(2), self.ops)) - {None}, default=-1)
 
     @cached_property
+    def slices(self) -> int:
+        """Number of slices of each sequence; 1 where it is whole."""
+        return 1 + max(set(map(itemgetter(3), self.ops)) - {None}, default=0)
+
+    @cached_property
     def ranks(self) -> int:
         """Number of ranks, those that are only homes included."""
         homes = (rank for end in (*self.inputs, *self.outputs) for rank in end.homes)

@@ -2,13 +2,14 @@
 
 It shares no code with the runtimes, so that an error in one of them is not in both. Three rules fix its bits. Every
 stage reads an alias of what another stage wrote, and its own alias of each parameter, so that what one stage adds up
-inside is added up before it meets other stages. Parameter gradients are summed over microbatches in ascending order.
-The uses of a tied leaf are summed after that, by stage.
+inside is added up before it meets other stages. Parameter gradients are summed over microbatches in ascending order,
+within each from the last slice of the sequence back. The uses of a tied leaf are summed after that, by stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import check_batch, cut, join
+from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join
 from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, with_ties, without_random
 from fpipe.result import Result
 
@@ -27,6 +28,7 @@ def reference(
     batch: tuple[Any, Any],
     *,
     microbatches: int = 1,
+    slices: int = 1,
     state: Sequence[Any] | None = None,
     key: int | None = None,
 ) -> Result:
@@ -37,6 +39,8 @@ def reference(
         params: one pytree of tensors per stage.
         batch: (inputs, target), pytrees whose leaves have rows in dim 0.
         microbatches: how many parts the batch is cut into; losses and gradients are added in their order.
+        slices: how many slices the sequences (dim 1) of each part are cut into; each stage hands its carry from one to
+            the next, and a backward goes from the last slice back.
         state: one pytree per stage, for models with module state.
         key: an int, for models with random numbers.
 
@@ -51,10 +55,34 @@ def reference(
     (22.5, 15.0)
     """
     check_batch(batch)
-    if type(microbatches) is not int or microbatches < 1:
-        raise ValueError(f"microbatches is a whole number, at least 1; found {microbatches!r}.")
+    for word, given in (("microbatches", microbatches), ("slices", slices)):
+        if type(given) is not int or given < 1:
+            raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
     cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
-    return over_parts(model, params, cuts, state=state, key=key)
+    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices))
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """How sequences are cut: into how many slices, along which dim, and which leaves otherwise (`specs`, a pair)."""
+
+    slices: int = 1
+    dim: int = 1
+    specs: tuple[Any, Any] = (None, None)
+    row_specs: tuple[Any, Any] = (None, None)
+
+    def of(self, part: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], float]]:
+        """The slices of a microbatch, each with its share of the target's length."""
+        if self.slices == 1:
+            return [(part, 1.0)]
+        found: list[tuple[tuple[Any, Any], float]] = []
+        for k in range(self.slices):
+            (x, _), (target, share) = (
+                cut_sequence(half, k, self.slices, self.dim, spec, row_spec=rows, what=what)
+                for half, spec, rows, what in zip(part, self.specs, self.row_specs, ("inputs", "target"), strict=True)
+            )
+            found.append(((x, target), share))
+        return found
 
 
 def over_parts(
@@ -65,8 +93,10 @@ def over_parts(
     state: Sequence[Any] | None = None,
     key: int | None = None,
     spec: Any = None,
+    sliced: Sliced | None = None,
 ) -> Result:
     """The same for a batch that is cut already: `parts` are the microbatches, each with rows; `spec` joins outputs."""
+    sliced = sliced or Sliced()
     refuse_inference_mode()
     whole = sum(size for _, size in parts)
     states = list(state) if state is not None else [None] * len(model.stages)
@@ -76,16 +106,27 @@ def over_parts(
     sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
-        own = [_aliases(full) for full in with_ties(model, params)]
-        with torch.enable_grad(), unchanged(part, "a stage"), without_random("a stage"):
-            each, count, output = _forward(model, own, part, states, index, key)
-            weighted = each * (size / whole if model.reduction == "mean" else 1.0)
-        found = _gradients(model, weighted, own)
-        sums = [list(map(_added, *pair)) for pair in zip(sums, found, strict=True)] if index else found
-        loss = loss + weighted.detach() if index else weighted.detach()
-        losses.append(each.detach())
-        counts.append(count)
-        outputs.append(tree.tree_map(_detached, output))
+        carries: list[Any] = [None] * len(model.stages)
+        graphs: list[_Graph] = []
+        weights: list[float] = []
+        found: list[Any] = []
+        for piece, share in sliced.of(part):
+            own = [_aliases(full) for full in with_ties(model, params)]
+            weights.append(size / whole * share if sliced.slices > 1 else size / whole)
+            taken = tree.tree_map(_leaf, carries)
+            with torch.enable_grad(), unchanged(piece, "a stage"), without_random("a stage"):
+                each, count, output, carries = _forward(model, own, piece, states, taken, index, key)
+                weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
+            graphs.append(_Graph(own, taken, weighted, carries))
+            loss = loss + weighted.detach() if losses else weighted.detach()
+            losses.append(each.detach())
+            counts.append(count)
+            found.append(tree.tree_map(_detached, output))
+        seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
+        for graph in reversed(graphs):
+            grads, seeds = _gradients(model, graph, seeds)
+            sums = [list(map(_added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
+        outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
     grads = _handed_back(model, params, sums)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
@@ -118,48 +159,86 @@ def _trains(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+@dataclass
+class _Graph:
+    """One graph over all stages: from parameters and carries of its own to a loss and the carries it hands on."""
+
+    own: list[Any]
+    taken: list[Any]
+    loss: Tensor
+    carries: list[Any]
+
+
 def _forward(
-    model: Model, own: list[Any], part: tuple[Any, Any], states: list[Any], index: int, key: int | None
-) -> tuple[Tensor, Any, Any]:
-    """Loss, count and output of one microbatch, as one graph over all stages."""
+    model: Model,
+    own: list[Any],
+    part: tuple[Any, Any],
+    states: list[Any],
+    carries: list[Any],
+    index: int,
+    key: int | None,
+) -> tuple[Tensor, Any, Any, list[Any]]:
+    """Loss, count, output and what is handed on, of one microbatch (or slice), as one graph over all stages."""
     inputs, target = part
     values: list[Any] = []
+    carried: list[Any] = []
     for number, stage in enumerate(model.stages):
         taken = [
             inputs if source == "batch" else tree.tree_map(_alias, values[source]) for source in model.sources(number)
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
-        said = {"state": states[number], "key": key, "microbatch": index, "carry": None}  # the whole sequence at once
+        said = {"state": states[number], "key": key, "microbatch": index, "carry": carries[number]}
         made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
-        y, state, _ = taken_apart(stage, made)
+        y, state, carry = taken_apart(stage, made)
         values.append(y)
+        carried.append(carry)
         if "state" in stage.asks:
             states[number] = tree.tree_map(_detached, state)
         if stage.update is not None:
             states[number] = stage.update(states[number], tree.tree_map(_detached, x))
     output = values[-1]
-    return (*loss_of(model, output, target), output)
+    return (*loss_of(model, output, target), output, carried)
 
 
 def _alias(leaf: Any) -> Any:
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
+def _leaf(leaf: Any) -> Any:
+    """The start of a graph of its own; it wants a gradient if what it was computed from does."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _gradients(model: Model, loss: Tensor, own: list[Any]) -> list[list[Tensor | None]]:
-    """The gradient for each leaf of each stage; None where the loss does not depend on it."""
-    leaves = [tree.leaves(stage) for stage in own]
-    wanted = [leaf for stage in leaves for leaf in stage if _trains(leaf)]
+def _gradients(
+    model: Model, graph: _Graph, seeds: Sequence[Tensor | None]
+) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+    """The gradient for each leaf of each stage, and for each leaf of the carries it took; None where nothing depends on
+    it. `seeds` are those of the carries it hands on."""
+    leaves = [tree.leaves(stage) for stage in graph.own]
+    taken = tree.leaves(graph.taken)
+    wanted = [leaf for stage in (*leaves, taken) for leaf in stage if _wants(leaf)]
+    ends = [(leaf, seed) for leaf, seed in zip(tree.leaves(graph.carries), seeds, strict=False) if seed is not None]
+    ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
-    if loss.requires_grad and wanted:
-        backward: Callable[[], Any] = partial(torch.autograd.grad, loss, wanted, allow_unused=True)
-        for stage, params in zip(model.stages, own, strict=True):
+    if ends and wanted:
+        backward: Callable[[], Any] = partial(torch.autograd.grad, *_apart(ends, wanted), allow_unused=True)
+        for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
-    return [[next(found) if _trains(leaf) else None for leaf in stage] for stage in leaves]
+    grads = [[next(found) if _wants(leaf) else None for leaf in stage] for stage in (*leaves, taken)]
+    return grads[:-1], grads[-1]
+
+
+def _apart(ends: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    return [end for end, _ in ends], wanted, [seed for _, seed in ends]
+
+
+def _wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -75,6 +75,12 @@ ROWS = [
         idle=lambda p, m, v, F, B, W: (p - 1) * (m / p + 1) * F / 2,
         idle_sizes=lambda p, m: m % p == 0,
     ),
+    Row(
+        "seq1f1b",
+        ("Seq1F1B Q=4",),
+        options={"slices": 4},
+        idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W) / 4,
+    ),
 ]
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5) for microbatches in (1, 2, 3, 5, 8, 11)]
 
@@ -166,17 +172,19 @@ def test_its_gradients_are_bitwise_those_of_plain_autograd(row: Row):
     program = row.program(ranks, microbatches)
     generator = torch.Generator().manual_seed(0)
     params = tuple({"w": torch.randn(4, 4, generator=generator)} for _ in range(program.stages))
-    x, target = (torch.randn(2 * microbatches, 4, generator=generator) for _ in range(2))
+    slices = program.slices
+    x, target = (torch.randn(2 * microbatches, slices, 4, generator=generator) for _ in range(2))
     model = fpipe.from_functions([tanh_stage] * program.stages, loss)
 
     leaves = [p["w"].clone().requires_grad_() for p in params]
     expected: list[Tensor | None] = [None] * len(leaves)
     for rows, wanted in zip(x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
-        y = rows
-        for leaf in leaves:
-            y = torch.tanh(y @ leaf)
-        found = torch.autograd.grad(loss(y, wanted) * (len(rows) / len(x)), leaves)
-        expected = [new if old is None else old + new for old, new in zip(expected, found, strict=True)]
+        parts = zip(rows.tensor_split(slices, 1), wanted.tensor_split(slices, 1), strict=True)
+        for y, part in reversed(list(parts)):  # the last slice of a sequence first; nothing looks back here
+            for leaf in leaves:
+                y = torch.tanh(y @ leaf)
+            found = torch.autograd.grad(loss(y, part) * (len(rows) / len(x) / slices), leaves)
+            expected = [new if old is None else old + new for old, new in zip(expected, found, strict=True)]
 
     result = fpipe.build(program, model)(params, (x, target))
     assert all(torch.equal(found["w"], right) for found, right in zip(result.grads, expected, strict=True))

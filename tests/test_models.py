@@ -66,7 +66,7 @@ REFUSED = {
     "stage 0 (<lambda>) asks for 'key': random keys for functions are not supported yet.": lambda: from_functions(
         [lambda p, x, *, key=None: x]
     ),
-    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for its microbatch, and nothing else yet.": lambda: (
+    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for microbatch and carry, and nothing else yet.": lambda: (
         from_functions([lambda p, x, *, mask: x])
     ),
     "loss is a function loss(y, target) or None, found str.": lambda: from_functions([f], loss="mse"),

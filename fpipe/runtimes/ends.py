@@ -54,13 +54,13 @@ def handed_back(
     values: Mapping[Value, Any],
     own: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """The results by name, `own` of each leaf; a tuple over microbatches where they were not merged."""
+    """The results by name, `own` of each leaf; a tuple over microbatches (and slices) where they were not merged."""
     whole: dict[str, Any] = {}
-    streams: defaultdict[str, dict[int, Any]] = defaultdict(dict)
-    by_name: defaultdict[tuple[str, int | None], list[Output]] = defaultdict(list)
+    streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
+    by_name: defaultdict[tuple[str, int | None, int | None], list[Output]] = defaultdict(list)
     for end in program.outputs:
-        by_name[end.name.name, end.name.microbatch].append(end)
-    for (name, index), ends in by_name.items():
+        by_name[end.name.name, end.name.microbatch, end.name.slice].append(end)
+    for (name, index, piece), ends in by_name.items():
         if name == "grads":
             made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
         elif name == "state":
@@ -72,8 +72,8 @@ def handed_back(
         if index is None:
             whole[name] = made
         else:
-            streams[name][index] = made
-    whole |= {name: tuple(parts[index] for index in sorted(parts)) for name, parts in streams.items()}
+            streams[name][index, piece or 0] = made
+    whole |= {name: tuple(parts[place] for place in sorted(parts)) for name, parts in streams.items()}
     whole.pop("count", None)
     return whole
 

@@ -76,12 +76,22 @@ def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: in
         Untraceable: something in it cannot be known before it runs.
     """
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
+    if program.slices > 1:
+        ops = [_without_carry(op) if "carry" not in model.stages[op.stage or 0].asks else op for op in ops]
     with building():
         shapes = Shapes(model, dict(given), rows, plain)
         for op in ops:
             shapes.follow(op)
         mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
         return _Writer(program, ops, shapes, mine | shapes.constant).write()
+
+
+def _without_carry(op: Op) -> Op:
+    """An op of a stage that asks for no carry, and so hands on nothing to its next slice."""
+    if op.kind not in ("F", "R", "B", "I"):
+        return op
+    reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))
+    return op._replace(reads=reads, writes=writes)
 
 
 class _Writer:

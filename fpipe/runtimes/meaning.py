@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
-from fpipe.microbatch import cut, join, spec_of
+from fpipe.microbatch import Chunk, cut, cut_sequence, join, spec_of
 from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, unchanged, without_random
 from fpipe.program import Op, kind_of
 
@@ -190,10 +190,10 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         spec = spec[value.name == "target"] if isinstance(spec, tuple) else spec
         part, rows = cut(arg, how["index"], how["count"], spec, size=how.get("size"), total=run.rows)
         if "slices" in how:
-            whole = tree.leaves(part)[0].shape[1]
-            leaves, spec = tree.flatten(part)
-            part = tree.unflatten(spec, [leaf.tensor_split(how["slices"], dim=1)[op.slice or 0] for leaf in leaves])
-            share = tree.leaves(part)[0].shape[1] / whole
+            along = spec_of(how.get("sequence"))
+            along = along[value.name == "target"] if isinstance(along, tuple) else along
+            dim, who = how.get("dim", 1), value.name
+            part, share = cut_sequence(part, op.slice or 0, how["slices"], dim, along, row_spec=spec, what=who)
         made["x" if value.name == "inputs" else "t"] = part
         made["w"] = rows / run.rows * share
     return [made[value.name] for value in op.writes]
@@ -236,9 +236,21 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         loss = loss / _or_one(count)
     made["loss"] = loss
     if "y" in named:
-        sizes = [round(weight * run.rows) for weight in named["w"]]
-        made["outputs"] = join(named["y"], sizes, spec=spec_of(dict(op.how).get("spec")))
+        how = dict(op.how)
+        parts, weights = named["y"], named["w"]
+        if "slices" in how:
+            parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
+        made["outputs"] = join(parts, [round(weight * run.rows) for weight in weights], spec=spec_of(how.get("spec")))
     return [made[value.name] for value in op.writes]
+
+
+def _whole_sequences(
+    parts: Sequence[Any], weights: Sequence[float], slices: int, dim: int
+) -> tuple[list[Any], list[float]]:
+    """What the slices of each microbatch gave, in one, and the weight of the microbatch."""
+    starts = range(0, len(parts), slices)
+    wholes = [join(parts[at : at + slices], weights[at : at + slices], Chunk(dim)) for at in starts]
+    return wholes, [sum(weights[at : at + slices]) for at in starts]
 
 
 def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

@@ -5,6 +5,7 @@ from fpipe.schedules.dual import dualpipe, dualpipev
 from fpipe.schedules.generator import from_generator
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
+from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_table
 from fpipe.schedules.waves import chimera, hanayo
 
@@ -23,4 +24,5 @@ __all__ = [
     "names",
     "one_f_one_b",
     "register",
+    "seq1f1b",
 ]

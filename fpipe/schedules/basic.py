@@ -77,7 +77,9 @@ def _each_rank(turns: Callable[[int, int, int], Turns]) -> Callable[[Program, li
 
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
         if set(map(itemgetter(3), program.ops)) != {None}:
-            raise ProgramError("this program has sequence slices, which this schedule does not order; use from_table.")
+            raise ProgramError(
+                "this program has sequence slices, which this schedule does not order; use seq1f1b or from_table."
+            )
         ranks, microbatches = 1 + max(placement), program.microbatches
         stages = [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(ranks)]
         return [

@@ -56,10 +56,17 @@ def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
     """Results in their one order, so that equal programs are equal whatever road led to them."""
     names = ("loss", "losses", "outputs", "count", "state", "grads")
 
-    def key(end: Output) -> tuple[int, str, int, int, int]:
+    def key(end: Output) -> tuple[int, str, int, int, int, int]:
         name = end.name
         rank = names.index(name.name) if name.name in names else len(names)
-        return rank, name.name, -1 if name.stage is None else name.stage, name.microbatch or 0, name.port
+        return (
+            rank,
+            name.name,
+            -1 if name.stage is None else name.stage,
+            name.microbatch or 0,
+            name.slice or 0,
+            name.port,
+        )
 
     return tuple(sorted(outputs, key=key))
 

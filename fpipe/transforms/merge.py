@@ -2,8 +2,9 @@
 
     g[0,0]  g[0,1]  g[0,2]        --> merge() -->        sum[0,1] = g[0,0] + g[0,1],  sum[0,2] = sum[0,1] + g[0,2]
 
-The order of additions is part of the result's bits, so it is fixed: microbatches ascending, and after that the uses of
-a tied leaf by stage. A schedule may compute gradients in any order; the sums wait for their turn.
+The order of additions is part of the result's bits, so it is fixed: microbatches ascending (of a sliced sequence the
+last slice first, as its backward goes), and after that the uses of a tied leaf by stage. A schedule may compute
+gradients in any order; the sums wait for their turn.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def merge(
             if end.name.microbatch is None or end.name.name == "losses":
                 ends.append(end)
             else:
-                parts[end.name._replace(microbatch=None)].append(end)
+                parts[end.name._replace(microbatch=None, slice=None)].append(end)
         if losses and not parts and not any(end.name.name == "losses" for end in ends):
             raise ProgramError("the losses are merged already; say losses=True in the first merge().")
         ends = [end for end in ends if outputs or end.name.name != "outputs"]
@@ -68,10 +69,10 @@ def merge(
             parts.pop(Value("outputs"), None)
         if losses:
             ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
-        if any(len({end.name.microbatch for end in found}) < len(found) for found in parts.values()):
+        if any(len({end.name for end in found}) < len(found) for found in parts.values()):
             raise ProgramError("results of this program travel to several homes already; merge before communicate().")
         adder = _Adder(program, order)
-        joined = _join([name for name in parts if name.name != "grads"], parts, how)
+        joined = _join([name for name in parts if name.name != "grads"], parts, (*how, *_sequence(program)))
         count = Value("count") if Value("count") in parts else None
         for name, found in parts.items():
             value = name if name.name != "grads" else adder.total(name, [end.value for end in found], count)
@@ -89,10 +90,16 @@ def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[t
     if not names:
         return []
     found = parts[Value("loss")]
-    weights = [Value("w", end.value.stage, end.value.microbatch) for end in found]
+    weights = [Value("w", *end.value[1:4]) for end in found]
     rest = [end.value for name in names if name != Value("loss") for end in parts[name]]
     reads = (*(end.value for end in found), *weights, *rest)
     return [Op("MERGE", found[0].value.stage, None, None, 0, reads, tuple(names), (), how)]
+
+
+def _sequence(program: Program) -> tuple[tuple[str, object], ...]:
+    """How the slices of a sequence are joined: as SPLIT cut them."""
+    said = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
+    return tuple((word, value) for word, value in said if word in ("slices", "dim"))
 
 
 def _no_outputs(op: Op) -> Op:
@@ -144,13 +151,13 @@ class _Adder:
 
     def _over_microbatches(self, values: list[Value]) -> Value:
         if self.order == "microbatch":
-            return self._chain(values)
+            return self._chain(sorted(values, key=lambda value: (value.microbatch or 0, -(value.slice or 0))))
         writer, ops = self.program.writer, self.program.ops
         replicas: defaultdict[int, list[Value]] = defaultdict(list)
         for value in sorted(values, key=writer.__getitem__):
             replicas[ops[writer[value]].rank].append(value)
         sums = [self._chain(replicas[rank]) for rank in sorted(replicas)]
-        return self._add(values[0]._replace(name="replicas", microbatch=None), sums)
+        return self._add(values[0]._replace(name="replicas", microbatch=None, slice=None), sums)
 
     def _chain(self, values: list[Value]) -> Value:
         total = values[0]
@@ -161,5 +168,5 @@ class _Adder:
     def _add(self, made: Value, values: list[Value]) -> Value:
         if len(values) == 1:
             return values[0]
-        self.ops.append(Op("ADD", made.stage, made.microbatch, None, 0, tuple(values), (made,)))
+        self.ops.append(Op("ADD", *made[1:4], 0, tuple(values), (made,)))
         return made

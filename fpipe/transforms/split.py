@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, building, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
+from fpipe.transforms.slice_sequence import slice_sequence
 
 _new = tuple.__new__
 _BATCH = {"inputs": "x", "target": "t"}
@@ -29,6 +30,7 @@ def split(
     size: int | None = None,
     rows: int | None = None,
     allow_fewer: bool = False,
+    slices: int = 1,
 ) -> Transform:
     """Cut the batch into microbatches.
 
@@ -39,6 +41,7 @@ def split(
         size: rows of a microbatch, instead of their number; needs `rows`.
         rows: rows of a batch, if they are known.
         allow_fewer: with `rows`, make at most one microbatch per row instead of refusing.
+        slices: how many slices the sequences (dim 1) of each microbatch are cut into; `slice_sequence` says more.
 
     Raises:
         ValueError: neither or both of `microbatches` and `size`; fewer rows than microbatches; not positive.
@@ -52,6 +55,7 @@ def split(
     rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
     """
     many, how = _sizes(microbatches, size, rows, allow_fewer)
+    sliced = slice_sequence(slices)
     if spec is not None:
         if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
@@ -69,8 +73,8 @@ def split(
             ops, outputs, sources = _copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
             # One rank and nothing but timed ops: each copy is in order, and they follow each other.
-            return Program.trusted(program.inputs, tuple(ops), outputs, sources)
-        return rebuilt(program, ops, outputs=outputs, sources=sources)
+            return sliced(Program.trusted(program.inputs, tuple(ops), outputs, sources))
+        return sliced(rebuilt(program, ops, outputs=outputs, sources=sources))
 
     return transform
 

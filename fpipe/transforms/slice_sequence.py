@@ -1,0 +1,134 @@
+"""Cut every sequence: an op of a microbatch becomes one for each slice of it (Seq1F1B, TeraPipe).
+
+    0F0 1F0 1B0 0B0        --> slice_sequence(2) -->        0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 1B0.0 0B0.1 0B0.0
+
+A forward hands a `carry` to the next slice of its stage (keys and values, say), a backward hands its gradient back as
+`dcarry`; so forwards go up the slices and backwards down. A stage that asks for no carry hands on one without leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fpipe.microbatch import spec_text
+from fpipe.program import Op, Output, Program, ProgramError, Value, building
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+
+_BACK = frozenset("BIW")
+
+
+def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transform:
+    """Cut the sequences of every microbatch into slices that follow each other through the pipeline.
+
+    Results are there per microbatch and slice until `merge` joins them. In a mean a slice weighs what it has of the
+    sequence's length.
+
+    Args:
+        slices: how many. Of n positions in Q slices the first n mod Q get one more.
+        dim: the dimension of sequences, in inputs, target and outputs.
+        spec: what is sliced how, where that is not enough: `Chunk(dim)`, `Replicate()`, or a prefix tree of them for
+            the inputs and the target as a pair.
+
+    Returns:
+        A transform. One slice leaves a program as it is.
+
+    Raises:
+        ValueError: not a number of slices.
+        ProgramError: the program is sliced or merged already, or has pairs or transfers.
+
+    Source: Sun et al. 2024 (Seq1F1B, arXiv 2406.03488), section 3.
+
+    >>> import fpipe
+    >>> program = fpipe.split(1)(fpipe.program(2))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 1F0 1B0 0B0
+    >>> program = fpipe.slice_sequence(2)(program)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 1B0.0 0B0.1 0B0.0
+    >>> print(*(op for op in program.ops if op.kind in "FB" and op.stage == 0), sep="\\n")
+    y[0,0.0] carry[0,0.0] res[0,0.0] = F[0,0.0] params[0] x[0,0.0] @ 0
+    y[0,0.1] res[0,0.1] = F[0,0.1] params[0] x[0,0.1] carry[0,0.0] @ 0
+    dcarry[0,0.1] g[0,0.1] = B[0,0.1] params[0] res[0,0.1] dx[1,0.1] @ 0
+    g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
+    """
+    if type(slices) is not int or slices < 1:
+        raise ValueError(f"slices is a whole number, at least 1; found {slices!r}.")
+    if type(dim) is not int:
+        raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
+    if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
+    how: tuple[tuple[str, object], ...] = (("slices", slices),)
+    how += (("dim", dim),) if dim != 1 else ()
+    how += (("sequence", spec_text(spec)),) if spec is not None else ()
+
+    @transforming
+    def transform(program: Program) -> Program:
+        if slices == 1:
+            return program
+        _refuse(program)
+        with building():
+            ops = [made for op in program.ops for made in _each(op, slices, how)]
+            return rebuilt(program, ops, outputs=tuple(made for end in program.outputs for made in _ends(end, slices)))
+
+    return transform
+
+
+def _refuse(program: Program) -> None:
+    """What cannot be sliced any more, or not yet."""
+    refuse_freed(program)
+    kinds = {op.kind for op in program.ops}
+    if program.slices > 1:
+        raise ProgramError(f"this program has {program.slices} slices already; slice it once.")
+    if "SPLIT" not in kinds:
+        raise ProgramError("slices are parts of microbatches: put fpipe.split() before, if only split(1).")
+    if "PAIR" in kinds:
+        raise ProgramError("this program has pairs, which are of whole microbatches; slice it before it is paired.")
+    if kinds & {"SEND", "RECV"}:
+        raise ProgramError("this program has its transfers already; slice it before fpipe.communicate().")
+    if any(end.name.microbatch is None and end.name.name != "state" for end in program.outputs):
+        raise ProgramError(
+            "this program is merged already, and what is added in which order is fixed: slice it before "
+            "fpipe.merge(), as by fpipe.split(8, slices=4)."
+        )
+
+
+def _each(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[Op]:
+    """An op once for each slice: forwards up, backwards down."""
+    place = op[:3]
+    for k in reversed(range(slices)) if op.kind in _BACK else range(slices):
+        reads = [_of_slice(value, k) if value.name != "state" else _state(value, op, k, slices) for value in op.reads]
+        writes = [_of_slice(value, k) for value in op.writes]
+        if op.kind in "FR" and k:
+            reads.append(Value("carry", op.stage, op.microbatch, k - 1))
+        if op.kind in "BI" and k < slices - 1:
+            reads.append(Value("dcarry", op.stage, op.microbatch, k + 1))
+        if op.kind == "F" and k < slices - 1:
+            _insert(writes, Value("carry", op.stage, op.microbatch, k), "res")
+        if op.kind in "BI" and k:
+            _insert(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
+        said = (*op.how, *how) if op.kind == "SPLIT" else op.how
+        yield Op(*place, k, op.rank, tuple(reads), tuple(writes), (), said)
+
+
+def _of_slice(value: Value, k: int) -> Value:
+    return value if value.microbatch is None else value._replace(slice=k)
+
+
+def _state(value: Value, op: Op, k: int, slices: int) -> Value:
+    """The module state that a slice reads: what the slice before has left, or the last one of the microbatch before."""
+    return value._replace(microbatch=op.microbatch, slice=k - 1) if k else _of_slice(value, slices - 1)
+
+
+def _insert(writes: list[Value], value: Value, *before: str) -> None:
+    """A value in front of the first that has one of these names, or at the end."""
+    at = next((at for at, other in enumerate(writes) if other.name in before), len(writes))
+    writes.insert(at, value)
+
+
+def _ends(end: Output, slices: int) -> Iterator[Output]:
+    """A result for each slice; of a module state only the last."""
+    if end.name.microbatch is None:
+        yield end._replace(value=_of_slice(end.value, slices - 1))
+    else:
+        for k in range(slices):
+            yield end._replace(name=_of_slice(end.name, k), value=_of_slice(end.value, k))

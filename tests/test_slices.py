@@ -1,0 +1,282 @@
+"""A sequence in slices: causal attention that hands keys and values on, to the bits of plain autograd."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.program import Program
+
+WIDTH, HEADS = 8, 2
+
+
+def block(p: dict[str, Tensor], x: Tensor, *, carry: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Causal attention over this slice and the keys and values of those before, then an MLP."""
+    rows, length, width = x.shape
+    q, k, v = (x @ p["qkv"]).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+    if carry is not None:
+        k, v = torch.cat([carry[0], k], 2), torch.cat([carry[1], v], 2)
+    scores = q @ k.transpose(2, 3) / (width // HEADS) ** 0.5
+    first = k.shape[2] - length
+    later = torch.arange(k.shape[2]) > torch.arange(first, first + length)[:, None]
+    mixed = torch.softmax(scores.masked_fill(later, float("-inf")), -1) @ v
+    x = x + mixed.transpose(1, 2).reshape(rows, length, width) @ p["o"]
+    return x + torch.tanh(x @ p["up"]) @ p["down"], (k, v)
+
+
+def head(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """No carry: every position for itself."""
+    return torch.nn.functional.layer_norm(x, (WIDTH,), p["scale"]) @ p["w"]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    kept = target[..., 0] > -0.5
+    return ((y - target).square().mean(-1) * kept).sum(), kept.sum()
+
+
+LOSSES: dict[str, Any] = {"mean": squares, "sum": lambda y, t: (y - t).square().sum(), "count": counted}
+
+
+def attention_model(reduction: Any = "mean") -> fpipe.Model:
+    return fpipe.from_functions([block, block, block, head], LOSSES[reduction], reduction=reduction)
+
+
+def params_of(dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], ...]:
+    make = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=dtype) * 0.3
+
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "o": (WIDTH, WIDTH), "up": (WIDTH, 16), "down": (16, WIDTH)}
+    blocks = tuple({name: leaf(*shape) for name, shape in shapes.items()} for _ in range(3))
+    return (*blocks, {"scale": 1 + leaf(WIDTH), "w": leaf(WIDTH, WIDTH)})
+
+
+def sequences(rows: int = 5, length: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(rows, length, WIDTH, generator=make, dtype=dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+Expected = tuple[Tensor, list[dict[str, Tensor]]]
+
+
+def by_hand(
+    batch: tuple[Tensor, Tensor], microbatches: int, slices: int, reduction: str, dtype=torch.float32
+) -> Expected:
+    """One graph for each microbatch, from its first slice to its last; each slice has parameters of its own, which are
+    added from the last slice back, microbatch after microbatch."""
+    params, total, count = params_of(dtype), None, torch.tensor(0)
+    sums: list[dict[str, Any]] = [dict.fromkeys(stage) for stage in params]
+    for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
+        own = [[{n: leaf.clone().requires_grad_() for n, leaf in p.items()} for p in params] for _ in range(slices)]
+        carries: list[Any] = [None] * 3
+        losses: list[Tensor] = []
+        for index, (part, wanted) in enumerate(
+            zip(x.tensor_split(slices, 1), target.tensor_split(slices, 1), strict=True)
+        ):
+            h = part
+            for number in range(3):
+                h, carry = block(own[index][number], h, carry=carries[number])
+                carries[number] = tuple(leaf.view_as(leaf) for leaf in carry)
+            each = LOSSES[reduction](head(own[index][3], h), wanted)
+            if reduction == "count":
+                each, counts = each
+                count = count + counts
+            share = len(x) / len(batch[0]) * (part.shape[1] / x.shape[1])
+            losses.append(each * share if reduction == "mean" else each)
+            total = losses[-1].detach() if total is None else total + losses[-1].detach()
+        sum(losses[1:], losses[0]).backward()
+        for use in reversed(own):
+            for number, stage in enumerate(use):
+                for name, leaf in stage.items():
+                    old = sums[number][name]
+                    sums[number][name] = leaf.grad if old is None else old + leaf.grad
+    assert total is not None
+    if reduction == "count":
+        return total / count, [{name: leaf / count for name, leaf in stage.items()} for stage in sums]
+    return total, sums
+
+
+def assert_same(found: fpipe.Result, expected: Expected) -> None:
+    loss, grads = expected
+    differ = [
+        f"grads[{n}][{name}]"
+        for n, stage in enumerate(grads)
+        for name in stage
+        if not torch.equal(found.grads[n][name], stage[name])
+    ]
+    assert (torch.equal(found.loss, loss), differ) == (True, [])
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("trace", [True, False])
+def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, slices: int, trace: bool):
+    model = attention_model(reduction)
+    program = fpipe.chain(fpipe.split(2, slices=slices), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(params_of(), sequences())
+    assert_same(found, by_hand(sequences(), 2, slices, reduction))
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_the_reference_in_slices_is_plain_autograd(reduction: str, slices: int):
+    found = fpipe.reference(attention_model(reduction), params_of(), sequences(), microbatches=2, slices=slices)
+    assert_same(found, by_hand(sequences(), 2, slices, reduction))
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+def test_slices_are_the_undivided_sequence_in_float64(reduction: str):
+    model, params, batch = attention_model(reduction), params_of(torch.float64), sequences(dtype=torch.float64)
+    program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge())(fpipe.program(model))
+    found, whole = fpipe.build(program, model)(params, batch), fpipe.reference(model, params, batch)
+    torch.testing.assert_close(
+        (found.loss, found.grads, found.outputs), (whole.loss, whole.grads, whole.outputs), rtol=1e-10, atol=1e-12
+    )
+
+
+CHAINS: dict[str, tuple[Any, ...]] = {
+    "one rank": (fpipe.identity(),),
+    "placed": (fpipe.place("linear", ranks=2),),
+    "recomputed": (fpipe.checkpoint(), fpipe.schedules.seq1f1b(2)),
+    "recomputed but for the last, in halves": (
+        fpipe.checkpoint("except_last"),
+        fpipe.split_backward(),
+        fpipe.schedules.seq1f1b(4),
+    ),
+    "recomputed in groups": (fpipe.checkpoint(groups=[(0, 1), (2, 3)]), fpipe.schedules.seq1f1b(2)),
+}
+
+
+@pytest.mark.parametrize("last", [(), (fpipe.communicate(), fpipe.free())], ids=["", "sent and freed"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_no_program_of_slices_changes_the_bits(name: str, last: tuple[Any, ...]):
+    model = attention_model()
+    program = fpipe.chain(fpipe.split(2, slices=3), *CHAINS[name], fpipe.merge(), *last)(fpipe.program(model))
+    assert Program.parse(str(program)) == program
+    assert_same(fpipe.build(program, model)(params_of(), sequences()), by_hand(sequences(), 2, 3, "mean"))
+
+
+def test_verify_compares_with_a_sliced_reference():
+    model = attention_model()
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.seq1f1b(2, slices=3))(fpipe.program(model))
+    report = fpipe.verify(program, model, params_of(), sequences())
+    assert report.bitwise
+    assert {leaf.name for leaf in report.leaves} >= {"loss", "outputs", "grads[0]['qkv']"}
+
+
+def test_per_microbatch_and_slice_results_come_in_order():
+    model, params, batch = attention_model(), params_of(), sequences()
+    program = fpipe.split(2, slices=3)(fpipe.program(model))
+    parts, whole = (fpipe.build(made, model)(params, batch) for made in (program, fpipe.merge()(program)))
+    joined = torch.cat([torch.cat(parts.outputs[at : at + 3], 1) for at in (0, 3)])
+    assert torch.equal(joined, whole.outputs)
+    assert (len(parts.loss), len(parts.grads)) == (6, 6)
+
+
+def test_the_losses_are_those_of_microbatches_and_slices():
+    model, params, batch = attention_model(), params_of(), sequences()
+    program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge(losses=True))(fpipe.program(model))
+    found = fpipe.build(program, model)(params, batch).losses
+    expected = fpipe.reference(model, params, batch, microbatches=2, slices=3).losses
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def shifted(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return (x - state["mean"]) @ p["w"], {"mean": 0.5 * state["mean"] + 0.5 * x.detach().mean((0, 1))}
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_module_state_goes_from_slice_to_slice(reads: bool):
+    update = lambda state, x: {"mean": 0.5 * state["mean"] + 0.5 * x.mean((0, 1))}  # noqa: E731
+    own = (
+        fpipe.Stage(shifted, frozenset({"state"}))
+        if reads
+        else fpipe.Stage(lambda p, x: torch.tanh(x @ p["w"]), update=update)
+    )
+    model = fpipe.Model((own, own), squares, ("batch", 0))
+    params = tuple({"w": stage["o"]} for stage in params_of()[:2])
+    state = ({"mean": torch.zeros(WIDTH)}, {"mean": torch.ones(WIDTH)})
+    for last in (fpipe.identity(), fpipe.checkpoint()):
+        program = fpipe.chain(fpipe.split(2, slices=3), fpipe.schedules.seq1f1b(2), last, fpipe.merge())(
+            fpipe.program(model)
+        )
+        report = fpipe.verify(program, model, params, sequences(), state=state)
+        assert report.bitwise
+    assert {"state[0]['mean']", "state[1]['mean']"} <= {leaf.name for leaf in report.leaves}
+
+
+def test_sequences_may_be_anywhere():
+    """Time first, rows second, and an input without time."""
+
+    def stage(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(x["h"] @ p["w"]) * x["gain"][:, None]
+
+    model = fpipe.from_functions([stage], squares)
+    params = ({"w": params_of()[0]["o"]},)
+    (x, target), gain = sequences(), torch.rand(5, generator=torch.Generator().manual_seed(4))
+    rows = ({"h": fpipe.Chunk(1), "gain": fpipe.Chunk(0)}, fpipe.Chunk(1))
+    along = ({"h": fpipe.Chunk(0), "gain": fpipe.Replicate()}, fpipe.Chunk(0))
+    program = fpipe.chain(
+        fpipe.split(2, rows), fpipe.slice_sequence(3, dim=0, spec=along), fpipe.merge(fpipe.Chunk(1))
+    )(fpipe.program(model))
+    batch = ({"h": x.transpose(0, 1).contiguous(), "gain": gain}, target.transpose(0, 1).contiguous())
+    assert Program.parse(str(program)) == program
+    assert fpipe.verify(program, model, params, batch).bitwise
+    whole = squares(stage(params[0], batch[0]), batch[1])
+    torch.testing.assert_close(fpipe.build(program, model)(params, batch).loss, whole)
+
+
+def run(*transforms: Any, batch: Any = None) -> fpipe.Result:
+    model = attention_model()
+    program = fpipe.chain(*transforms)(fpipe.program(model))
+    return fpipe.build(program, model)(params_of(), sequences() if batch is None else batch)
+
+
+PAIRS = """
+0F0 1F0 2F0 3F0 3B0 2B0 1B0 (0B0;0F1) 1F1 2F1 3F1 3B1 2B1 1B1 0B1
+"""
+slices, split, schedules = fpipe.slice_sequence, fpipe.split, fpipe.schedules
+REFUSALS: dict[str, tuple[Any, str]] = {
+    "no split": (lambda: run(slices(2)), "put fpipe.split() before, if only split(1)"),
+    "twice": (lambda: run(split(1, slices=2), slices(2)), "this program has 2 slices already"),
+    "merged": (lambda: run(split(2), fpipe.merge(), slices(2)), "as by fpipe.split(8, slices=4)"),
+    "sent": (
+        lambda: run(split(2), fpipe.place(), fpipe.communicate(), slices(2)),
+        "slice it before fpipe.communicate()",
+    ),
+    "none": (lambda: split(2, slices=0), "slices is a whole number, at least 1; found 0"),
+    "not a dim": (lambda: slices(2, dim=1.0), "dim is the dimension of sequences"),  # type: ignore[arg-type]
+    "three specs": (lambda: slices(2, spec=(1, 2, 3)), "two of them"),
+    "too short": (lambda: run(split(1, slices=11)), "inputs has 10 positions, too few for 11 slices"),
+    "another number": (
+        lambda: run(split(1, slices=2), schedules.seq1f1b(2, slices=3)),
+        "seq1f1b(slices=3): this program has 2 slices already",
+    ),
+    "a schedule of whole sequences": (lambda: run(split(1, slices=2), schedules.gpipe(2)), "use seq1f1b"),
+    "paired": (lambda: run(split(2), schedules.from_table(PAIRS), slices(2)), "slice it before it is paired"),
+    "a target without a sequence": (
+        lambda: run(split(2, slices=2), batch=(torch.zeros(4, 6, 8), torch.zeros(4))),
+        "target has no dim 1 to slice along: its shape is (2,). Say where its sequence",
+    ),
+    "leaves that disagree": (
+        lambda: run(split(2, slices=2), batch=({"a": torch.zeros(4, 6), "b": torch.zeros(4, 5)}, torch.zeros(4, 6))),
+        "the sequence of inputs['a'] has 6 positions, that of inputs['b'] has 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_sliced_is_refused_with_the_way_out(name: str):
+    refused, sentence = REFUSALS[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        refused()
