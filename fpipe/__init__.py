@@ -1,6 +1,8 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
 from fpipe import interop, schedules
+from fpipe import schedules
+from fpipe.balance import balance
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
@@ -51,6 +53,7 @@ __all__ = [
     "Timeline",
     "Value",
     "assign_grads",
+    "balance",
     "build",
     "chain",
     "check",

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fpipe.balance import balance
 from fpipe.models import Model, Reduction, from_functions
 from fpipe.params import same_keys
 
@@ -318,22 +319,7 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
     if not 1 <= stages <= len(net):
         raise ValueError(f"{len(net)} children make at most {len(net)} stages and at least one, found stages={stages}.")
     bytes_of = [sum(p.numel() * p.element_size() for p in child.parameters()) for child in net]
-    return _balanced(bytes_of, stages)
-
-
-def _balanced(costs: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Sizes of contiguous parts with the least possible largest cost; then even costs and sizes, larger parts first."""
-    sums = [0, *accumulate(costs)]
-    best = {0: ((0, 0, 0), ())}
-    for _ in range(parts):
-        found: dict[int, list[tuple[tuple[int, int, int], tuple[int, ...]]]] = {}
-        for start, ((largest, squares, counts), cut) in best.items():
-            for end in range(start + 1, len(sums)):
-                cost, size = sums[end] - sums[start], end - start
-                key = (max(largest, cost), squares + cost * cost, counts + size * size)
-                found.setdefault(end, []).append((key, (*cut, -size)))
-        best = {end: min(ways) for end, ways in found.items()}
-    return tuple(-size for size in best[len(costs)][1])
+    return balance(bytes_of, stages)
 
 
 _DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase, _SpectralNorm)

@@ -16,6 +16,7 @@ FLOORS = {
     3: {"verify", "interop", "testing"},
     2: {"runtimes", "schedules", "plot", "pictures"},
     1: {
+        "balance",
         "models",
         "modules",
         "params",

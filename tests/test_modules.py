@@ -1,5 +1,4 @@
 import copy
-import itertools
 import pickle
 import re
 import threading
@@ -7,14 +6,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.models import from_functions
-from fpipe.modules import _balanced, from_sequential
+from fpipe.modules import from_sequential
 from fpipe.params import assign_grads, join_params, split_params
 
 
@@ -235,25 +232,7 @@ def test_gradients_of_another_structure_are_refused():
     assert all(leaf.grad is None for stage in params for leaf in stage.values())
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
-def test_the_largest_stage_is_as_small_as_can_be(costs, parts):
-    if parts > len(costs):
-        return
-    sizes = _balanced(costs, parts)
-
-    def largest(cuts):
-        return max(sum(costs[start:end]) for start, end in itertools.pairwise([0, *cuts, len(costs)]))
-
-    assert sum(sizes) == len(costs)
-    assert len(sizes) == parts
-    assert min(sizes) >= 1
-    best = min(map(largest, itertools.combinations(range(1, len(costs)), parts - 1)))
-    assert largest(list(itertools.accumulate(sizes))[:-1]) == best
-
-
 def test_stages_are_balanced_by_bytes():
-    assert _balanced([1, 2, 3, 4, 5, 6], 2) == (4, 2)
-    assert _balanced([0] * 7, 3) == (3, 2, 2)
     model, params, _ = from_sequential(mlp(), stages=3)
     assert [stage.name for stage in model.stages] == ["0, 1", "2, 3", "4"]
     assert [list(stage) for stage in params] == [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]

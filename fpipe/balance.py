@@ -1,0 +1,95 @@
+"""Cut a row of layers into parts that cost as even as they can.
+
+    1 2 3 4 5 6        --> balance(parts=2) -->        1 2 3 4 | 5 6
+
+The largest part costs as little as possible, which is exact, not a heuristic: a pipeline runs at the pace of its
+slowest stage. Among the ways that reach it, the one whose costs (by their squares), then sizes, are most even is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isfinite
+
+
+def balance(
+    costs: Sequence[float], parts: int, *, parameters: Sequence[float] | None = None, scale: float = 4.0
+) -> list[int]:
+    """How many neighbouring layers each part gets.
+
+    Args:
+        costs: what each layer costs: seconds, or bytes; at least 0.
+        parts: how many parts, each of at least one layer.
+        parameters: bytes of each layer's parameters, added to `costs` `scale` times: for a balance by memory.
+        scale: bytes kept for a byte of parameters: 2 with its gradient, 3 with SGD's momentum, 4 with Adam's two.
+
+    Returns:
+        The number of layers of each part, as `from_sequential(sizes=)` takes them.
+
+    Raises:
+        ValueError: parts that are less than 1 or more than the layers; a cost that is not a number from 0.
+
+    >>> balance([1, 2, 3, 4, 5, 6], 2)
+    [4, 2]
+    >>> balance([4, 4, 1, 1], 2, parameters=[0, 0, 3, 3], scale=4)
+    [3, 1]
+    """
+    if type(parts) is not int or not 1 <= parts <= len(costs):
+        raise ValueError(f"{len(costs)} layers make 1 to {len(costs)} parts, found parts={parts!r}.")
+    if parameters is not None:
+        if len(parameters) != len(costs):
+            raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give one number a layer.")
+        costs = [cost + scale * more for cost, more in zip(costs, parameters, strict=True)]
+    for layer, cost in enumerate(costs):
+        if not isinstance(cost, int | float) or not isfinite(cost) or cost < 0:
+            raise ValueError(f"the cost of layer {layer} is a number, at least 0; found {cost!r}.")
+    sums = [0, *accumulate(_whole(costs))]
+    return _most_even(sums, parts, _least_largest(sums, parts))
+
+
+def _whole(costs: Sequence[float]) -> list[int]:
+    """Costs as whole numbers of one unit, so that no sum rounds."""
+    ratios = [cost.as_integer_ratio() for cost in costs]
+    unit = max(below for _, below in ratios)  # a float's denominator is a power of two, so the largest fits all
+    return [above * (unit // below) for above, below in ratios]
+
+
+def _least_largest(sums: Sequence[int], parts: int) -> int:
+    """The cost of the largest part, at its least. `best[end]` is that for the first `end` layers in so many parts.
+
+    The best of the rest grows with where the last part starts, and the last part's own cost falls: the largest of the
+    two is least where they cross.
+    """
+    many = len(sums) - 1
+    best = list(sums)
+    for part in range(2, parts + 1):
+        found = [0] * (many + 1)
+        for end in range(part, many + 1):
+            starts = range(part - 1, end)
+            cross = bisect_left(
+                starts, True, key=lambda start, end=end, best=best: best[start] >= sums[end] - sums[start]
+            )
+            near = starts[max(0, cross - 1) : cross + 1]
+            found[end] = min(max(best[start], sums[end] - sums[start]) for start in near)
+        best = found
+    return best[many]
+
+
+def _most_even(sums: Sequence[int], parts: int, largest: int) -> list[int]:
+    """Sizes of parts that cost at most `largest`, with the least sum of squared costs, then of squared sizes, larger
+    parts first."""
+    best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}
+    for _ in range(parts):
+        found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        for start, ((squares, counts), cut) in best.items():
+            for end in range(start + 1, len(sums)):
+                cost, size = sums[end] - sums[start], end - start
+                if cost > largest:
+                    break
+                way = ((squares + cost * cost, counts + size * size), (*cut, -size))
+                if end not in found or way < found[end]:
+                    found[end] = way
+        best = found
+    return [-size for size in best[len(sums) - 1][1]]
