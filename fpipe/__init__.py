@@ -24,6 +24,7 @@ from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate
+from fpipe.transforms.forward_only import forward_only
 from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import place
@@ -60,6 +61,7 @@ __all__ = [
     "checkpoint",
     "communicate",
     "custom_stage",
+    "forward_only",
     "free",
     "from_functions",
     "from_sequential",

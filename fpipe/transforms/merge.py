@@ -10,7 +10,7 @@ gradients in any order; the sums wait for their turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from fpipe.microbatch import spec_text
@@ -78,7 +78,7 @@ def merge(
             value = name if name.name != "grads" else adder.total(name, [end.value for end in found], count)
             ends.append(Output(name, value, found[0].homes))
         kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
-        ops = _without_unread([*kept, *adder.ops, *joined], ends)
+        ops = _without_unread([*_with_weights(kept, joined), *adder.ops, *joined], ends)
         _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
         return rebuilt(program, placed, outputs=wanted)
 
@@ -100,6 +100,15 @@ def _sequence(program: Program) -> tuple[tuple[str, object], ...]:
     """How the slices of a sequence are joined: as SPLIT cut them."""
     said = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
     return tuple((word, value) for word, value in said if word in ("slices", "dim"))
+
+
+def _with_weights(ops: Iterable[Op], joined: Sequence[Op]) -> Iterator[Op]:
+    """The ops, with each SPLIT writing the weight that a MERGE reads: without gradients nobody did until now."""
+    wanted = {value for op in joined for value in op.reads if value.name == "w"}
+    for op in ops:
+        weight = Value("w", op.stage, op.microbatch, op.slice)
+        more = op.kind == "SPLIT" and weight in wanted and weight not in op.writes
+        yield op._replace(writes=(*op.writes, weight)) if more else op
 
 
 def _no_outputs(op: Op) -> Op:

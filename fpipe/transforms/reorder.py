@@ -69,6 +69,8 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
     if empty is not None:
         raise ProgramError(f"rank {empty} has no ops in the table: ranks are 0..n-1, and each has a row of cells.")
     program = _split_where_named(program, rows)
+    if not any(op.kind in "BIW" for op in parts_of(program.ops)):  # forward_only(): a schedule's backwards have gone
+        rows = [[cell for cell in row if isinstance(cell, str) or cell[0] not in "BIW"] for row in rows]
     found = _Finder(program)
     positions = [found.row(rank, row, move) for rank, row in enumerate(rows)]
     found.finish()
