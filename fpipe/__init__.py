@@ -7,6 +7,7 @@ from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
 from fpipe.linearize import Linearized, linearize
+from fpipe.marked import boundary, from_loss
 from fpipe.microbatch import Chunk, Replicate
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import from_sequential
@@ -55,6 +56,7 @@ __all__ = [
     "Value",
     "assign_grads",
     "balance",
+    "boundary",
     "build",
     "chain",
     "check",
@@ -64,6 +66,7 @@ __all__ = [
     "forward_only",
     "free",
     "from_functions",
+    "from_loss",
     "from_sequential",
     "identity",
     "interop",

@@ -65,6 +65,7 @@ class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values.
+    `whole` is the pytree that all parameters were in, with the leaves' names, if they were in one.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -77,6 +78,7 @@ class Model:
     inputs: tuple[Source | tuple[Source, ...], ...]
     ties: tuple[tuple[tuple[int, str], ...], ...] = ()
     reduction: Reduction = "mean"
+    whole: tuple[tuple[str, ...], tree.Spec] | None = None
 
     def __post_init__(self) -> None:
         odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)

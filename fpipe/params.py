@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.models import Model, with_ties
+from fpipe.models import Model, check_params, with_ties
 
 
-def join_params(model: Model, per_stage: Sequence[Any]) -> dict[Any, Any]:
+def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
     """The parameters of all stages in one dict, or their gradients; `split_params` is its inverse.
 
     Of a model made from a module: by the names of its state_dict, a parameter with several names under each of them.
-    Frozen parameters and buffers are not among them. Of a model made from functions: {stage: its parameters}, a tied
-    leaf with each of its stages.
+    Frozen parameters and buffers are not among them. Of a model made by `from_loss`: the pytree it was given. Of one
+    made from functions: {stage: its parameters}, a tied leaf with each of its stages.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
@@ -28,6 +28,11 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> dict[Any, Any]:
     >>> fpipe.join_params(model, params).keys() == net.state_dict().keys()
     True
     """
+    if model.whole is not None:
+        names, containers = model.whole
+        found = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
+        same_keys(found, names, "the params of all stages")
+        return tree.unflatten(containers, [found[name] for name in names])
     whole: dict[Any, Any] = {}
     for number, (stage, params) in enumerate(zip(model.stages, with_ties(model, per_stage), strict=True)):
         if stage.names is None:
@@ -38,7 +43,7 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> dict[Any, Any]:
     return whole
 
 
-def split_params(model: Model, whole: Mapping[Any, Any]) -> tuple[Any, ...]:
+def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     """Parameters, or gradients, per stage; the inverse of `join_params`.
 
     Raises:
@@ -50,6 +55,8 @@ def split_params(model: Model, whole: Mapping[Any, Any]) -> tuple[Any, ...]:
     >>> [list(stage) for stage in fpipe.split_params(model, net.state_dict())]
     [['0.weight', '0.bias'], ['1.weight', '1.bias']]
     """
+    if model.whole is not None:
+        return _by_first_reader(model, whole)
     said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
     same_keys(whole, [name for stage in said for leaf in stage for name in leaf], "the whole")
     split: list[Any] = []
@@ -68,6 +75,16 @@ def split_params(model: Model, whole: Mapping[Any, Any]) -> tuple[Any, ...]:
                 _same_tensor(split[owner][first], split[number][leaf], f"[{owner}][{first!r}]", f"[{number}][{leaf!r}]")
                 split[number] = {key: value for key, value in split[number].items() if key != leaf}
     return tuple(split)
+
+
+def _by_first_reader(model: Model, whole: Any) -> tuple[Any, ...]:
+    """The leaves of one pytree, each in the first stage that reads it."""
+    assert model.whole is not None
+    names, containers = model.whole
+    if tree.flatten(whole)[1] != containers:
+        raise ValueError("the whole has another structure than the params that the model was made with.")
+    leaves = dict(zip(names, tree.leaves(whole), strict=True))
+    return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
 
 
 def assign_grads(params: Any, grads: Any) -> None:

@@ -18,6 +18,8 @@ FLOORS = {
     1: {
         "balance",
         "models",
+        "marks",
+        "marked",
         "modules",
         "params",
         "training",

@@ -1,0 +1,203 @@
+"""Make a model of one loss function, cut where it is marked.
+
+    def loss_fn(params, batch):                       stage 0     x = embed(inputs)
+        inputs, target = batch
+        x = embed(params["embed"], inputs)            stage 1     y = block(x)
+        y = block(params["block"], boundary(x))
+        return loss(head(boundary(y), x), target)     stage 2     z = head(y, x)        loss(z, target)
+
+The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
+before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
+their own; a parameter read in two stages is tied. The number of rows stays open, other sizes are those of the example.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fpipe import tree
+from fpipe.marks import MARK, Marked, Traced
+from fpipe.microbatch import check_batch
+from fpipe.models import Model, Reduction, from_functions, refuse_inference_mode
+from fpipe.params import join_params
+from fpipe.reference import reference
+
+_TRACING = threading.local()
+
+
+def boundary(values: Any) -> Any:
+    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
+
+    Args:
+        values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
+
+    Returns:
+        The same pytree.
+
+    >>> boundary({"x": torch.ones(2)})
+    {'x': tensor([1., 1.])}
+    """
+    if not hasattr(_TRACING, "marks"):
+        return values
+    leaves, containers = tree.flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("boundary() marks a pytree of tensors, found none in it.")
+    made = iter(MARK(tensors))
+    _TRACING.marks += 1
+    return tree.unflatten(containers, [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def from_loss(
+    loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any], *, reduction: Reduction = "mean"
+) -> tuple[Model, tuple[dict[str, Tensor], ...]]:
+    """Cut a loss function into stages at its `fpipe.boundary` marks.
+
+    Args:
+        loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
+            called on tensors without data, and once on the example to compare. Only what comes after the last mark may
+            read the target, and with it no parameter.
+        params: any pytree of tensors.
+        batch: an example (inputs, target); rows may differ later, other sizes may not.
+        reduction: how the losses of microbatches make one, as in `from_functions`.
+
+    Returns:
+        The model, and per stage the parameters it is the first to read, by their place in `params`; `join_params`
+        makes the pytree of them again, and `split_params` the other way. Outputs are what the loss is computed from.
+
+    Raises:
+        ValueError: a mark inside no_grad or autocast, or with nothing to compute before it; a stage that reads the
+            target; a function that does another thing for other numbers of rows, or that a trace does not hold.
+
+    >>> import fpipe
+    >>> def loss_fn(params, batch):
+    ...     inputs, target = batch
+    ...     hidden = fpipe.boundary(torch.tanh(inputs @ params["w"]))
+    ...     return (hidden @ params["w"] + inputs - target).square().mean()
+    >>> model, params = fpipe.from_loss(loss_fn, {"w": torch.eye(2)}, (torch.ones(4, 2), torch.zeros(4, 2)))
+    >>> model.inputs, model.ties, [list(stage) for stage in params]
+    (('batch', ('batch', 0)), (((0, 'w'), (1, 'w')),), [['w'], []])
+    """
+    check_batch(batch)
+    refuse_inference_mode()
+    names = _names(params)
+    marked = Marked(_traced(loss_fn, params, batch), names)
+    model = from_functions(marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction)
+    named = zip(model.stages, marked.owned, strict=True)
+    stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
+    model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
+    leaves = dict(zip(names, tree.leaves(params), strict=True))
+    own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
+    if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
+        _compare(loss_fn, params, batch, model, own, names)
+    return model, own
+
+
+def _names(params: Any) -> list[str]:
+    """The leaves by their places: blocks.0.weight, or as Python writes them where that says two."""
+    places = tree.paths(params)
+    for place, leaf in places:
+        if not isinstance(leaf, Tensor):
+            kind = type(leaf).__name__
+            raise ValueError(f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.")
+    plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
+    return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
+
+
+def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> Traced:
+    """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
+    sizes = ShapeEnv(specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+
+    def fake(leaf: Any, rows: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        each = [DimDynamic.DUCK if rows and dim == 0 else DimDynamic.STATIC for dim in range(leaf.ndim)]
+        if rows and leaf.ndim and len(leaf) == 1:  # of one row a trace takes 1 for the rows of all others
+            leaf = leaf.new_empty((2, *leaf.shape[1:]))
+        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+        return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
+
+    given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
+    leaves, containers = tree.flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def flat(*tensors: Tensor) -> Any:
+        proxies = iter(tensors)
+        return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+
+    _TRACING.marks = 0
+    try:
+        with torch.enable_grad(), mode:
+            module = make_fx(flat, pre_dispatch=True)(*tensors)
+        marks: int = _TRACING.marks
+    finally:
+        del _TRACING.marks
+    fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
+    if fixed is not None:
+        raise ValueError("loss_fn holds for one number of rows only, that of the example: it compares or fixes it.")
+    guards = tuple(
+        (guard.expr, symbol) for guard in sizes.guards if _asked(guard) for symbol in guard.expr.free_symbols
+    )
+    nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
+    named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return Traced(module, marks, tree.leaves(named[0]), named[1], batch, guards)
+
+
+def _asked(guard: Any) -> bool:
+    """Whether the function itself asked about a size; torch asks too, for a layout that each stage finds out anew."""
+    where = guard.sloc.framework_loc
+    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
+
+
+def _compare(
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batch: tuple[Any, Any],
+    model: Model,
+    own: tuple[Any, ...],
+    names: list[str],
+) -> None:
+    """The stages give the function's own loss and gradients on the example: a trace may have lost something, such as
+    the backward of a custom `autograd.Function`, or a draw of random numbers."""
+    leaves = [leaf.detach() for leaf in tree.leaves(params)]
+    trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    with torch.enable_grad():
+        made = loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch)
+        loss = made[0] if model.reduction == "count" else made
+        own_grads = (
+            torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
+        )
+    found = reference(replace(model, reduction="sum", loss=_first(model)), own, batch)
+    if not torch.equal(found.loss, loss.detach()):
+        raise ValueError(
+            f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
+            "something that a trace does not hold, such as random numbers or values read by .item()."
+        )
+    right = dict(zip(map(id, trained), own_grads, strict=True))
+    for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
+        expected = right.get(id(leaf))
+        error = grad if expected is None else grad - expected
+        limit = 0.0 if expected is None else expected.norm() * torch.finfo(leaf.dtype).eps ** 0.5
+        if leaf.requires_grad and error.norm() > limit:
+            raise ValueError(
+                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, say, whose "
+                "backward no trace above autograd holds. Use from_functions."
+            )
+
+
+def _first(model: Model) -> Callable[[Any, Any], Any]:
+    """The model's loss without what it counts."""
+    loss: Any = model.loss
+    return (lambda y, target: loss(y, target)[0]) if model.reduction == "count" else loss

@@ -1,0 +1,323 @@
+"""Cut a graph of operations into stages at its marks: which operation runs where, and what it needs from whom.
+
+    embed  MARK  block  MARK  head  loss(target)        -->        [embed]  [block]  [head]  loss
+
+An operation belongs to the stage that the marks above it say. What needs no tensor of anybody (a mask, a size) is made
+anew by each stage that reads it, and no stage hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fpipe import tree
+from fpipe.models import Source
+
+_LIBRARY = torch.library.Library("fpipe", "DEF")
+_LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
+
+
+def _handed_on(values: list[Tensor]) -> list[Tensor]:
+    return [value.view_as(value) for value in values]
+
+
+_LIBRARY.impl("boundary", _handed_on, "CompositeImplicitAutograd")
+MARK: Any = torch.ops.fpipe.boundary.default
+"""The operation that a mark is in a graph: it hands on what it is given."""
+
+_SIZE: Any = torch.ops.aten.sym_size.int
+_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+
+
+class Traced(NamedTuple):
+    """A function as a graph: its module, how often it was marked, which of its inputs are parameters and which are the
+    batch (a pair of trees, (inputs, target)), the example batch, and what was found out about the number of rows."""
+
+    module: fx.GraphModule
+    marks: int
+    params: list[fx.Node]
+    batch: tuple[Any, Any]
+    example: tuple[Any, Any]
+    guards: tuple[Any, ...]
+
+
+class Marked:
+    """A traced function as stages.
+
+    Attributes:
+        stages: `f(params, x)` of each, `loss`: `loss(y, target)`.
+        sources: what each stage takes, as `from_functions` has it.
+        owned: per stage the parameters that it is the first to read; those that nobody reads are the first stage's.
+        ties: groups of (stage, parameter) for those that several stages read.
+    """
+
+    def __init__(self, traced: Traced, names: list[str]) -> None:
+        self.traced = traced
+        self.name_of = dict(zip(traced.params, names, strict=True))
+        self.inputs, self.target = ({n: at for at, n in enumerate(tree.leaves(t)) if _is(n)} for t in traced.batch)
+        self.alias: dict[fx.Node, fx.Node] = {}
+        self.at: dict[fx.Node, int] = {}
+        self._place()
+        self.last = traced.marks
+        self.changed = {one for node in self.at if _writes(node) for one in self.needs(node)}
+        self.free = self._free()
+        self.judged = self._judged()
+        self._refuse_odd()
+        results = [self.root(node) for node in traced.module.graph.output_node().all_input_nodes]
+        loss = _Part(self, None, results)
+        self.outs: list[dict[fx.Node, None]] = [{} for _ in range(self.last + 1)]
+        self.outs[self.last] = loss.taken
+        parts: list[_Part] = []
+        for stage in reversed(range(self.last + 1)):
+            part = _Part(self, stage, list(self.outs[stage]))
+            for node in part.taken:
+                self.outs[self.at[node]][node] = None
+            parts.insert(0, part)
+        order = {node: number for number, node in enumerate(traced.module.graph.nodes)}
+        self.outs = [dict.fromkeys(sorted(outs, key=order.__getitem__)) for outs in self.outs]
+        self.sources: tuple[Source | tuple[Source, ...], ...] = tuple(part.sources for part in parts)
+        readers = {name: [s for s, part in enumerate(parts) if name in part.params] for name in names}
+        self.owned = [[n for n, read in readers.items() if min(read, default=0) == s] for s in range(len(parts))]
+        self.ties = tuple(tuple((stage, name) for stage in read) for name, read in readers.items() if len(read) > 1)
+        self.stages = [part.function() for part in parts]
+        self.loss = loss.function()
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """What a mark handed on."""
+        return self.alias.get(node, node)
+
+    def needs(self, node: fx.Node) -> list[fx.Node]:
+        """What an operation reads, seen through the marks."""
+        return [self.root(one) for one in node.all_input_nodes]
+
+    def _place(self) -> None:
+        """The stage of every operation, by the marks above it."""
+        stage = 0
+        for node in self.traced.module.graph.nodes:
+            if node.target is MARK:
+                if stage not in self.at.values():
+                    raise ValueError(f"boundary {stage + 1} has nothing to compute before it; leave it out.")
+                stage += 1
+                handed = [self.root(one) for one in node.args[0]]
+                self.alias |= {user: handed[user.args[1]] for user in node.users}
+            elif node.op == "call_function" and node not in self.alias:
+                self.at[node] = stage
+        if stage < self.traced.marks:
+            raise ValueError("a boundary() marks what nothing uses afterwards: go on with what it returns.")
+        if stage not in self.at.values():
+            raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.")
+
+    def _free(self) -> set[fx.Node]:
+        """What needs no tensor of anybody, and whose memory nothing writes: sizes, masks, literals."""
+        free: set[fx.Node] = set()
+        for node in self.traced.module.graph.nodes:
+            literal = node.op == "get_attr"
+            size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
+            made = node in self.at and not _switches(node) and all(one in free for one in self.needs(node))
+            if (literal or size or made) and node not in self.changed and not _writes(node):
+                free.add(node)
+        return free
+
+    def _judged(self) -> set[fx.Node]:
+        """What depends on the target."""
+        judged = set(self.target)
+        for node in self.at:
+            if node not in self.free and not judged.isdisjoint(self.needs(node)):
+                judged.add(node)
+        return judged
+
+    def _refuse_odd(self) -> None:
+        for node in self.judged:
+            if self.at.get(node, self.last) < self.last:
+                raise ValueError(
+                    f"stage {self.at[node]} reads the target ({node.name}); only what comes after the last boundary "
+                    "may. What a stage reads of the batch is one of its inputs."
+                )
+            if node in self.at and any(one in self.name_of for one in self.needs(node)):
+                name = next(self.name_of[one] for one in self.needs(node) if one in self.name_of)
+                raise ValueError(
+                    f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
+                    "Compute what needs them before the target comes in."
+                )
+        for stage in range(self.last + 1):
+            balance = [_SWITCHES.index(_name(node)) for node, at in self.at.items() if at == stage and _switches(node)]
+            if balance.count(1) != balance.count(2) or balance.count(0) % 2:
+                raise ValueError(
+                    f"boundary {min(stage + 1, self.last)} stands inside a no_grad or autocast block, which would end "
+                    "in another stage; mark before the block or behind it."
+                )
+
+
+class _Part:
+    """One stage, or the loss (stage None): which operations it runs, and what it takes.
+
+    Attributes:
+        nodes: what it runs, in order. params: the names of what it reads. taken: what other stages wrote.
+    """
+
+    def __init__(self, whole: Marked, stage: int | None, wanted: Iterable[fx.Node]) -> None:
+        self.whole, self.stage, self.wanted = whole, stage, list(wanted)
+        own = whole.judged.__contains__ if stage is None else self._mine
+        half = whole.target if stage is None else whole.inputs
+        found: set[fx.Node] = set()
+        self.params: dict[str, fx.Node] = {}
+        self.batch: dict[fx.Node, int] = {}
+        self.taken: dict[fx.Node, None] = {}
+        self.sizes: list[fx.Node] = []
+        todo = [*self.wanted, *(node for node in whole.at if stage is not None and own(node) and _stays(node))]
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node.target is _SIZE:
+                self.sizes.append(node)
+            elif node in whole.name_of and stage is not None:
+                self.params[whole.name_of[node]] = node
+            elif node in half:
+                self.batch[node] = half[node]
+            elif node in whole.free or own(node):
+                todo += whole.needs(node)
+            else:
+                self.taken[node] = None
+        self.size_of = {node: self._sized(node) for node in self.sizes}
+        self.nodes = [node for node in whole.traced.module.graph.nodes if node in found]
+
+    def _mine(self, node: fx.Node) -> bool:
+        whole = self.whole
+        return whole.at.get(node) == self.stage and node not in whole.judged
+
+    def _sized(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """A tensor that this part takes anyway, and its dimension, that has the size which a node asks another for."""
+        tensor, dim = self.whole.root(node.args[0]), node.args[1]  # pyright: ignore[reportArgumentType]
+        mine = [*self.taken, *self.batch]
+        for other in mine:
+            shape: torch.Size = other.meta["val"].shape
+            for at, size in enumerate(shape):
+                if str(size) == str(node.meta["val"]):
+                    return other, at
+        half = self.whole.target if self.stage is None else self.whole.inputs
+        if tensor in half:
+            self.batch[tensor] = half[tensor]
+        else:
+            self.taken[tensor] = None
+        return tensor, int(dim)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def sources(self) -> Source | tuple[Source, ...]:
+        """What a stage takes: the batch, and earlier stages."""
+        earlier = sorted({self.whole.at[node] for node in self.taken})
+        sources: list[Source] = ["batch"] if self.batch or not earlier else []
+        sources += earlier
+        return tuple(sources) if len(sources) > 1 else sources[0]
+
+    def function(self) -> Callable[..., Any]:
+        """The part as a function: `f(params, x) -> y` of a stage, `loss(y, target)`."""
+        whole = self.whole
+        made = fx.Graph()
+        now = {node: made.placeholder(node.name) for node in (*self.params.values(), *self.batch, *self.taken)}
+        for node in self.nodes:
+            if node in self.size_of:
+                tensor, dim = self.size_of[node]
+                now[node] = made.call_function(_SIZE, (now[tensor], dim))
+            elif node not in now:
+                now[node] = made.node_copy(node, lambda one: now[whole.root(one)])
+        if self.stage is None:
+            result = whole.traced.module.graph.output_node().args[0]
+            made.output(fx.map_arg(result, lambda one: now[whole.root(one)]))
+        else:
+            outs = [now[node] for node in whole.outs[self.stage]]
+            made.output(tuple(outs) if len(outs) > 1 else outs[0])
+        run = fx.GraphModule(whole.traced.module, made).forward
+        return self._loss(run) if self.stage is None else self._stage(run)
+
+    def _stage(self, run: Callable[..., Any]) -> Callable[[Mapping[str, Tensor], Any], Any]:
+        names, takes, many = list(self.params), self._takes(), isinstance(self.sources, tuple)
+        checked = _Rows(self.whole.traced, 0, self.batch)
+
+        def stage(params: Mapping[str, Tensor], x: Any) -> Any:
+            given = [tree.leaves(one) for one in (x if many else (x,))]
+            if self.batch:
+                checked.check(given[0])
+            return run(*[params[name] for name in names], *[given[which][at] for which, at in takes])
+
+        stage.__name__ = f"stage {self.stage}"
+        return stage
+
+    def _loss(self, run: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        at = list(self.whole.outs[self.whole.last])
+        places = [at.index(node) for node in self.taken]
+        checked = _Rows(self.whole.traced, 1, self.batch)
+
+        def loss(y: Any, target: Any) -> Any:
+            leaves, made = tree.leaves(target), tree.leaves(y)
+            checked.check(leaves)
+            return run(*[leaves[place] for place in self.batch.values()], *[made[place] for place in places])
+
+        return loss
+
+    def _takes(self) -> list[tuple[int, int]]:
+        """For each tensor taken, which of the stage's inputs it is in, and at which leaf."""
+        sources = self.sources if isinstance(self.sources, tuple) else (self.sources,)
+        found = [(0, at) for at in self.batch.values()]
+        for node in self.taken:
+            source = self.whole.at[node]
+            found.append((sources.index(source), list(self.whole.outs[source]).index(node)))
+        return found
+
+
+class _Rows:
+    """Refuses a batch that the trace does not hold for."""
+
+    def __init__(self, traced: Traced, half: int, used: Iterable[fx.Node]) -> None:
+        word = ("inputs", "target")[half]
+        self.example = [(word + place, leaf) for place, leaf in tree.paths(traced.example[half])]
+        self.guards = traced.guards
+        self.known: set[tuple[Any, ...]] = set()
+
+    def check(self, leaves: list[Any]) -> None:
+        """All sizes but the rows are the example's, and nothing was decided by other rows."""
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if shapes in self.known:
+            return
+        for (place, example), leaf in zip(self.example, leaves, strict=True):
+            if isinstance(example, Tensor):
+                if not isinstance(leaf, Tensor) or leaf.shape[1:] != example.shape[1:] or leaf.ndim != example.ndim:
+                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    raise ValueError(
+                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: only rows may "
+                        "differ. Call from_loss again for another shape."
+                    )
+            elif leaf != example:
+                raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")
+        for guard, symbol in self.guards:
+            rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+            if not guard.subs(symbol, rows):
+                raise ValueError(f"loss_fn does another thing for {rows} rows than for the example: {guard} is false.")
+        self.known.add(shapes)
+
+
+def _is(node: Any) -> bool:
+    return isinstance(node, fx.Node)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _switches(node: fx.Node) -> bool:
+    return node.op == "call_function" and _name(node) in _SWITCHES
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether an operation is there for more than its result."""
+    return _switches(node) or _writes(node)

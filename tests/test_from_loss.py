@@ -1,0 +1,272 @@
+"""One loss function, cut where it is marked: dataflow, ties, skips and the function's own gradients."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+
+WIDTH, WORDS, LENGTH = 8, 16, 6
+
+
+def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    h = F.layer_norm(x, (width,), p["gain"], p["bias"])
+    q, k, v = (
+        part.view(rows, length, 2, width // 2).transpose(1, 2) for part in F.linear(h, p["qkv"]).split(width, dim=2)
+    )
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+    x = x + F.linear(y, p["out"])
+    return x + F.linear(F.gelu(F.linear(x, p["up"])), p["down"])
+
+
+def block_params() -> dict[str, Tensor]:
+    norm = {"gain": torch.ones(WIDTH), "bias": torch.zeros(WIDTH)}
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    return norm | {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
+
+
+def gpt(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A tied embedding, positions from a mask made inside, and a skip from the embedding to the head."""
+    ids, target = batch
+    x = skip = F.embedding(ids, params["embed"]) + params["position"][torch.arange(ids.shape[1])]
+    for own in params["blocks"]:
+        x = block(own, fpipe.boundary(x))
+    x = fpipe.boundary(x)
+    return F.cross_entropy(F.linear(x + skip, params["embed"]).flatten(0, 1), target.flatten())
+
+
+def gpt_case(rows: int = 8) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    params = {
+        "embed": torch.randn(WORDS, WIDTH),
+        "position": torch.randn(LENGTH, WIDTH),
+        "blocks": [block_params(), block_params()],
+    }
+    return params, (torch.randint(0, WORDS, (rows, LENGTH)), torch.randint(0, WORDS, (rows, LENGTH)))
+
+
+def own_grads(loss_fn: Any, params: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> list[Tensor]:
+    leaves, containers = torch.utils._pytree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    total: list[Tensor] = []
+    for x, t in zip(*(half.tensor_split(microbatches) for half in batch), strict=True):
+        loss = loss_fn(torch.utils._pytree.tree_unflatten(leaves, containers), (x, t)) * (len(x) / len(batch[0]))
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        found = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
+        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+    return total
+
+
+def test_stages_skips_and_ties_fall_out_of_the_dataflow():
+    params, batch = gpt_case()
+    model, own = fpipe.from_loss(gpt, params, batch)
+    assert model.inputs == ("batch", 0, 1, (0, 2))
+    assert model.ties == (((0, "embed"), (3, "embed")),)
+    assert [len(stage) for stage in own] == [2, 6, 6, 0]
+    assert list(own[2])[:2] == ["blocks.1.gain", "blocks.1.bias"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 8])
+def test_its_gradients_are_the_functions_own(microbatches: int):
+    """Leaves that one stage reads are bitwise; where stages meet (the tied embedding, the skip) sums come in another
+    order than in one graph."""
+    params, batch = gpt_case()
+    model, own = fpipe.from_loss(gpt, params, batch)
+    schedule = (fpipe.checkpoint("always"), fpipe.split_backward(), fpipe.schedules.one_f_one_b(4), fpipe.merge())
+    program = fpipe.chain(fpipe.split(microbatches), *schedule)(fpipe.program(model))
+    assert fpipe.verify(program, model, own, batch).bitwise
+    grads = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    right = own_grads(gpt, params, batch, microbatches)
+    found = torch.utils._pytree.tree_leaves(grads)
+    assert all(torch.equal(a, b) for a, b in zip(found[2:], right[2:], strict=True))
+    for one, other in zip(found[:2], right[:2], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_chain_without_skips_is_bitwise_the_function():
+    def mlp(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        for number, weight in enumerate(params):
+            x = torch.tanh((fpipe.boundary(x) if number else x) @ weight)
+        return (x - target).square().mean()
+
+    params, batch = [torch.randn(4, 4) for _ in range(4)], (torch.randn(10, 4), torch.randn(10, 4))
+    model, own = fpipe.from_loss(mlp, params, batch)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(mlp, params, batch, 4), strict=True))
+
+
+def test_join_params_gives_the_pytree_back_and_split_params_undoes_it():
+    params, batch = gpt_case()
+    model, own = fpipe.from_loss(gpt, params, batch)
+    whole = fpipe.join_params(model, own)
+    flat = torch.utils._pytree.tree_leaves
+    assert torch.utils._pytree.tree_structure(whole) == torch.utils._pytree.tree_structure(params)
+    assert all(torch.equal(a, b) for a, b in zip(flat(whole), flat(params), strict=True))
+    again = fpipe.split_params(model, whole)
+    assert all(a.keys() == b.keys() and all(a[n] is b[n] for n in a) for a, b in zip(again, own, strict=True))
+
+
+def test_a_boundary_outside_from_loss_changes_nothing():
+    x = {"a": torch.ones(2), "n": 3}
+    assert fpipe.boundary(x) is x
+
+
+def test_branches_need_no_chain():
+    """Two towers and a head: the second tower takes the batch, not the first."""
+
+    def towers(params: dict[str, Tensor], batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
+        (left, right), target = batch
+        one = torch.tanh(left @ params["left"])
+        right, one = fpipe.boundary((right, one))
+        other = torch.tanh(right @ params["right"])
+        one, other = fpipe.boundary((one, other))
+        return ((one * other) @ params["head"] - target).square().mean()
+
+    params = {name: torch.randn(4, 4) for name in ("left", "right", "head")}
+    batch = (torch.randn(6, 4), torch.randn(6, 4)), torch.randn(6, 4)
+    model, own = fpipe.from_loss(towers, params, batch)
+    assert model.inputs == ("batch", "batch", (0, 1))
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, batch).bitwise
+
+
+def test_no_grad_autocast_and_changes_in_place_inside_a_stage_are_kept():
+    def odd(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        with torch.no_grad():
+            scale = (x @ params["w"]).abs().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            x = F.linear(x, params["w"])
+        x = fpipe.boundary(F.relu(x.float() / scale, inplace=True))
+        return (checkpoint(torch.tanh, x @ params["v"], use_reentrant=False) - target).square().mean()
+
+    params, batch = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(odd, params, batch)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    right = own_grads(odd, params, batch, 3)
+    assert all(torch.equal(a, b) for a, b in zip(found.values(), right, strict=True))
+
+
+def test_losses_that_count():
+    def masked(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, target = batch
+        y = fpipe.boundary(torch.tanh(x @ params["w"])) @ params["w"]
+        keep = target > 0
+        return ((y - target) * keep).square().sum(), keep.sum()
+
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(7, 4), torch.randn(7, 4))
+    model, own = fpipe.from_loss(masked, params, batch, reduction="count")
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    result = fpipe.build(program, model)(own, batch)
+    total, count = masked(params, batch)
+    torch.testing.assert_close(result.loss, total / count)
+    assert fpipe.verify(program, model, own, batch).bitwise
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def simple(change: Any, fn: Any = lambda x, w: fpipe.boundary(x @ w)) -> Any:
+    return lambda params, batch: change(fn(batch[0], params["w"]), params["w"], batch[1])
+
+
+def no_grad_across(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.no_grad():
+        y = fpipe.boundary(batch[0] @ params["w"]) * 2
+    return (y @ params["w"] - batch[1]).mean()
+
+
+REFUSED = {
+    "the target in an early stage": (
+        lambda params, batch: (fpipe.boundary(batch[0] @ params["w"] + batch[1]) @ params["w"]).mean(),
+        r"stage 0 reads the target \(add\); only what comes after the last boundary may",
+    ),
+    "a parameter in the loss": (
+        simple(lambda y, w, t: (y - t @ w).mean()),
+        r"matmul_1 reads the target and the parameter 'w': a loss\(y, target\) has no parameters",
+    ),
+    "a mark that nothing uses": (
+        lambda params, batch: (fpipe.boundary(batch[0]), (batch[0] @ params["w"] - batch[1]).mean())[1],
+        "boundary 1 has nothing to compute before it; leave it out",
+    ),
+    "two marks in a row": (
+        simple(lambda y, w, t: (fpipe.boundary(y) @ w - t).mean()),
+        "boundary 2 has nothing to compute before it; leave it out",
+    ),
+    "no_grad across a mark": (no_grad_across, "stands inside a no_grad or autocast block"),
+    "a custom backward": (
+        simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()),
+        "the stages give another gradient of w than loss_fn: a custom autograd.Function, say",
+    ),
+    "random numbers": (
+        simple(lambda y, w, t: (F.dropout(y @ w) - t).square().mean()),
+        "drew random numbers",
+    ),
+    "a fixed number of rows": (
+        simple(lambda y, w, t: (y @ w - t).mean() * (2 if y.shape[0] == 6 else 1)),
+        "loss_fn holds for one number of rows only, that of the example",
+    ),
+    "no tensor to mark": (lambda params, batch: fpipe.boundary(3), r"boundary\(\) marks a pytree of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_the_reason(name: str):
+    loss_fn, sentence = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4)))
+
+
+def test_a_parameter_that_is_no_tensor():
+    with pytest.raises(ValueError, match=re.escape("params['n'] is a int; parameters are tensors")):
+        fpipe.from_loss(gpt, {"n": 3}, (torch.ones(2), torch.ones(2)))
+
+
+def test_a_batch_of_another_shape():
+    params, batch = gpt_case()
+    model, own = fpipe.from_loss(gpt, params, batch)
+    longer = tuple(torch.cat([half, half], 1) for half in batch)
+    with pytest.raises(ValueError, match=r"inputs was \(8, 6\) when loss_fn was traced, found \(8, 12\)"):
+        fpipe.build(fpipe.program(model), model)(own, longer)
+
+
+def test_a_number_of_rows_that_takes_another_way():
+    def larger(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(batch[0] @ params["w"])
+        return (y @ params["w"] * (2 if y.shape[0] > 3 else 1) - batch[1]).mean()
+
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(larger, params, batch)
+    fpipe.build(fpipe.program(model), model)(own, batch)
+    with pytest.raises(ValueError, match="loss_fn does another thing for 3 rows than for the example"):
+        fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(own, batch)
+
+
+def test_an_example_of_one_row_and_a_net_called_by_functional_call():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = torch.func.functional_call(net, params, (batch[0],))
+        return (fpipe.boundary(y) * 2 - batch[1]).square().mean()
+
+    params = dict(net.named_parameters())
+    model, own = fpipe.from_loss(loss_fn, params, (torch.randn(1, 4), torch.randn(1, 4)))
+    assert list(own[0]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, (torch.randn(7, 4), torch.randn(7, 4))).bitwise
