@@ -1,7 +1,6 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
 from fpipe import interop, schedules
-from fpipe import schedules
 from fpipe.balance import balance
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
