@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.ambient import Untraceable, plainly
 from fpipe.graphs.code import compiled, source
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
-from fpipe.graphs.trace import Untraceable
 from fpipe.models import Model, Stage
-from fpipe.traces import Call, Spec, Traces, plainly, wanting, wants
+from fpipe.traces import Call, Spec, Traces, wanting, wants
 
 
 @dataclass(frozen=True)

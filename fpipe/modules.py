@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[rep
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fpipe.balance import balance
+from fpipe.graphs.alike import Same, alike
 from fpipe.models import Model, Reduction, from_functions
 from fpipe.params import same_keys
 
@@ -185,7 +185,7 @@ class StageModule:
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(_twin(module, odd) for module in self.children.values())
-        return tuple(short), fixed, twins, _Same(self) if odd else None
+        return tuple(short), fixed, twins, Same(self) if odd else None
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:
@@ -197,45 +197,13 @@ def _short(path: str, place: Mapping[str, str]) -> str:
 def _twin(module: nn.Module, odd: list[Any]) -> Any:
     """What a module computes, as a value to compare: class, plain attributes, mode, and the same of its children."""
     attributes = vars(module)
-    plain = tuple((name, _comparable(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
     children = tuple((name, child and _twin(child, odd)) for name, child in attributes["_modules"].items())
-    return type(module), plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
+    forward = alike(type(module).forward, odd)
+    return type(module), forward, plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
 
 
 _NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
-
-
-def _comparable(value: Any, odd: list[Any]) -> Any:
-    """A plain value as itself, of any type told apart from others; anything else as the one object that it is.
-
-    What is neither plain nor a function or class that keeps nothing is noted as odd.
-    """
-    if isinstance(value, float | complex):
-        return type(value), repr(value)  # -0.0 is not 0.0
-    if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
-        return type(value), value
-    if isinstance(value, list | tuple):
-        return type(value), tuple(_comparable(one, odd) for one in value)
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(_comparable(one, odd) for one in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((_comparable(key, odd), _comparable(one, odd)) for key, one in value.items())
-    if not isinstance(value, type | BuiltinFunctionType) and getattr(value, "__closure__", odd) is not None:
-        odd.append(value)
-    return _Same(value)
-
-
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """One object, which stays alive while somebody may compare it."""
-
-    what: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.what is self.what
-
-    def __hash__(self) -> int:
-        return id(self.what)
 
 
 class _Bound(nn.Module):

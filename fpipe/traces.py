@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.alike import alike
+from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
-from fpipe.graphs.trace import Untraceable, outline, trace
+from fpipe.graphs.recent import Recent
+from fpipe.graphs.trace import outline, trace
 from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart
 from fpipe.modules import StageModule
 from fpipe.params import same_keys
@@ -63,11 +67,23 @@ class Outline:
 
 
 class Store:
-    """What has been traced of one function, by the way it was called."""
+    """What has been traced of one function, by the way it was called; what was not used for long is forgotten."""
 
     def __init__(self) -> None:
-        self.outlines: dict[Any, Outline] = {}
-        self.graphs: dict[Any, Graph] = {}
+        self.outlines: Recent[Any, Outline] = Recent(_MOST)
+        self.graphs: Recent[Any, Graph] = Recent(_MOST)
+        self._versions: Recent[Any, int] = Recent(_MOST)
+
+    def version(self, function: Any) -> int:
+        """A number for a function as it is: its code, its defaults and what it closes over may change in place."""
+        now = alike(function)
+        if now not in self._versions:
+            self._versions[now] = next(_NUMBERS)
+        return self._versions[now]
+
+
+_MOST = 512
+_NUMBERS = count()
 
 
 # A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
@@ -87,6 +103,7 @@ class Traces:
         self.model, self.known_only = model, known_only
         self._places: dict[Call, tuple[Store, Any]] = {}
         self._twins: dict[int, Any] = {}
+        self._stores: dict[int, tuple[Store, int]] = {}
 
     def outline(self, call: Call) -> Outline:
         """What a call writes, by running it once on tensors without data."""
@@ -162,12 +179,16 @@ class Traces:
         store, own = self._store(stage.forward)
         return store, (own, how, call.specs, repr(call.specs), *around)
 
-    def _store(self, function: Any) -> tuple[Store, int | None]:
-        """The traces of a function; those that lie with the model's own are told apart by who the function is."""
-        if type(function).__eq__ is object.__eq__:
-            with suppress(TypeError):
-                return _OF_FUNCTIONS.setdefault(function, Store()), None
-        return _OF_MODELS.setdefault(self.model, Store()), id(function)
+    def _store(self, function: Any) -> tuple[Store, int]:
+        """The traces of a function, and which of those are of the function as it is."""
+        if id(function) not in self._stores:
+            store = None
+            if type(function).__eq__ is object.__eq__:
+                with suppress(TypeError):
+                    store = _OF_FUNCTIONS.setdefault(function, Store())
+            store = _OF_MODELS.setdefault(self.model, Store()) if store is None else store
+            self._stores[id(function)] = store, store.version(function)
+        return self._stores[id(function)]
 
     def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
         """The call as a function of leaves; it notes the containers of what it writes."""
@@ -221,27 +242,6 @@ def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
     given = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
-
-
-def ambient() -> tuple[Any, ...]:
-    """What changes the ops that torch runs for the same Python: autocast, and the default dtype."""
-    kinds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    casts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds)
-    return (torch.get_default_dtype(), *casts)
-
-
-_AUTOCAST = ("cpu", "cuda")
-
-
-@contextmanager
-def plainly() -> Generator[None]:
-    """Ops as they are written: without autograd, and without casts, which the graphs hold."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind in _AUTOCAST:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
-from fpipe.traces import plainly
+from fpipe.graphs.ambient import plainly
 from tests.layers import CASES, Case, Made
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"

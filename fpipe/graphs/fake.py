@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from fpipe.graphs.ambient import kernels
+
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.
 _CONTIGUOUS = tuple(getattr(_aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"))
@@ -86,7 +88,7 @@ _MOST = 4096
 
 def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
     """The strides of what an op writes, by running it once on zeros; nothing where it cannot run on those."""
-    key = (op, _described(args), _described(kwargs.items()))
+    key = (op, kernels(), _described(args), _described(kwargs.items()))
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
@@ -30,18 +31,6 @@ Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 
 _aten = torch.ops.aten
 _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
-
-
-class Untraceable(Exception):
-    """A function that no list of ops stands for, and why; `stage` is its number where it is a stage's."""
-
-    stage: int | None = None
-
-    def of(self, stage: int, who: str) -> Untraceable:
-        """The same of a stage."""
-        made = Untraceable(f"{who}: {self}")
-        made.stage = stage
-        return made
 
 
 def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...]]:

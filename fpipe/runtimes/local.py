@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.ambient import Untraceable, casts, plainly
 from fpipe.graphs.graph import Fact, fact
-from fpipe.graphs.trace import Untraceable
+from fpipe.graphs.recent import Recent
 from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, refuse_inference_mode
 from fpipe.modules import StageModule
@@ -25,8 +26,8 @@ from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.lower import Surprise, lower
 from fpipe.runtimes.shapes import Plain, Thing, dense
+from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
-from fpipe.traces import ambient, plainly
 
 
 def local(
@@ -42,19 +43,14 @@ def local(
     by_hand = walk(program, model, record=record, check_finite=check_finite)
     if not trace:
         return by_hand
-    known: dict[Any, Prepared | None] = {}
-    modules = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
-
-    def signature_of(leaves: Sequence[Any], containers: Any) -> Any:
-        modes = [mode for module in modules for mode in module.modes()]
-        own = [leaf for module in modules for leaf in module.constants()]
-        return (containers, ambient(), torch.get_num_threads(), *map(_signature, leaves), *map(_signature, own), *modes)
+    signatures = Signatures(model)
+    known: Recent[Any, Prepared | None] = Recent(_MOST)
 
     if example is not None:
         params, batch, state = (*example, None)[:3]
         given = params, batch, state
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            known[signature_of(*tree.flatten(given))] = Prepared(program, model, *given, None, Plain())
+            known[signatures.of(*tree.flatten(given))] = Prepared(program, model, *given, None, Plain())
 
     def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
         seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see)
@@ -64,25 +60,27 @@ def local(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
-        leaves, containers = tree.flatten((params, batch, state))
-        signature = signature_of(leaves, containers)
+        given = params, batch, state
+        leaves, containers = tree.flatten(given)
         try:
-            new = signature not in known
-        except TypeError as error:
+            signature = signatures.of(leaves, containers)
+            lowered = known.get(signature, _NEW)
+        except (TypeError, Untraceable) as error:
             made = by_hand(params, batch, state=state, key=key)
-            warnings.warn(
-                f"this step runs every stage under autograd: a leaf cannot be compared ({error})", stacklevel=2
-            )
+            why = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
+            warnings.warn(f"this step runs every stage under autograd: {why}", stacklevel=2)
             return made
-        if new:
+        if lowered is _NEW:
             with _TRACING:
-                given = (params, batch, state)
-                result, known[signature] = _first(program, model, partial(first, given, key), given, key)
-            if result is not None:
-                return result
-        lowered = known[signature]
-        if lowered is None or (record and lowered.plain.stages):  # what autograd keeps is not in the slots
-            return by_hand(params, batch, state=state, key=key)
+                lowered = known.get(signature, _NEW)  # another thread may have come first
+                if lowered is _NEW:
+                    result, lowered = _first(program, model, partial(first, given, key), given, key)
+                    known[signature] = lowered
+                    signatures.count(signature, given)
+                    if result is not None:
+                        return result
+        if not isinstance(lowered, Prepared) or (record and lowered.plain.stages):
+            return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
         try:
             return lowered.run(leaves, state, record=record, check_finite=check_finite)
         except (Surprise, RuntimeError) as error:
@@ -94,6 +92,8 @@ def local(
     return step
 
 
+_MOST = 128
+_NEW = object()
 _TRACING = threading.RLock()
 
 
@@ -112,7 +112,7 @@ def _first(
         except Untraceable as error:
             wanted = result
             known = error.stage is None or error.stage in plain.stages
-            if known or plain.lost or len(ambient()) > 1:
+            if known or plain.lost or casts():
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
                 return result, None
             warnings.warn(
@@ -120,13 +120,6 @@ def _first(
                 stacklevel=4,
             )
             plain.stages[error.stage or 0] = str(error)
-
-
-def _signature(leaf: Any) -> Any:
-    """What of a leaf the traces depend on."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, torch.get_default_device() if leaf.is_meta else leaf.device
-    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 
 class _Leaf:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.add import adding, owned
+from fpipe.graphs.ambient import kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.graph import Fact, Graph, aval
@@ -157,7 +158,7 @@ class _Writer:
         copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
         labels = tuple(label_of(value) for value in op.writes)
         adding_to = tuple(map(label_of, adds))
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, torch.get_num_threads())
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, kernels())
         first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied))
         named = self.shapes.labels(op) | {
             "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
-from fpipe.graphs.trace import Untraceable
 from fpipe.models import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run

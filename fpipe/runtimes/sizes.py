@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact
-from fpipe.graphs.trace import Untraceable
 from fpipe.memory import Account
 from fpipe.models import Model
 from fpipe.program import Program, Value

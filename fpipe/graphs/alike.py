@@ -1,0 +1,77 @@
+"""Tell whether two things would compute the same: plain values by value, functions by their code and what it reaches.
+
+    def f(x): return x * k        k = 2: alike(f) == alike(f)        k = 3: not alike(f) as it was
+
+Of all else a thing is only like itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+
+def alike(value: Any, odd: list[Any] | None = None) -> Any:
+    """What to compare a value by, and to hash. It keeps alive nothing that can be referred to weakly.
+
+    Args:
+        value: anything; the code, defaults and closure of a function as they are now.
+        odd: takes what is neither plain, nor a class, nor a function of such: it may change and stay the same object.
+
+    >>> alike([1, 0.0]) == alike([True, -0.0]), alike({"a": (1,)}) == alike({"a": (1,)})
+    (False, True)
+    """
+    return _alike(value, [] if odd is None else odd, ())
+
+
+def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # -0.0 is not 0.0
+    if value is None or isinstance(value, bool | int | str | bytes | torch.dtype | torch.device | CodeType):
+        return type(value), value
+    if id(value) in within:
+        return "above", within.index(id(value))
+    inner = (*within, id(value))
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_alike(one, odd, inner) for one in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_alike(one, odd, inner) for one in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((_alike(key, odd, inner), _alike(one, odd, inner)) for key, one in value.items())
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
+        return (Same(value), *(_alike(part, odd, inner) for part in parts))
+    if isinstance(value, MethodType):
+        return MethodType, _alike(value.__func__, odd, inner), _alike(value.__self__, odd, inner)
+    if not isinstance(value, type | BuiltinFunctionType):
+        odd.append(value)
+    return Same(value)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return CellType
+
+
+class Same:
+    """One object and no other."""
+
+    def __init__(self, what: Any) -> None:
+        try:
+            self._what: Any = weakref.ref(what)
+        except TypeError:
+            self._what = lambda: what
+        self._number = id(what)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._what() is not None and self._what() is other._what()
+
+    def __hash__(self) -> int:
+        return self._number

@@ -1,0 +1,95 @@
+"""What changes the ops or kernels that torch runs for the same Python: autocast, defaults, kernel flags, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_BACKENDS: Any = torch.backends
+_FLAGS = tuple(
+    getattr(_C, f"_get_{name}")
+    for name in (
+        "deterministic_algorithms",
+        "deterministic_algorithms_warn_only",
+        "flash_sdp_enabled",
+        "mem_efficient_sdp_enabled",
+        "math_sdp_enabled",
+        "cudnn_sdp_enabled",
+        "overrideable_sdp_enabled",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "mkldnn_enabled",
+        "mkldnn_deterministic",
+        "nnpack_enabled",
+        "cpu_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "linalg_preferred_backend",
+        "blas_preferred_backend",
+    )
+    if hasattr(_C, f"_get_{name}")
+)
+# Where numbers may be rounded before they are multiplied; "generic" stands for all of them.
+_PLACES = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
+_PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op in ("all", "matmul", "conv", "rnn")))
+
+
+class Untraceable(Exception):
+    """A function that no list of ops stands for, and why; `stage` is its number where it is a stage's."""
+
+    stage: int | None = None
+
+    def of(self, stage: int, who: str) -> Untraceable:
+        """The same of a stage."""
+        made = Untraceable(f"{who}: {self}")
+        made.stage = stage
+        return made
+
+
+def ambient() -> tuple[Any, ...]:
+    """All of that as a value.
+
+    Raises:
+        Untraceable: there are hooks on the tensors that autograd saves: a trace, which saves none, would not call them.
+    """
+    if _C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise Untraceable("saved_tensors_hooks are on, which see only what autograd saves")
+    defaults = torch.get_default_dtype(), _device.CURRENT_DEVICE
+    return *defaults, _BACKENDS.mha.get_fastpath_enabled(), _BACKENDS.opt_einsum.enabled, kernels(), casts()
+
+
+def kernels() -> tuple[Any, ...]:
+    """What chooses among the kernels of an op: flags, and the number of threads."""
+    precisions = tuple(_C._get_fp32_precision_getter(*place) for place in _PRECISIONS)
+    return (torch.get_num_threads(), *(flag() for flag in _FLAGS), *precisions, *_C._get_sdp_priority_order())
+
+
+def casts() -> tuple[Any, ...]:
+    """The kinds of device that autocast is on for, to which dtype, and whether it keeps what it has cast."""
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        for kind in _KINDS
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+_KINDS = ("cpu", "cuda")
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Ops as they are written: without autograd, and without casts, which the graphs hold."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in _KINDS:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

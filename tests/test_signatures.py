@@ -1,0 +1,269 @@
+"""When a step is traced anew: all that a trace was made for is in its signature, or in the key it is found by."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fpipe
+from fpipe.tree import leaves
+
+TRACES: Any = sys.modules["fpipe.traces"]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each trace that is made."""
+    made: list[str] = []
+    plain = TRACES.trace
+    monkeypatch.setattr(TRACES, "trace", lambda *args: made.append("trace") or plain(*args))
+    return made
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def built(*functions: Any, m: int = 2) -> tuple[fpipe.Model, Callable[..., fpipe.Result]]:
+    model = fpipe.from_functions(functions, loss=squares)
+    pipeline = fpipe.chain(fpipe.split(m), fpipe.schedules.gpipe(len(functions)), fpipe.merge())
+    return model, fpipe.build(pipeline(fpipe.program(model)), model)
+
+
+def same(one: fpipe.Result, other: fpipe.Result) -> bool:
+    return all(map(torch.equal, leaves((one.loss, one.grads)), leaves((other.loss, other.grads))))
+
+
+# Kernel flags.
+
+
+def attends(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    q, k, v = (x @ p["w"]).view(len(x), 16, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.conv1d(y.transpose(1, 2).reshape(len(x), 16, 16), p["c"], padding=1)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def rounding():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "deterministic": deterministic,
+    "matmul precision": rounding,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
+def test_kernel_flags_are_those_of_the_step(around: Callable[[], AbstractContextManager[Any]], traced: list[str]):
+    model, step = built(attends, lambda p, x: attends(p, x))
+    params = tuple({"w": torch.randn(16, 48), "c": torch.randn(16, 16, 3)} for _ in range(2))
+    batch = torch.randn(4, 16, 16), torch.randn(4, 16, 16)
+    outside = step(params, batch)
+    for _ in range(2):
+        traced.clear()
+        with around():
+            found = step(params, batch)
+            assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+    assert traced == []  # the second time
+    assert same(step(params, batch), outside)
+
+
+def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+PARAMS, BATCH = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_hooks_on_what_autograd_saves_see_it():
+    _, step = built(smooth)
+    plain, saved = step(PARAMS, BATCH), []
+    with (
+        saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor),
+        pytest.warns(UserWarning, match="every stage under autograd: saved_tensors_hooks are on"),
+    ):
+        assert same(step(PARAMS, BATCH), plain)
+    assert saved
+    with pytest.raises(ValueError, match="saved_tensors_hooks are on"), save_on_cpu():
+        fpipe.linearize(smooth, PARAMS[0], BATCH[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(step(PARAMS, BATCH), plain)
+
+
+# What a function is.
+
+
+def scaling(by: Any) -> tuple[Callable[..., Tensor], Callable[[Any], None]]:
+    def stage(p: dict[str, Tensor], x: Tensor, *, unused: float = 0.0) -> Tensor:
+        return torch.tanh(x @ p["w"]) * (by[0] if isinstance(by, list) else by)
+
+    def change(to: Any) -> None:
+        nonlocal by
+        by = to
+
+    return stage, change
+
+
+def turned(p: dict[str, Tensor], x: Tensor, *, unused: float = 0.0) -> Tensor:
+    return torch.sin(x @ p["w"])
+
+
+def closure(stage: Any, change: Callable[[Any], None]) -> None:
+    change(3.0)
+
+
+def true_for_one(stage: Any, change: Callable[[Any], None]) -> None:
+    change(True)
+
+
+def tensor(stage: Any, change: Callable[[Any], None]) -> None:
+    change(torch.tensor(7.0))
+
+
+def code(stage: Any, change: Callable[[Any], None]) -> None:
+    stage.__code__ = (lambda by: lambda p, x: torch.sin(x @ p["w"]) * by)(1).__code__
+
+
+CHANGES = [closure, true_for_one, tensor, code]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_function_that_is_changed_in_place_is_traced_anew_by_the_next_build(how, traced: list[str]):
+    stage, change = scaling(1.0)
+    model, step = built(stage)
+    step(PARAMS, BATCH)
+    how(stage, change)
+    traced.clear()
+    found = built(stage)[1](PARAMS, BATCH)
+    assert traced == ["trace"]
+    assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+    traced.clear()
+    assert same(built(stage)[1](PARAMS, BATCH), found)
+    assert traced == []
+
+
+def test_what_a_list_in_a_closure_holds_counts():
+    by = [1.0]
+    stage, _ = scaling(by)
+    built(stage)[1](PARAMS, BATCH)
+    by[0] = 2.0
+    model, step = built(stage)
+    assert same(step(PARAMS, BATCH), fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+
+
+def with_default(p: dict[str, Tensor], x: Tensor, by: float = 1.0) -> Tensor:
+    return torch.tanh(x @ p["w"]) * by
+
+
+def test_a_default_that_is_changed_counts():
+    built(with_default)[1](PARAMS, BATCH)
+    with_default.__defaults__ = (2.0,)
+    model, step = built(with_default)
+    assert same(step(PARAMS, BATCH), fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_a_forward_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch):
+    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(4, 4), Doubling()), stages=1, loss=squares)
+    program = fpipe.program(model)
+    fpipe.build(program, model)(params, BATCH)
+    monkeypatch.setattr(Doubling, "forward", lambda self, x: x * 3)
+    assert same(fpipe.build(program, model)(params, BATCH), fpipe.reference(model, params, BATCH))
+
+
+def test_a_function_that_closes_over_itself_goes_with_its_traces():
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return x @ p["w"] if callable(stage) else x
+
+    built(stage)[1](PARAMS, BATCH)
+    gone = weakref.ref(stage)
+    stage = None
+    gc.collect()
+    assert gone() is None
+
+
+# What changes each step.
+
+
+def test_a_number_that_changes_each_step_is_told_once():
+    _, step = built(lambda p, x: torch.tanh(x["x"] @ p["w"]) * x["scale"][0])
+    x, target = BATCH
+    said: list[str] = []
+    for k in range(12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(PARAMS, ({"x": x, "scale": (k / 8,)}, target))
+        said += [str(warning.message) for warning in caught]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "this step was traced again 8 times, since each step was handed something else: last time "
+        "batch[0]['scale'][0] was 0.875 and is 1.0. Hand in a number that changes as a 0-d tensor"
+    )
+
+
+def test_a_batch_that_changes_its_shape_is_named():
+    _, step = built(smooth)
+    for rows in range(2, 10):
+        step(PARAMS, (torch.randn(rows, 4), torch.randn(rows, 4)))
+    with pytest.warns(UserWarning, match=r"last time batch\[0\] was float32\[9, 4\] .* and is float32\[10, 4\]"):
+        step(PARAMS, (torch.randn(10, 4), torch.randn(10, 4)))
+
+
+def test_a_key_of_params_may_be_true_or_one():
+    model = fpipe.from_functions([lambda p, x: x @ p[1]], loss=squares)
+    step = fpipe.build(fpipe.program(model), model)
+    for key in (1, True, 1.0):
+        grads = step(({key: torch.randn(4, 4)},), BATCH).grads
+        assert [repr(name) for name in grads[0]] == [repr(key)]
+
+
+def test_threads_that_start_together_trace_once(traced: list[str]):
+    _, step = built(lambda p, x: smooth(p, x))
+    step(PARAMS, BATCH)
+    once = len(traced)
+    traced.clear()
+    _, step = built(lambda p, x: smooth(p, x))
+    found: list[fpipe.Result] = []
+    threads = [threading.Thread(target=lambda: found.append(step(PARAMS, BATCH))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(traced) == once
+    assert all(same(one, found[0]) for one in found)
