@@ -148,7 +148,10 @@ class Costs:
             return given.storages(value)
         if isinstance(given, Mapping):
             if value.name not in given:
-                raise ValueError(f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given))}.")
+                raise ValueError(
+                    f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given))}; add "
+                    f"{value.name!r}, 0 if it does not count."
+                )
             size = _at(cast("PerStage", given[value.name]), value.stage or 0, f"bytes of {value.name!r}")
         else:
             size = _count(f"the bytes of {value}", given(value))

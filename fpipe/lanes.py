@@ -40,28 +40,40 @@ class Round(NamedTuple):
     results: dict[tuple[Value, int], float]
 
 
-def is_plain(program: Program, costs: Costs) -> bool:
+class Columns(NamedTuple):
+    """Of every op its kind, stage and rank, and the first op of each such three; for programs of a million ops."""
+
+    kinds: list[str]
+    ranks: list[int]
+    keys: list[tuple[str, int | None, int]]
+    firsts: dict[tuple[str, int | None, int], Op]
+
+
+def columns(program: Program) -> Columns:
+    """The columns of a program, by iterators of C."""
+    keys = list(map(itemgetter(0, 1, 4), program.ops))
+    firsts = dict(zip(reversed(keys), reversed(program.ops), strict=True))
+    return Columns(list(map(itemgetter(0), keys)), list(map(itemgetter(2), keys)), keys, firsts)
+
+
+def is_plain(known: Columns, costs: Costs) -> bool:
     """Whether nothing but the main lanes and one latency for all links matters."""
     constant = isinstance(costs.transfer, int | float) and costs.bandwidth is None and costs.sender == "free"
-    return constant and all(kind_of(kind).lane == "main" for kind in set(map(itemgetter(0), program.ops)))
+    return constant and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts)
 
 
-def walk_plain(program: Program, costs: Costs, transfer: float) -> tuple[list[float], list[float]]:
+def walk_plain(program: Program, costs: Costs, transfer: float, known: Columns) -> tuple[list[float], list[float]]:
     """The starts and ends of ops where `is_plain` says so: what `walk` gives, several times as fast.
 
-    Costs and lanes are looked up by iterators of C, once for each kind and stage; 0.5 us an op are left.
+    Costs are looked up once for each kind and stage; what is left is 0.5 us an op.
     """
-    ops = program.ops
-    kinds = list(map(itemgetter(0, 1), ops))
-    ranks = list(map(itemgetter(4), ops))
-    seconds = {key: costs.seconds(op) for key, op in dict(zip(kinds, ops, strict=True)).items() if key[0] != "PAIR"}
-    loose = {kind for kind, _ in seconds if not _is_scheduled(kind)}
-    took = [costs.seconds(op) for op in ops] if len(seconds) < len(set(kinds)) else [seconds[key] for key in kinds]
-    lanes = ranks
-    if loose:
-        lanes = [
-            -1 if key[0] in loose and not cost else rank for key, cost, rank in zip(kinds, took, ranks, strict=True)
-        ]
+    ops, ranks = program.ops, known.ranks
+    seconds = {key: costs.seconds(op) for key, op in known.firsts.items()}
+    took: list[float] = list(map(seconds.__getitem__, known.keys))
+    if "PAIR" in known.kinds:
+        took = [costs.seconds(op) if op[7] else cost for op, cost in zip(ops, took, strict=True)]
+    loose = {key for key, cost in seconds.items() if not cost and not _is_scheduled(key[0])}
+    lanes = [-1 if key in loose else key[2] for key in known.keys] if loose else ranks
     free = [0.0] * program.ranks
     starts: list[float] = []
     ends = [0.0] * (len(ops) + 1)  # the last is for inputs, which are at -1
@@ -134,13 +146,12 @@ def _is_scheduled(kind: str) -> bool:
 
 
 def _with_transfers(program: Program, costs: Costs) -> Program:
-    """Where transfers wait for each other, or senders for them, they are made ops, so that their order is known."""
-    if costs.bandwidth is None and costs.sender == "free":
-        return program
+    """Where transfers wait for each other, or senders for them, they are made ops, so that their order is known.
+    FREE takes no time anywhere."""
     if any(op.kind == "FREE" for op in program.ops):
         ops = tuple(op for op in program.ops if op.kind != "FREE")
-        return communicate()(Program.trusted(program.inputs, ops, program.outputs))
-    return communicate()(program)
+        program = Program.trusted(program.inputs, ops, program.outputs)
+    return program if costs.bandwidth is None and costs.sender == "free" else communicate()(program)
 
 
 def _as_before(program: Program, whole: Program, made: Round) -> Round:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import accumulate, compress, groupby, repeat
 from operator import itemgetter
 
-from fpipe.lanes import Transfer
-from fpipe.program import Op, Program, Value, kind_of, parts_of
+from fpipe.lanes import Columns, Transfer
+from fpipe.program import Program, Value, kind_of, parts_of
 
 Steps = list[tuple[float, float, int, float]]
 """Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""
@@ -76,7 +76,8 @@ def bytes_held(
 
 def shares(program: Program) -> list[int]:
     """How many forwards one microbatch has on each rank (chunks times slices), which together count 1."""
-    forwards = [op for op in parts_of(program.ops) if op[0] == "F"]
+    ops = parts_of(program.ops)
+    forwards = compress(ops, map("F".__eq__, map(itemgetter(0), ops)))
     share = [1] * program.ranks
     for (rank, _), count in Counter(map(itemgetter(4, 2), forwards)).items():
         share[rank] = max(share[rank], count)
@@ -84,15 +85,19 @@ def shares(program: Program) -> list[int]:
 
 
 def units_held(
-    program: Program, starts: list[float], ends: list[float], transfers: Callable[[], Iterable[Transfer]]
+    program: Program,
+    starts: list[float],
+    ends: list[float],
+    transfers: Callable[[], Iterable[Transfer]],
+    known: Columns,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
     share = shares(program)
-    if _stay(program):
-        both = _in_the_order_of_the_ranks(program)
+    if residuals_stay(program, known):
+        both = peaks_in_order(program, known)
     else:
         moved = list(transfers())
-        both = tuple(_most(unit_steps(program, starts, ends, moved, released), program.ranks) for released in (0, 1))
+        both = tuple(peaks_of(unit_steps(program, starts, ends, moved, released), program.ranks) for released in (0, 1))
     held, released = ([most / count for most, count in zip(peak, share, strict=True)] for peak in both)
     return tuple(held), tuple(released)
 
@@ -100,7 +105,7 @@ def units_held(
 def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]]:
     """What a rank holds from each moment on at which it changes: (seconds, amount)."""
     own = sorted(step[:2] + step[3:] for step in steps if step[2] == rank and step[3])
-    amounts = accumulate(change / share for _, _, change in own)
+    amounts = (held / share for held in accumulate(change for _, _, change in own))
     moments = groupby(zip((when for when, _, _ in own), amounts, strict=True), key=itemgetter(0))
     # Within one moment the most that is held is shown too, so that the curve's maximum is the peak.
     found: list[tuple[float, float]] = []
@@ -112,7 +117,8 @@ def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]
     return found
 
 
-def _most(steps: Steps, ranks: int) -> list[float]:
+def peaks_of(steps: Steps, ranks: int) -> list[float]:
+    """The most that each rank holds."""
     now, peak = [0.0] * ranks, [0.0] * ranks
     for _, _, rank, change in sorted(steps):
         now[rank] += change
@@ -120,48 +126,37 @@ def _most(steps: Steps, ranks: int) -> list[float]:
     return peak
 
 
-def _stay(program: Program) -> bool:
-    """Whether all residuals stay on the rank that computes them until a backward of the same rank reads them."""
-    ops = program.ops
-    copies = [op for op in ops if op[0] in ("SEND", "RECV") or kind_of(op[0]).lane == "copy"]
-    if any(value.name == "res" for op in copies for value in op.reads):
+def residuals_stay(program: Program, known: Columns) -> bool:
+    """Whether all ops of a stage are on one rank, and no residuals are copied."""
+    if any(kind == "PAIR" for kind, _, _ in known.firsts):
         return False
-    places = set(map(itemgetter(1, 4), ops))
-    if len({stage for stage, _ in places}) == len(places):
-        return True
-    parts = parts_of(ops)
-    forwards = {op[1:5] for op in parts if op[0] == "F" or op[0] == "R"}
-    return all(op[1:5] in forwards for op in parts if op[0] in ("B", "I", "W"))
-
-
-def _in_the_order_of_the_ranks(program: Program) -> tuple[list[float], list[float]]:
-    """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
-    ops = parts_of(program.ops)
-    kinds = set(map(itemgetter(0), ops))
-    return (
-        _peaks(ops, program.ranks, ("B", "W")),
-        _peaks(ops, program.ranks, ("B", "I")) if "I" in kinds else _peaks(ops, program.ranks, ("B", "W")),
+    places = {(stage, rank) for kind, stage, rank in known.firsts if kind_of(kind).time}
+    copying = {kind for kind, _, _ in known.firsts if kind_of(kind).lane == "copy"}
+    return len({stage for stage, _ in places}) == len(places) and not (
+        copying and any(value.name == "res" for op in program.ops if op.kind in copying for value in op.reads)
     )
 
 
-def _peaks(ops: Sequence[Op], ranks: int, last: tuple[str, str]) -> list[float]:
+def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[float]]:
+    """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
+    changes = list(map({"F": 1, "R": 1, "B": -1, "W": -1}.get, known.kinds, repeat(0)))
+    if sum(changes):  # some F, being recomputed, leave no residuals
+        made = zip(changes, program.ops, strict=True)
+        changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in made]
+    held = _peaks(known.ranks, changes, program.ranks)
+    if "I" not in known.kinds:
+        return held, held
+    sooner = {"I": -1, "W": 0}
+    return held, _peaks(known.ranks, list(map(sooner.get, known.kinds, changes)), program.ranks)
+
+
+def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
     held, peak = [0] * ranks, [0] * ranks
-    for op in ops:
-        kind = op[0]
-        if kind == "F" or kind == "R":
-            if _leaves_residuals(op):
-                rank = op[4]
-                held[rank] = now = held[rank] + 1
-                if now > peak[rank]:
-                    peak[rank] = now
-        elif kind in last:
-            held[op[4]] -= 1
+    for rank, change in zip(at, changes, strict=True):
+        held[rank] = now = held[rank] + change
+        if now > peak[rank]:
+            peak[rank] = now
     return list(map(float, peak))
-
-
-def _leaves_residuals(op: Op) -> bool:
-    writes = op[6]
-    return bool(writes) and (writes[-1][0] == "res" or any(value[0] == "res" for value in writes))
 
 
 def unit_steps(

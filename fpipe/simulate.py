@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, repeat
 
 from fpipe.costs import Costs
-from fpipe.lanes import is_plain, walk, walk_plain
+from fpipe.lanes import columns, is_plain, walk, walk_plain
 from fpipe.memory import bytes_held, units_held
 from fpipe.program import Program, building, the_program
 from fpipe.timeline import Timeline
@@ -41,10 +41,11 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():
-        if iterations == 1 and is_plain(program, costs):
+        known = columns(program)
+        if iterations == 1 and is_plain(known, costs):
             transfer = costs.transfer
             assert isinstance(transfer, int | float)
-            starts, ends = walk_plain(program, costs, transfer)
+            starts, ends = walk_plain(program, costs, transfer, known)
             moved, delivered = None, _delivered(program, ends, transfer)
             last = (max(max(ends, default=0.0), delivered),)
             events = tuple(map(_new, repeat(Event), zip(program.ops, starts, ends, strict=True)))
@@ -61,7 +62,7 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
             peak, steps = bytes_held(program, costs.storages, starts, ends)
             return Timeline(events, program.ranks, peak, peak, *more, steps)
         travelled = (lambda: moved[0]) if moved is not None else lambda: next(walk(program, costs)).transfers
-        return Timeline(events, program.ranks, *units_held(program, starts, ends, travelled), *more)
+        return Timeline(events, program.ranks, *units_held(program, starts, ends, travelled, known), *more)
 
 
 def _delivered(program: Program, ends: list[float], transfer: float) -> float:

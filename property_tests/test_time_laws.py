@@ -1,0 +1,175 @@
+"""Laws of time: what a simulation says does not depend on how transfers are written, and adds up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.lanes import Transfer, columns, is_plain, walk, walk_plain
+from fpipe.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
+from fpipe.program import Program
+from fpipe.timeline import Timeline
+from property_tests.strategies import Plan, plans
+
+SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
+NAMES = (
+    "y",
+    "dx",
+    "res",
+    "wres",
+    "g",
+    "sum",
+    "loss",
+    "x",
+    "t",
+    "w",
+    "inputs",
+    "target",
+    "params",
+    "dy",
+    "count",
+    "outputs",
+)
+
+
+@st.composite
+def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
+    """Random costs of every kind: latencies and bandwidths for each link, senders free and busy."""
+    per_stage = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5))
+    ops = [draw(per_stage) for _ in range(3)]
+    if plain:
+        return fpipe.Costs(*ops, transfer=draw(SECONDS))
+    table = draw(st.lists(SECONDS, min_size=25, max_size=25))
+    latency: Any = draw(st.sampled_from([0, 0.5, lambda source, target: table[(5 * source + target) % 25]]))
+    more: dict[str, Any] = {}
+    if draw(st.booleans()):
+        rates = draw(st.lists(st.sampled_from([1, 2, 4, 0.5]), min_size=7, max_size=7))
+        more["bandwidth"] = lambda source, target: rates[(3 * source + target) % 7]
+        more["bytes"] = {name: draw(st.sampled_from([0, 1, 2, 4])) for name in NAMES}
+    sender = draw(st.sampled_from(["free", "busy"]))
+    return fpipe.Costs(*ops, draw(st.sampled_from([None, 0, 2])), latency, sender=sender, **more)
+
+
+def told(timeline: Timeline) -> dict[str, Any]:
+    """Every field of a timeline, with cells for ops: those of a program with transfers read copies."""
+
+    def named(what: Any) -> Any:
+        return what if isinstance(what, Transfer) else what and what.cell
+
+    return {
+        "events": {(op.cell, op.rank, s, e) for op, s, e in timeline.events if op.kind not in ("SEND", "RECV")},
+        "numbers": (
+            timeline.makespan,
+            timeline.span,
+            timeline.idle,
+            timeline.bubble,
+            timeline.bubble_span,
+            timeline.iterations,
+            timeline.steady,
+        ),
+        "transfers": timeline.transfers,
+        "path": [(named(step.what), step.start, step.end, step.why) for step in timeline.critical_path],
+        "waits": [(w.rank, w.start, w.end, named(w.op), named(w.on), w.source) for w in timeline.waits],
+    }
+
+
+def units(timeline: Timeline) -> Any:
+    return timeline.peak, timeline.peak_released, [timeline.held(rank) for rank in range(timeline.ranks)]
+
+
+def without_bytes(costs: fpipe.Costs) -> bool:
+    return costs.bytes is None
+
+
+@given(plans(), costs(), st.integers(1, 3))
+def test_a_timeline_is_the_same_before_and_after_communicate(plan: Plan, costs: fpipe.Costs, iterations: int):
+    before, after = plan.program, fpipe.communicate()(plan.program)
+    one, other = (fpipe.simulate(program, costs, iterations=iterations) for program in (before, after))
+    assert told(one) == told(other)
+    if costs.bytes is None:
+        assert units(one) == units(other)
+
+
+@given(plans(), costs(plain=True))
+def test_the_fast_pass_is_the_plain_one(plan: Plan, costs: fpipe.Costs):
+    program = plan.program
+    assert is_plain(columns(program), costs)
+    (made,) = walk(program, costs)
+    assert walk_plain(program, costs, costs.transfer, columns(program)) == (made.starts, made.ends)
+
+
+@given(plans(), costs(plain=True))
+def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: Plan, costs: fpipe.Costs):
+    program = plan.program
+    assert residuals_stay(program, columns(program))
+    (made,) = walk(program, costs)
+    in_time = [
+        peaks_of(unit_steps(program, made.starts, made.ends, made.transfers, released), program.ranks)
+        for released in (0, 1)
+    ]
+    assert [*peaks_in_order(program, columns(program))] == in_time
+
+
+@given(plans(), costs(), st.integers(1, 3))
+def test_the_critical_path_is_a_chain_from_start_to_end(plan: Plan, costs: fpipe.Costs, iterations: int):
+    timeline = fpipe.simulate(plan.program, costs, iterations=iterations)
+    path = timeline.critical_path
+    assert (path[0].start, path[0].why, path[-1].end) == (0, "start", timeline.makespan)
+    assert all(one.end == other.start and other.why != "start" for one, other in itertools.pairwise(path))
+
+
+@given(plans(), costs(), st.integers(1, 2))
+def test_what_a_rank_waits_is_what_it_does_not_work(plan: Plan, costs: fpipe.Costs, iterations: int):
+    if costs.sender == "busy":
+        return
+    timeline = fpipe.simulate(plan.program, costs, iterations=iterations)
+    work = [0.0] * timeline.ranks
+    for op, start, end in timeline.events:
+        work[op.rank] += end - start if op.kind in "FBIWR" else 0
+    for wait in timeline.waits:
+        work[wait.rank] += wait.end - wait.start
+    assert work == pytest.approx([timeline.makespan] * timeline.ranks)
+
+
+@given(plans(), costs())
+def test_a_curve_has_its_maximum_at_the_peak_and_ends_at_nothing(plan: Plan, costs: fpipe.Costs):
+    timeline = fpipe.simulate(plan.program, costs)
+    if costs.bytes is None:
+        for rank, peak in enumerate(timeline.peak):
+            held = timeline.held(rank)
+            assert max((amount for _, amount in held), default=0) == pytest.approx(peak)
+            assert held[-1][1] == 0
+            assert [when for when, _ in held] == sorted(when for when, _ in held)
+
+
+@given(plans(), costs())
+def test_a_link_carries_one_value_at_a_time(plan: Plan, costs: fpipe.Costs):
+    if costs.bandwidth is None:
+        return
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for value, source, target, start, _ in fpipe.simulate(plan.program, costs).transfers:
+        rows.setdefault((source, target), []).append((start, start + costs.carrying(value, source, target)))
+    assert all(one[1] <= other[0] for row in rows.values() for one, other in itertools.pairwise(sorted(row)))
+
+
+@given(plans(), costs())
+def test_more_iterations_take_no_less_and_no_more_than_in_a_row(plan: Plan, costs: fpipe.Costs):
+    one, three = (fpipe.simulate(plan.program, costs, iterations=n) for n in (1, 3))
+    assert three.iterations[0] == one.makespan
+    assert all(step <= one.makespan + 1e-9 for step in (b - a for a, b in itertools.pairwise(three.iterations)))
+    assert three.makespan <= 3 * one.makespan + 1e-9
+
+
+def frees(program: Program) -> Program:
+    return fpipe.chain(fpipe.communicate(), fpipe.free())(program)
+
+
+@given(plans(), costs())
+def test_freeing_takes_no_time(plan: Plan, costs: fpipe.Costs):
+    one, other = (fpipe.simulate(program, costs) for program in (plan.program, frees(plan.program)))
+    assert (one.makespan, one.transfers) == (other.makespan, other.transfers)
