@@ -80,6 +80,39 @@ def test_torchs_tables_hold_everything_once(name: str):
     }
 
 
+OURS = {
+    "LoopedBFS": "looped_bfs",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved_zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+FIXED = ("looped_bfs", "interleaved", "interleaved_zb")
+
+
+def ours(name: str) -> str:
+    """What we call the schedule of a table of torch's."""
+    return OURS[name.partition("/")[0]]
+
+
+def by_name(name: str) -> Program:
+    stages, microbatches = sizes(TORCH[name])
+    return fpipe.schedules.about(ours(name)).program(len(TORCH[name]), microbatches, stages)
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if ours(name) in FIXED])
+def test_schedules_of_fixed_order_are_torchs_cell_by_cell(name: str):
+    assert by_name(name).table() == [[cell for cell in row.split() if cell != "."] for row in TORCH[name]]
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if ours(name) in fpipe.schedules.names()])
+def test_no_schedule_is_slower_or_holds_more_than_torchs(name: str):
+    program, schedule = base(name)
+    torchs, found = fpipe.simulate(schedule(program)), fpipe.simulate(by_name(name))
+    assert found.makespan <= torchs.makespan
+    assert max(found.peak) <= max(torchs.peak)
+
+
 GPIPE = [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]]
 ONE_F_ONE_B = [["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
 
@@ -95,6 +128,55 @@ def test_one_f_one_b_warms_up_with_the_ranks_below(ranks: int, microbatches: int
     table = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks)).table()
     first = [next(step for step, cell in enumerate(row) if "B" in cell) for row in table]
     assert first == [min(microbatches, ranks - rank) for rank in range(ranks)]
+
+
+def test_megatrons_groups_of_three():
+    """PP2 VP2, five microbatches in groups of three."""
+    schedule = fpipe.schedules.interleaved(2, group=3)
+    table = fpipe.chain(fpipe.split(5), schedule)(fpipe.program(4)).table()
+    forwards = [[cell.split("F") for cell in row if "F" in cell] for row in table]
+    for rank, row in enumerate(forwards):
+        assert "".join(index for _, index in row) == "0120123434"
+        assert "".join(str((int(stage) - rank) // 2) for stage, _ in row) == "0001110011"
+    assert [next(step for step, cell in enumerate(row) if "B" in cell) - 1 for row in table] == [5, 3]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 4), (4, 6), (4, 9), (5, 7), (5, 12)])
+def test_ragged_microbatches_beat_a_padded_round_and_evened_groups_lose_nothing(ranks: int, microbatches: int):
+    """(5, 7) and (5, 12) never end where a last group of fewer microbatches than ranks is simply shorter."""
+    about = fpipe.schedules.about("interleaved")
+    padded = fpipe.simulate(about.program(ranks, -(-microbatches // ranks) * ranks))
+    found = fpipe.simulate(about.program(ranks, microbatches))
+    assert found.makespan < padded.makespan
+    group = -(-microbatches // (microbatches // ranks))
+    even = fpipe.simulate(about.program(ranks, microbatches, group=group))
+    assert even.makespan == 6 * (microbatches + (ranks - 1) / 2)
+    formula = [min(microbatches, (group + 2 * (ranks - 1 - rank) + 1) / 2) for rank in range(ranks)]
+    assert list(even.peak) == formula
+
+
+def test_groups_that_would_wait_for_themselves_are_refused():
+    with pytest.raises(ValueError, match=r"group is a number of microbatches, at least 4 for 4 ranks .* found 3\."):
+        fpipe.schedules.interleaved(4, group=3)
+    with pytest.raises(ValueError, match=r"group is a number of microbatches, from 2 to 4 for 4 ranks .* found 5\."):
+        fpipe.schedules.group_interleaved(4, group=5)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "looped_bfs", "interleaved_zb", "group_interleaved"])
+def test_uneven_chunks_are_refused_with_the_next_size_that_fits(name: str):
+    with pytest.raises(ProgramError, match=r"5 stages on 2 ranks leave some ranks more chunks .* such as 6\."):
+        fpipe.schedules.about(name).program(2, 4, 5)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 3, 4, 6) for m in range(1, 2 * p - 1)])
+def test_zb_h2_with_few_microbatches_is_no_slower_than_zb_h1(ranks: int, microbatches: int):
+    for costs in (fpipe.Costs(), fpipe.Costs(10, 12, 8), fpipe.Costs(3, 4, 2)):
+        first, second = (
+            fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
+            for name in ("zb_h1", "zb_h2")
+        )
+        assert second.makespan <= first.makespan
+        assert second.span <= first.span
 
 
 def test_stages_of_a_rank_run_in_turn():

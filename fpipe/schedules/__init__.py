@@ -1,13 +1,15 @@
 """Sizes -> Transform: the schedules people say by name, and tables of your own."""
 
-from fpipe.schedules.basic import gpipe, one_f_one_b
+from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b
 from fpipe.schedules.dual import dualpipe, dualpipev
 from fpipe.schedules.generator import from_generator
+from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_table
 from fpipe.schedules.waves import chimera, hanayo
+from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "Schedule",
@@ -15,14 +17,22 @@ __all__ = [
     "chimera",
     "dualpipe",
     "dualpipev",
+    "eager_1f1b",
     "from_generator",
     "from_priority",
     "from_table",
     "get",
     "gpipe",
+    "group_interleaved",
     "hanayo",
+    "interleaved",
+    "interleaved_zb",
+    "kimi_k2",
+    "looped_bfs",
     "names",
     "one_f_one_b",
     "register",
     "seq1f1b",
+    "zb_h1",
+    "zb_h2",
 ]

@@ -1,18 +1,10 @@
-"""The two schedules that all others are measured against: GPipe and 1F1B."""
+"""The three schedules of one chunk a rank and full backwards: GPipe, 1F1B and eager 1F1B."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from operator import itemgetter
-
-from fpipe.program import Program, ProgramError
+from fpipe.schedules.cadence import in_turn
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
-
-Turns = Iterator[tuple[str, int]]
-"""The turns of one rank: ("F", microbatch) or ("B", microbatch), each for all stages of the rank."""
 
 
 @published(
@@ -33,12 +25,7 @@ def gpipe(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
     rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
     """
-
-    def turns(rank: int, ranks: int, microbatches: int) -> Turns:
-        yield from (("F", index) for index in range(microbatches))
-        yield from (("B", index) for index in range(microbatches))
-
-    return in_rows("linear", ranks, _each_rank(turns))
+    return in_turn("linear", ranks, warm_up=lambda seat: seat.all)
 
 
 @published(
@@ -60,35 +47,26 @@ def one_f_one_b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-
-    def turns(rank: int, ranks: int, microbatches: int) -> Turns:
-        warm_up = min(microbatches, ranks - rank - 1)
-        yield from (("F", index) for index in range(warm_up))
-        for index in range(microbatches - warm_up):
-            yield "F", warm_up + index
-            yield "B", index
-        yield from (("B", index) for index in range(microbatches - warm_up, microbatches))
-
-    return in_rows("linear", ranks, _each_rank(turns))
+    return in_turn("linear", ranks, warm_up=lambda seat: seat.below)
 
 
-def _each_rank(turns: Callable[[int, int, int], Turns]) -> Callable[[Program, list[int]], list[list[Key]]]:
-    """Rows from the turns of each rank: a forward goes through the rank's stages, a backward back through them."""
+@published(
+    "Eager 1F1B",
+    "Zhuang et al. 2023 (cross-mesh resharding, arXiv 2211.05322), in Alpa",
+    idle="(p-1)(T+2c)",
+    peak="min(m, 2(p-r)-1)",
+)
+def eager_1f1b(ranks: int) -> Transform:
+    """1F1B that warms up twice as far, so that transfers hide behind forwards (Zhuang et al. 2023, used by Alpa).
 
-    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        if set(map(itemgetter(3), program.ops)) != {None}:
-            raise ProgramError(
-                "this program has sequence slices, which this schedule does not order; use seq1f1b or from_table."
-            )
-        ranks, microbatches = 1 + max(placement), program.microbatches
-        stages = [[stage for stage, rank in enumerate(placement) if rank == own] for own in range(ranks)]
-        return [
-            [
-                (kind, stage, index, None)
-                for kind, index in turns(rank, ranks, microbatches)
-                for stage in (stages[rank] if kind == "F" else reversed(stages[rank]))
-            ]
-            for rank in range(ranks)
-        ]
+    Rank r of p warms up with 2(p-r-1) forwards. With transfers of c seconds its idle time is GPipe's, (p-1)(T+2c),
+    where 1F1B pays for two in every round; it holds up to 2(p-r)-1 microbatches.
 
-    return rows
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.eager_1f1b(3))(fpipe.program(3))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 0F3  .  0B0  .  0B1  .  0B2  .  0B3
+    rank 1 |  .  1F0 1F1 1F2 1B0 1F3 1B1  .  1B2  .  1B3  .
+    rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
+    """
+    return in_turn("linear", ranks, warm_up=lambda seat: 2 * seat.below)

@@ -1,0 +1,143 @@
+"""The beat that the schedules of fixed order share: warm up with forwards, then one forward and one backward in turn.
+
+    warm-up 2             F0 F1 | F2 B0 | F3 B1 | B2 B3
+    the same, W lag 1     F0 F1 | F2 I0 | F3 I1 W0 | I2 W1 I3 W2 W3
+
+A schedule says how many forwards a rank warms up with, in which order it takes its chunks and microbatches, and, if its
+backwards are split, how many I's a W stays behind. Nothing else tells GPipe, 1F1B, their interleaved kin and the
+handcrafted zero-bubble schedules apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fpipe.program import Program, ProgramError
+from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.cells import Key
+from fpipe.transforms.reorder import in_rows
+
+Unit = tuple[int, int]
+"""A chunk of a rank's stages, and a microbatch."""
+
+
+class Seat(NamedTuple):
+    """What a rank knows when it plans its row."""
+
+    rank: int
+    ranks: int
+    chunks: int
+    microbatches: int
+
+    @property
+    def below(self) -> int:
+        """Ranks between this one and the last: how many forwards come before the first backward can be there."""
+        return self.ranks - 1 - self.rank
+
+    @property
+    def all(self) -> int:
+        """Every forward of the rank."""
+        return self.chunks * self.microbatches
+
+
+def in_turn(
+    placement: str,
+    ranks: int,
+    warm_up: Callable[[Seat], int],
+    *,
+    units: Callable[[Seat], Sequence[Unit]] | None = None,
+    lag: Callable[[Seat], int] | None = None,
+    last_first: bool = False,
+) -> Transform:
+    """A schedule in this beat.
+
+    Args:
+        placement: "linear" (all stages of a rank are one chunk), "looped" or "v" (each stage is a chunk of its own).
+        ranks: how many.
+        warm_up: how many forwards a rank does before it takes turns.
+        units: the order of a rank's forwards; by default microbatch by microbatch. Its backwards keep that order, with
+            the last chunk first. A unit of a microbatch that the program does not have holds a place and is left out.
+        lag: splits the backwards: how many I's a W stays behind its own.
+        last_first: backwards take the forwards in reverse instead, the last microbatch first.
+    """
+
+    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
+        whole(program)
+        count = program.microbatches
+        made: list[list[Key]] = []
+        for rank in range(ranks):
+            own = [stage for stage, at in enumerate(placed) if at == rank]
+            chunks = [own] if placement == "linear" else [[stage] for stage in own]
+            seat = Seat(rank, ranks, len(chunks), count)
+            forwards = [(0, index) for index in range(count)] if units is None else units(seat)
+            mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
+            backwards = forwards[::-1] if last_first else mirrored
+            row = _row(chunks, forwards, backwards, warm_up(seat), lag and lag(seat))
+            made.append([cell for cell in row if cell[2] < count])
+        return made
+
+    return in_rows(placement, ranks, rows)
+
+
+def whole(program: Program) -> None:
+    """Refuse a program with sequence slices."""
+    if program.slices > 1:
+        raise ProgramError(
+            "this program has sequence slices, which this schedule does not order; use seq1f1b or from_table."
+        )
+
+
+def _row(
+    chunks: list[list[int]], forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int, lag: int | None
+) -> list[tuple[str, int, int, None]]:
+    """The cells of a rank: a forward goes up through the stages of a chunk, a backward comes back down."""
+
+    def cells(kind: str, unit: Unit) -> list[tuple[str, int, int, None]]:
+        stages = chunks[unit[0]]
+        return [(kind, stage, unit[1], None) for stage in (stages if kind == "F" else stages[::-1])]
+
+    row = [cell for unit in forwards[:warm_up] for cell in cells("F", unit)]
+    ahead = len(forwards) - warm_up
+    for turn, unit in enumerate(backwards):
+        if turn < ahead:
+            row += cells("F", forwards[warm_up + turn])
+        row += cells("B" if lag is None else "I", unit)
+        if lag is not None and turn >= lag:
+            row += cells("W", backwards[turn - lag])
+    if lag:
+        row += [cell for unit in backwards[max(0, len(backwards) - lag) :] for cell in cells("W", unit)]
+    return row
+
+
+def in_groups(seat: Seat, group: int) -> list[Unit]:
+    """Megatron's order: a group of microbatches through chunk 0, the same through chunk 1, and so on; the next group.
+
+    A last group of fewer microbatches than ranks would come back to a rank before the ranks between are through with
+    it, and all would wait, some for ever. So it is padded up to the ranks with microbatches that are not there, whose
+    places go free.
+
+    >>> [index for _, index in in_groups(Seat(0, 2, 2, 5), 3)]
+    [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    """
+    count = seat.microbatches
+    rest = count % group
+    if rest and count > group:
+        count += max(0, min(group, seat.ranks) - rest)
+    starts = range(0, count, group)
+    return [
+        (chunk, index)
+        for start in starts
+        for chunk in range(seat.chunks)
+        for index in range(start, min(count, start + group))
+    ]
+
+
+def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
+    """Why sizes are refused by the schedules that need as many chunks on every rank, or None."""
+    if stages % ranks == 0:
+        return None
+    return (
+        f"{stages} stages on {ranks} ranks leave some ranks more chunks than others; cut the model into a multiple of "
+        f"{ranks} stages, such as {-(-stages // ranks) * ranks}."
+    )

@@ -1,0 +1,190 @@
+"""Several chunks of stages a rank, looped: a microbatch goes round the ranks more than once, and the bubble shrinks."""
+
+from __future__ import annotations
+
+from fpipe.schedules.cadence import Seat, Unit, even_chunks, in_groups, in_turn
+from fpipe.schedules.registry import published
+from fpipe.transforms._rewrite import Transform
+
+
+@published(
+    "Interleaved 1F1B (VPP)",
+    "Narayanan et al. 2021 (Megatron-LM), figure 4",
+    idle="(p-1)T/v, p divides m",
+    peak="min(m, ((v-1)p + 2(p-1-r) + 1)/v)",
+    accepts="stages a multiple of p; any m",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def interleaved(ranks: int, group: int | None = None) -> Transform:
+    """1F1B over v chunks a rank, stage s on rank s mod p (Megatron 2021, figure 4): the bubble of 1F1B divided by v.
+
+    Groups of microbatches go through chunk 0, then through chunk 1, and so on. Rank r of p warms up with
+    2(p-r-1) + (v-1)group forwards.
+
+    Megatron and torch refuse a number of microbatches that the groups do not divide. Here a last group of at least p is
+    just shorter, and a smaller one runs in the places of a group of p: the peak stays, and up to v-1 rounds of the
+    places that stay free are idle. `group=ceil(m / (m // p))` evens the groups out instead: idle time (p-1)T/v for any
+    m of at least p, and a peak of ((v-1)group + 2(p-1-r) + 1)/v.
+
+    Args:
+        ranks: how many.
+        group: microbatches that go through a chunk before the next chunk has its turn, at least `ranks`; by default
+            `ranks`.
+
+    Raises:
+        ValueError: a group of fewer microbatches than ranks: its first would wait for itself to come round.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.interleaved(3))(fpipe.program(6))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2  .   .  3B0  .  3B1  .  3B2 0B0 0B1 0B2
+    rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2 4B0  .  4B1  .  4B2 1B0 1B1 1B2  .
+    rank 2 |  .   .  2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2B0 2B1 2B2  .   .
+    """
+    group = _group(ranks, group, ranks, None)
+    return in_turn(
+        "looped",
+        ranks,
+        warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * group,
+        units=lambda seat: in_groups(seat, group),
+    )
+
+
+@published(
+    "Interleaved 1F1B, one more warm-up",
+    "Kimi K2 technical report, 2025 (arXiv 2507.20534)",
+    idle="(p-1)T/v, p divides m",
+    peak="min(m, ((v-1)p + 2(p-1-r) + 2)/v)",
+    accepts="stages a multiple of p; any m",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def kimi_k2(ranks: int) -> Transform:
+    """Interleaved 1F1B with one more forward of warm-up (Kimi K2, 2025).
+
+    Each forward and the backward next to it are then of different microbatches on the last rank too, so that the
+    exchange of one's experts overlaps with the other's work. One chunk more is held than by `interleaved`.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.kimi_k2(3))(fpipe.program(6))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2  .   .   .  3B0  .  3B1 3B2 0B0 0B1 0B2
+    rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .  4B0  .  4B1 4B2 1B0 1B1 1B2  .
+    rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
+    """
+    return in_turn(
+        "looped",
+        ranks,
+        warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * ranks + 1,
+        units=lambda seat: in_groups(seat, ranks),
+    )
+
+
+@published(
+    "Looped BFS",
+    "Lamy-Poirier 2022 (breadth-first pipeline parallelism, arXiv 2211.05953)",
+    idle="(p-1)T/v",
+    peak="m",
+    accepts="stages a multiple of p; any m",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def looped_bfs(ranks: int) -> Transform:
+    """Breadth first: all microbatches through chunk 0, then all through chunk 1; backwards the same way back.
+
+    The bubble of `interleaved`, all microbatches held; a chunk's weights are gathered once a pass, which sharded data
+    parallelism likes (Lamy-Poirier 2022).
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.looped_bfs(3))(fpipe.program(6))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2  .   .   .   .  3B2 3B1 3B0 0B2 0B1 0B0
+    rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .   .  4B2 4B1 4B0 1B2 1B1 1B0  .
+    rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5F2 5B2 5B1 5B0 2B2 2B1 2B0  .   .
+    """
+
+    def by_chunk(seat: Seat) -> list[Unit]:
+        return [(chunk, index) for chunk in range(seat.chunks) for index in range(seat.microbatches)]
+
+    return in_turn("looped", ranks, warm_up=lambda seat: seat.all, units=by_chunk, last_first=True)
+
+
+@published(
+    "Interleaved zero bubble",
+    "torch.distributed.pipelining, ScheduleInterleavedZeroBubble; after Qi et al. 2024",
+    idle="(p-1)(F+B-W)/v",
+    peak="min(m, p)",
+    accepts="stages a multiple of p; any m",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def interleaved_zb(ranks: int) -> Transform:
+    """ZB-H1 over v chunks a rank: interleaved 1F1B whose weight gradients wait and fill the drain.
+
+    Rank r of p warms up with (p-r-1) + (v-1)p forwards, and its W's stay r I's behind: every rank holds p microbatches.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.interleaved_zb(3))(fpipe.program(6))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2  .   .  3I0 3W0 3I1 3W1 3I2 3W2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1 |  .  1F0 1F1 1F2 4F0 4F1  .  4I0 4F2 4I1 4W0 4I2 4W1 1I0 4W2 1I1 1W0 1I2 1W1 1W2
+    rank 2 |  .   .  2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 5W0 2I0 5W1 2I1 5W2 2I2 2W0 2W1 2W2
+    """
+    return in_turn(
+        "looped",
+        ranks,
+        warm_up=lambda seat: seat.below + (seat.chunks - 1) * ranks,
+        units=lambda seat: in_groups(seat, ranks),
+        lag=lambda seat: seat.rank,
+    )
+
+
+@published(
+    "Group-interleaved 1F1B",
+    "Wan et al. 2025 (PipeOffload, arXiv 2503.01328)",
+    idle="(p-1)(F+B)/v, p divides m",
+    peak="min(m, ((v-1)g + p - r)/v), g=p",
+    accepts="stages a multiple of p; any m; p/2 <= group <= p",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def group_interleaved(ranks: int, group: int | None = None) -> Transform:
+    """Interleaved 1F1B in groups of g microbatches with half the warm-up (PipeOffload, 2025).
+
+    A rank's input gradient leaves before its weight gradient is done, so rank r of p warms up with (p-r-1) + (v-1)g
+    forwards only. A smaller group holds less, and each microbatch that it lacks costs up to (v-1)(F+B-W)/v seconds.
+
+    Args:
+        ranks: how many.
+        group: microbatches of a group, from ranks/2 to ranks; by default `ranks`.
+
+    Raises:
+        ValueError: another group. Fewer than half the ranks wait for each other; more than ranks hold more for nothing.
+
+    >>> import fpipe
+    >>> schedule = fpipe.schedules.group_interleaved(3, group=2)
+    >>> print(fpipe.plot(fpipe.chain(fpipe.split(3), schedule)(fpipe.program(6))))
+    rank 0 | 0F0 0F1  .  3F0 3F1 0F2  .   .  3I0 3W0  .  3I1 3W1 3F2 0I0 0W0  .  0I1 0W1 3I2 3W2  .  0I2 0W2
+    rank 1 |  .  1F0 1F1  .  4F0 4F1  .  4I0 4W0 1F2 4I1 4W1  .  1I0 1W0 4F2 1I1 1W1 4I2 4W2  .  1I2 1W2  .
+    rank 2 |  .   .  2F0 2F1  .  5F0 5I0 5W0 5F1 5I1 5W1 2F2 2I0 2W0 2I1 2W1 5F2 5I2 5W2  .  2I2 2W2  .   .
+    """
+    group = _group(ranks, group, -(-ranks // 2), ranks)
+    return in_turn(
+        "looped",
+        ranks,
+        warm_up=lambda seat: seat.below + (seat.chunks - 1) * group,
+        units=lambda seat: in_groups(seat, group),
+        lag=lambda seat: 0,
+    )
+
+
+def _group(ranks: int, group: int | None, least: int, most: int | None) -> int:
+    """The group that was asked for, `ranks` if none was, or a sentence on what it must be."""
+    if group is None:
+        return ranks
+    if type(group) is int and least <= group and (most is None or group <= most):
+        return group
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+    why = "with fewer, the ranks wait for each other for ever" + ("; more hold more for nothing" if most else "")
+    raise ValueError(f"group is a number of microbatches, {limits} for {ranks} ranks ({why}); found {group!r}.")

@@ -1,0 +1,60 @@
+"""The two handcrafted zero-bubble schedules: the backward in two halves, of which only one is waited for."""
+
+from __future__ import annotations
+
+from fpipe.schedules.cadence import Seat, in_turn
+from fpipe.schedules.registry import published
+from fpipe.transforms._rewrite import Transform
+
+
+@published(
+    "ZB-H1 (ZB1P)",
+    "Qi et al. 2024 (ICLR), figure 3, top",
+    idle="(p-1)(F+B-W)",
+    peak="min(m, p)",
+)
+def zb_h1(ranks: int) -> Transform:
+    """1F1B whose weight gradients wait and fill the drain: a third of its bubble, in its memory (Qi et al. 2024).
+
+    Rank r warms up as in 1F1B, with p-r-1 forwards, and its W's stay r I's behind: every rank holds up to p.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.zb_h1(3))(fpipe.program(3))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    """
+    return in_turn("linear", ranks, warm_up=lambda seat: seat.below, lag=lambda seat: seat.rank)
+
+
+@published(
+    "ZB-H2",
+    "Qi et al. 2024 (ICLR), figure 3, bottom",
+    idle="span: (p-1)(F+B+2c-2W), m >= 2p",
+    peak="min(m, 2p-1)",
+)
+def zb_h2(ranks: int) -> Transform:
+    """Twice the warm-up of ZB-H1 and twice the lag of W: no rank idles from its first op to its last (Qi et al. 2024).
+
+    Rank r warms up with 2(p-r-1) forwards and its W's stay 2r I's behind, so that every rank holds 2p-1. What the paper
+    counts is the span of a rank; the makespan is less than ZB-H1's only where W is shorter than F and B.
+
+    With fewer than 2p-1 microbatches that many are never held: k = max(p, m) then bounds what a rank holds, it warms up
+    with p-r-1 + min(p-r-1, k-p), and its W's lag so that it holds k. That is ZB-H1 at m <= p and ZB-H2 at m = 2p-1.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(5), fpipe.schedules.zb_h2(3))(fpipe.program(3))
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4  .   .
+    rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4  .
+    rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+    """
+
+    def held(seat: Seat) -> int:
+        return max(ranks, min(seat.microbatches, 2 * ranks - 1))
+
+    def warm_up(seat: Seat) -> int:
+        return seat.below + min(seat.below, held(seat) - ranks)
+
+    return in_turn("linear", ranks, warm_up, lag=lambda seat: held(seat) - 1 - warm_up(seat))
