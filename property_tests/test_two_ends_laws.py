@@ -49,8 +49,8 @@ def runs(draw: st.DrawFn, most: int = 8, names: tuple[str, ...] = tuple(VISITS))
     return Run(name, ranks, 2 * draw(st.integers(least, 2 * ranks)))
 
 
-@settings(max_examples=25)
-@given(runs())
+@settings(max_examples=15)
+@given(runs(most=4))
 def test_every_op_is_there_once_and_it_checks_with_transfers(run: Run):
     program = run.program
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
@@ -58,7 +58,7 @@ def test_every_op_is_there_once_and_it_checks_with_transfers(run: Run):
     assert work == 3 * run.stages * run.microbatches
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(runs(most=2), st.data())
 def test_gradients_are_those_of_plain_autograd(run: Run, data: st.DataObject):
     net: Net = data.draw(nets(st.integers(run.stages, 5)), label="net")

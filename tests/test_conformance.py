@@ -26,6 +26,7 @@ class Row(NamedTuple):
     idle: Callable[..., float] | None = None  # of p, m, v, F, B, W at c=0
     idle_costs: tuple[tuple[float, float, float], ...] = ((1, 1, 1), (3, 4, 2), (10, 12, 8))  # F, B, W where it holds
     idle_sizes: Callable[[int, int], bool] = lambda p, m: m >= 2 * p  # and p, m
+    hosts: int = 0  # ranks that only hold weights
     costs: bool = False  # whether the factory takes costs= to order by
     drawn: Callable[[int, int], bool] = lambda p, m: True  # the p and m for which the order is the published one
     of: str = "makespan"  # what idle time is left of: makespan or span
@@ -149,6 +150,8 @@ ROWS = [
         late=lambda p, m: 2 * (p - 1),
         peak=lambda p, m, v, r: min(m, 2 * p - 1),
     ),
+    Row("roundpipe", hosts=1),
+    Row("roundpipe", hosts=1, stages_per_rank=2),
     Row(
         "chimera",
         ("Chimera",),
@@ -217,7 +220,7 @@ def test_it_serves_sizes_and_checks_with_transfers(row: Row):
     assert sizes
     for ranks, microbatches in sizes:
         program = row.program(ranks, microbatches)
-        assert program.ranks == ranks
+        assert program.ranks == ranks + row.hosts
         assert program.microbatches == microbatches
         fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
 

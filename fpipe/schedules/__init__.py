@@ -6,6 +6,7 @@ from fpipe.schedules.generator import from_generator
 from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
+from fpipe.schedules.round_robin import roundpipe
 from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_table
 from fpipe.schedules.waves import chimera, hanayo
@@ -32,6 +33,7 @@ __all__ = [
     "names",
     "one_f_one_b",
     "register",
+    "roundpipe",
     "seq1f1b",
     "zb_h1",
     "zb_h2",

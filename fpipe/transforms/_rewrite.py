@@ -90,7 +90,8 @@ def keep_to_data(
 
     The ranks of scheduled ops are as they stand. A stage's parameters and state live where `homes` says, else on the
     ranks of its ops. SPLIT and R go where their reader is. An op that adds, scales or merges goes where its inputs were
-    made if that is one rank and a home of its stage, else to the stage's first home.
+    made if that is one rank and a home of its stage, else to the stage's first home; what is made away from a home is
+    added where it is made, so that one sum travels.
     """
     where = _Where(ops)
     for stage, found in where.ranks.items():
@@ -111,8 +112,9 @@ def keep_to_data(
                 rank = where.reader("B", op)
             else:
                 at: tuple[int, ...] = home.get(stage, (op.rank,))
-                found = {where.made(value) for value in op.reads} if len(at) > 1 else set(at)
-                there = [rank for rank in at if found - {None} == {rank}]
+                apart = kind == "ADD" and at[0] not in where.ranks.get(stage, at)  # weights that travel
+                found = {where.made(value) for value in op.reads} if apart or len(at) > 1 else set(at)
+                there = [*found] if apart and len(found) == 1 else [rank for rank in at if found - {None} == {rank}]
                 rank = there[0] if there else min(at)
             if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
                 raise ProgramError(

@@ -9,19 +9,21 @@ reads it there, and through nobody between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Output, Program, Value
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 
-def communicate(*, again: Iterable[str] = ()) -> Transform:
+def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] = ()) -> Transform:
     """Make every transfer an op.
 
     Args:
         again: names of values (such as "params") that travel once for each reader instead of once for each rank, so
-            that no copy stays there in between.
+            that no copy stays there in between; or `{name: f(op)}`, and readers for which f gives the same share a
+            trip: `{"params": lambda op: op.kind == "F"}` brings weights once for all forwards of a stage on a rank, and
+            once more for its backwards.
 
     Returns:
         A transform; what travels already is left as it is.
@@ -39,12 +41,15 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
     dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
     dx[1,0]@0 = RECV[1,0] dx[1,0]>0 @ 0
     """
-    repeated = frozenset((again,) if isinstance(again, str) else again)
+    if isinstance(again, Mapping):
+        trips = dict(again)
+    else:
+        trips = dict.fromkeys((again,) if isinstance(again, str) else again, _its_own)
 
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        sender = _Sender(program, repeated)
+        sender = _Sender(program, trips)
         ops = [sender.local(op) for op in program.ops]
         outputs = tuple(made for end in program.outputs for made in sender.delivered(end))
         if not sender.transfers:
@@ -54,14 +59,18 @@ def communicate(*, again: Iterable[str] = ()) -> Transform:
     return transform
 
 
+def _its_own(op: Op) -> object:
+    return op
+
+
 class _Sender:
     """Knows where each value is, and adds a transfer where it is wanted elsewhere."""
 
-    def __init__(self, program: Program, again: frozenset[str]) -> None:
+    def __init__(self, program: Program, again: dict[str, Callable[[Op], object]]) -> None:
         self.again = again
         self.transfers: list[Op] = []
         self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
-        self.copies: dict[tuple[Value, int], Value] = {}
+        self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
         self.trips: dict[tuple[Value, int], int] = {}
         for op in program.ops:
             for value in op.writes:
@@ -70,7 +79,7 @@ class _Sender:
         for op in program.ops:
             if op.kind == "RECV" and op.reads[0] in sent:
                 value = sent[op.reads[0]]
-                self.copies[value, op.rank] = op.writes[0]
+                self.copies[value, op.rank, None] = op.writes[0]
                 self.trips[value, op.rank] = self.trips.get((value, op.rank), -1) + 1
 
     def local(self, op: Op) -> Op:
@@ -82,14 +91,15 @@ class _Sender:
             return op._replace(parts=parts, reads=tuple(dict.fromkeys(v for part in parts for v in part.reads)))
         if all(op.rank in self.at[value] for value in op.reads):
             return op
-        return op._replace(reads=tuple(self.copy(value, op.rank) for value in op.reads))
+        return op._replace(reads=tuple(self.copy(value, op.rank, op) for value in op.reads))
 
-    def copy(self, value: Value, rank: int) -> Value:
-        """The value as rank `rank` reads it."""
+    def copy(self, value: Value, rank: int, reader: Op | None = None) -> Value:
+        """The value as a reader on rank `rank` reads it."""
         if rank in self.at[value]:
             return value
-        known = self.copies.get((value, rank))
-        if known is not None and value.name not in self.again:
+        purpose = self.again[value.name](reader) if reader and value.name in self.again else None
+        known = self.copies.get((value, rank, purpose))
+        if known is not None:
             return known
         trip = self.trips[value, rank] = self.trips.get((value, rank), -1) + 1
         tail = f"{rank}.{trip}" if trip else f"{rank}"
@@ -97,7 +107,7 @@ class _Sender:
         place = (value.stage, value.microbatch, value.slice)
         self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,)))
         self.transfers.append(Op("RECV", *place, rank, (flight,), (landed,)))
-        self.copies[value, rank] = landed
+        self.copies[value, rank, purpose] = landed
         return landed
 
     def delivered(self, end: Output) -> Iterator[Output]:

@@ -1,0 +1,72 @@
+"""Any two plans that cover a model give its gradients, wherever their groups are cut and whoever runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.program import Program
+from property_tests.strategies import Net, nets
+from property_tests.test_gradients import same_bits
+
+Groups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and both plans, their groups going round so many ranks."""
+
+    net: Net
+    forward: Groups
+    backward: Groups
+    ranks: int
+    microbatches: int
+
+    @property
+    def program(self) -> Program:
+        schedule = fpipe.schedules.roundpipe(self.ranks, self.forward, self.backward)
+        return fpipe.chain(fpipe.split(self.microbatches), schedule, fpipe.merge())(fpipe.program(self.net.model))
+
+
+@st.composite
+def groups(draw: st.DrawFn, stages: int) -> Groups:
+    """Stages 0..n-1 cut into groups of neighbours."""
+    cuts = sorted(draw(st.sets(st.integers(1, stages - 1)))) if stages > 1 else []
+    return [[*range(start, end)] for start, end in pairwise([0, *cuts, stages])] if stages else []
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    net = draw(nets())
+    stages = len(net.bodies)
+    backward = draw(groups(stages))
+    forward = draw(groups(backward[-1][0]))
+    ranks = draw(st.integers(1, len(forward) + len(backward)))
+    return Run(net, forward, backward[::-1], ranks, draw(st.integers(1, 3)))
+
+
+@settings(max_examples=15)
+@given(runs())
+def test_gradients_do_not_depend_on_the_plans(run: Run):
+    params, batch = run.net.params(), run.net.batch(run.microbatches + 1)
+    expected = fpipe.reference(run.net.model, params, batch, microbatches=run.microbatches)
+    again = fpipe.communicate(again={"params": lambda op: op.kind == "F"})
+    program = fpipe.chain(again, fpipe.free())(run.program)
+    assert same_bits(fpipe.build(program, run.net.model)(params, batch), expected.loss, expected.grads)
+
+
+@given(runs())
+def test_what_is_recomputed_lives_for_one_group_and_microbatch(run: Run):
+    """At the end of each microbatch of a backward group every residual of its rank has been used."""
+    held: dict[int, set[object]] = {}
+    for op in run.program.ops:
+        mine = held.setdefault(op.rank, set())
+        mine |= {value for value in op.writes if value.name == "res"}
+        mine -= set(op.reads)
+        group = next(group for group in run.backward if (op.stage or 0) in group)
+        if op.kind == "B" and op.stage == group[0]:
+            assert not mine

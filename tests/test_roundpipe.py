@@ -1,0 +1,177 @@
+"""RoundPipe: weights that live on a host, groups that go round the ranks, forward and backward cut differently."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.program import Op, Program, ProgramError
+from property_tests.strategies import Net
+
+Plan = Any
+PAPER: dict[str, Plan] = {"forward": [range(3)], "backward": [[3], [2], [1], [0]]}
+
+
+def of(stages: int, ranks: int = 2, microbatches: int = 3, **plans: Plan) -> Program:
+    return fpipe.schedules.about("roundpipe").program(ranks, microbatches, stages, **plans)
+
+
+def work(program: Program, *kinds: str) -> list[set[int]]:
+    """The stages of which each rank does such ops."""
+    return [{op.stage or 0 for op in program.ops if op.rank == r and op.kind in kinds} for r in range(program.ranks)]
+
+
+def test_four_stages_are_cut_as_in_the_paper():
+    assert of(4) == of(4, **PAPER)
+
+
+def test_groups_go_round_the_ranks_and_the_weights_do_not_live_there():
+    program = of(4, ranks=5, **PAPER)
+    assert work(program, "F") == [{0, 1, 2}, {3}, set(), set(), set(), set()]
+    assert work(program, "B") == [set(), {3}, {2}, {1}, {0}, set()]
+    homes = [end.homes for end in (*program.inputs, *program.outputs) if end[0].name in ("params", "grads")]
+    assert homes == [(5,)] * 8
+
+
+def test_only_the_first_backward_group_keeps_its_residuals():
+    program = of(6, forward=[[0], [1, 2]], backward=[[3, 4, 5], [1, 2], [0]])
+    assert {op.stage for op in program.ops if op.kind == "R"} == {0, 1, 2}
+    assert program.table()[0][3:9] == ["3F0", "4F0", "5F0", "5B0", "4B0", "3B0"]
+    assert program.table()[1][6:10] == ["1R0", "2R0", "2B0", "1B0"]
+
+
+def test_between_the_passes_only_what_enters_a_backward_group_is_kept():
+    program = of(6, forward=[range(4)], backward=[[4, 5], [2, 3], [0, 1]])
+    read_again = {value for op in program.ops if op.kind == "R" for value in op.reads if value.name == "y"}
+    assert {value.stage for value in read_again} == {1}
+
+
+def test_the_weights_travel_once_for_each_pass_and_one_sum_of_gradients_back():
+    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
+    program = fpipe.communicate(again=again)(of(4, ranks=2, microbatches=5, **PAPER))
+    sent = [op for op in program.ops if op.kind == "SEND"]
+    assert sum(op.reads[0].name == "params" for op in sent) == 3 + 2 + 3
+    assert sorted(str(op.reads[0]) for op in sent if op.reads[0].name in ("g", "sum")) == [
+        f"sum[{stage},4]" for stage in range(4)
+    ]
+
+
+def test_a_copy_of_the_weights_is_dropped_between_the_passes():
+    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
+    program = fpipe.chain(fpipe.communicate(again=again), fpipe.free())(of(4, ranks=1, **PAPER))
+    cells = program.table(comms=True)[0]
+    cells = [cell for cell in cells if cell in ("0F2", "FREE(params[0]@0)", "3F0", "RECV(params[0]@0.1)", "0R0")]
+    assert cells == ["0F2", "FREE(params[0]@0)", "3F0", "RECV(params[0]@0.1)", "0R0"]
+
+
+@pytest.mark.parametrize("stages", [4, 7, 16])
+@pytest.mark.parametrize("microbatches", [7, 11])
+def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stages: int, microbatches: int):
+    groups = stages + (stages - 1) // 3
+    as_one = fpipe.Costs([1] * (stages - 1) + [0], 1.5, 1.5, recompute=0)  # else a recomputation may run ahead
+    for ranks in (ranks for ranks in range(1, 8) if groups % ranks == 0):
+        program = of(stages, ranks, microbatches)
+        assert fpipe.simulate(program).idle <= (ranks - 1) * 3
+        assert fpipe.simulate(program, as_one).idle == pytest.approx((ranks - 1) * 3)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        {},
+        PAPER,
+        {"forward": [[0], [1]]},
+        {"forward": []},
+        {"backward": [[2, 3], [0, 1]]},
+        {"backward": [range(4)]},
+        {"homes": lambda stage: stage % 2},  # pyright: ignore[reportUnknownLambdaType]
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_runs_bitwise(plans: dict[str, Plan], ranks: int):
+    net = Net(("mlp", "attention", "mlp", "linear"), ("batch", 0, 1, (2, 0)))
+    ranks = 1 if plans.get("backward") == [range(4)] or plans.get("forward") == [] else ranks
+    schedule = fpipe.schedules.roundpipe(2 if "homes" in plans else ranks, **plans)
+    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
+    program = fpipe.chain(fpipe.split(3), schedule, fpipe.merge())(fpipe.program(net.model))
+    params, batch = net.params(), net.batch(7)
+    expected = fpipe.reference(net.model, params, batch, microbatches=3)
+    for made in (program, fpipe.chain(fpipe.communicate(again=again), fpipe.free())(program)):
+        found = fpipe.build(made, net.model)(params, batch)
+        assert torch.equal(found.loss, expected.loss)
+        pairs = zip(found.grads, expected.grads, strict=True)
+        assert all(torch.equal(one[name], other[name]) for one, other in pairs for name in other)
+
+
+REFUSED: dict[str, tuple[dict[str, Plan], str]] = {
+    "a gap forward": ({"forward": [[0], [2]]}, "a gap in the forward plan: stage 1, before [2], is in no group."),
+    "a gap at the start": ({"forward": [[1, 2]]}, "a gap in the forward plan: stage 0, before [1-2], is in no group."),
+    "a gap backward": (
+        {"backward": [[3], [2], [0]]},
+        "a gap in the backward plan: stage 1, before [2], is in no group.",
+    ),
+    "a first stage left out": (
+        {"backward": [[3], [1, 2]]},
+        "a gap in the backward plan: stage 0, before [1-2], is in no group.",
+    ),
+    "twice": (
+        {"backward": [[2, 3], [1, 2], [0]]},
+        "the backward plan has stage 2 twice, or out of order, in [2-3].",
+    ),
+    "ascending": ({"backward": [[0], [1], [2], [3]]}, "the backward plan misses the last stage, 3: its groups go from"),
+    "an empty group": ({"forward": [range(2), range(2, 2)]}, "forward group 1 is empty; a group has at least one"),
+    "not adjacent": (
+        {"backward": [[3, 1]]},
+        "backward group 0 is [3, 1]; the stages of a group are adjacent, in order.",
+    ),
+    "a wrong seam": (
+        {"forward": [[0, 1]], "backward": [[3], [2], [1], [0]]},
+        "the plans do not meet. The first backward group runs forward and backward together, so it starts with stage "
+        "2, where the forward plan ends; found [3].",
+    ),
+    "an overlapping seam": (
+        {"forward": [[0, 1, 2]], "backward": [[2, 3], [1], [0]]},
+        "it starts with stage 3, where the forward plan ends; found [2-3].",
+    ),
+    "no last layer": (
+        {"forward": [[0, 1]], "backward": [[2], [1], [0]]},
+        "the backward plan misses the last stage, 3: its groups go from the last stage down, and the first ends with "
+        "stage 2.",
+    ),
+    "no backward": ({"backward": []}, "the backward plan misses the last stage, 3: its groups go from the last stage"),
+    "a forward to the end": (
+        {"forward": [range(4)]},
+        "the forward plan ends with the last stage, 3. The first backward group runs forward and backward together",
+    ),
+    "a stage too many": ({"forward": [range(5)]}, "forward group 0 is [0-4]; this program has stages 0..3."),
+    "too few groups": ({"backward": [range(4)]}, "groups: 1, ranks: 2; each rank runs a group. Use fewer ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_is_none_is_refused(name: str):
+    plans, sentence = REFUSED[name]
+    with pytest.raises(ProgramError) as refused:
+        of(4, **plans)
+    assert str(refused.value).startswith("roundpipe: ")
+    assert sentence in str(refused.value)
+
+
+def test_a_plan_is_of_groups():
+    with pytest.raises(
+        TypeError, match=re.escape("a group is a list or range of stages, such as range(0, 3); found 3.")
+    ):
+        of(4, backward=[3, 2, 1, 0])
+
+
+def test_readers_for_which_again_says_the_same_share_a_trip():
+    def parity(op: Op) -> object:
+        return (op.microbatch or 0) % 2
+
+    placed = fpipe.chain(fpipe.split(4), fpipe.place("linear", homes={0: 1}, ranks=1), fpipe.merge())(fpipe.program(1))
+    for again, trips in ((["params"], 8), ({"params": parity}, 2), ((), 1)):
+        program = fpipe.communicate(again=again)(placed)
+        assert sum(op.kind == "SEND" and op.reads[0].name == "params" for op in program.ops) == trips
