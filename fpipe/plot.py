@@ -15,7 +15,8 @@ from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
 from fpipe.program import Program
 from fpipe.shown import Shown
-from fpipe.simulate import Timeline, simulate
+from fpipe.simulate import simulate
+from fpipe.timeline import Timeline
 
 
 def plot(

@@ -96,7 +96,7 @@ class Waiting:
             if op.kind == "RECV":
                 sender = self.events[self._at(self.writer[op.reads[0]], at)].op
                 found = by_value[at // self.size].get((sender.reads[0], op.rank), ())
-                self.received[at] = next(one for one in found if one.end == start)
+                self.received.update((at, one) for one in found if one.end == start)
             elif op.kind == "SEND":
                 continue
             elif known.lane == "copy":
@@ -215,6 +215,9 @@ class Waiting:
         if at is None:
             return None, None, None
         op, node = self.events[at].op, self.cause(at).node
+        # A measured timeline has SEND and RECV but no transfers: it is what they carry that is waited for.
+        while isinstance(node, int) and self.events[node].op.kind in ("RECV", "SEND"):
+            node = self.writer.get(self.events[node].op.reads[0])
         if isinstance(node, Transfer):
             made = self.writer.get(node.value)
             return op, None if made is None else self.events[made].op, node.source

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import GLYPH, Area, Line, Rect, Shape, Text, lay_out
+from fpipe.pictures.layout import ARROW_ROOM, GLYPH, Area, Line, Rect, Shape, Text, lay_out, typical_length
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.svg import FONT, frame, number, shapes
 
@@ -19,7 +19,7 @@ def html(panels: Sequence[Panel], width: float | None = None) -> str:
     What stands for a time is stretched by the viewBox of a picture inside the picture. Words must not be stretched and
     the axis needs other ticks: the page's script sets both.
     """
-    drawing = lay_out(panels, width or 1400, every_label=True)
+    drawing = lay_out(panels, width or 1400, every=True)
     left, span, height = number(drawing.left), number(drawing.span), number(drawing.height)
     stretched = [_plain(shape) for shape in drawing.timed if isinstance(shape, Rect | Area | Line) and not shape.grid]
     words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
@@ -35,6 +35,8 @@ def html(panels: Sequence[Panel], width: float | None = None) -> str:
         "</svg>",
     )
     facts = {"left": drawing.left, "span": drawing.span, "height": drawing.height}
+    wide = typical_length(panels) * drawing.span / (drawing.end or 1.0)
+    facts |= {"arrows": ARROW_ROOM / wide if wide else 0.0}
     facts |= {"end": drawing.end * drawing.clock.per_second or 1.0, "bands": drawing.bands, "bottom": drawing.bottom}
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for role in ("wait", "rule", "faint", "ink"):

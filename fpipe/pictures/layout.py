@@ -17,9 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fpipe.lanes import Transfer
 from fpipe.pictures.axis import Clock, amount, clock, ticks
 from fpipe.pictures.colours import WORDS, fill, ink_on
-from fpipe.pictures.panel import Bar, Panel, Transfer, Wait
+from fpipe.pictures.panel import Bar, Panel, whom_for
+from fpipe.program import kind_of
+from fpipe.waiting import Wait
 
 
 class Rect(NamedTuple):
@@ -57,7 +60,8 @@ class Area(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Words whose baseline is at y. `room`: the width they must fit into, where a page may give them more."""
+    """Words whose baseline is at y. `room`: the width they must fit into, and `short` what else would do, where a page
+    may give them more."""
 
     x: float
     y: float
@@ -67,6 +71,7 @@ class Text(NamedTuple):
     anchor: str = "start"
     bold: bool = False
     room: float = 0.0
+    short: str = ""
     grid: bool = False
 
 
@@ -99,21 +104,23 @@ class Drawing:
 
 
 LEFT, RIGHT, EDGE = 68.0, 62.0, 12.0
+ARROW_ROOM = 10.0
+"""Width of an op that has an arrow at each end."""
 GLYPH = 0.62
 """Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
 
 
-def lay_out(panels: Sequence[Panel], width: float | None = None, every_label: bool = False) -> Drawing:
+def lay_out(panels: Sequence[Panel], width: float | None = None, every: bool = False) -> Drawing:
     """The shapes of some panels.
 
     Args:
         panels: what to draw, from above.
         width: of the picture, in pixels; by default enough for names of half the ops, from 720 to 2000.
-        every_label: keep names that do not fit, for a page that shows them when there is room.
+        every: keep names and arrows for which there is no room, for a page that shows them when there is.
     """
     end = max((panel.end for panel in panels), default=0.0)
     if width is None:
-        typical = _typical_length(panels)
+        typical = typical_length(panels)
         wanted = 29 * end / typical if typical else 0.0
         width = min(2000.0, max(720.0, wanted + LEFT + RIGHT))
     drawing = Drawing(width, 0.0, LEFT, width - LEFT - RIGHT, end, clock(end))
@@ -125,9 +132,9 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, every_label: bo
     }
     y = EDGE
     for panel in panels:
-        y = _Painter(drawing, panel, every_label).paint(y, tops[panel.in_bytes])
+        y = _Painter(drawing, panel, every).paint(y, tops[panel.in_bytes])
     y = _axis(drawing, y)
-    drawing.height = _legend(drawing, panels, y) + EDGE
+    drawing.height = _legend(drawing, panels, every, y) + EDGE
     drawing.timed.sort(key=_layer)  # those that look alike in a row, to be written or drawn at once
     return drawing
 
@@ -139,15 +146,16 @@ def _layer(shape: Shape) -> tuple[bool, int, str, float]:
     return not shape.grid, _LAYERS.index(type(shape)), shape.paint, shape.size if isinstance(shape, Text) else 0.0
 
 
-def _typical_length(panels: Sequence[Panel]) -> float:
-    """The median time of an op, in seconds."""
-    lengths = sorted(bar.end - bar.start for panel in panels for bars in panel.bars.values() for bar in bars)
+def typical_length(panels: Sequence[Panel]) -> float:
+    """The median time of an op that a schedule names, in seconds."""
+    events = (event for panel in panels for events in panel.lanes.values() for event in events)
+    lengths = sorted(event.end - event.start for event in events if kind_of(event.op.kind).time)
     return lengths[len(lengths) // 2] if lengths else 0.0
 
 
 def _arrows_fit(drawing: Drawing, panel: Panel) -> bool:
     """Whether arrows can be told apart."""
-    return _typical_length([panel]) * drawing.span >= 10 * drawing.end
+    return typical_length([panel]) * drawing.span >= ARROW_ROOM * drawing.end
 
 
 def _axis(drawing: Drawing, y: float) -> float:
@@ -161,7 +169,7 @@ def _axis(drawing: Drawing, y: float) -> float:
     return y + 22
 
 
-def _legend(drawing: Drawing, panels: Sequence[Panel], y: float) -> float:
+def _legend(drawing: Drawing, panels: Sequence[Panel], all_arrows: bool, y: float) -> float:
     found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
     entries = [(fill(kind), f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
     copies = sorted(found & {"SEND", "RECV", "OFFLOAD", "LOAD"})
@@ -169,7 +177,7 @@ def _legend(drawing: Drawing, panels: Sequence[Panel], y: float) -> float:
     entries += [(fill(kinds[0]), " ".join(kinds)) for kinds in (copies, others) if kinds]
     if any(panel.waits for panel in panels):
         entries.append(("hatched", "waits, and for whom"))
-    if any(panel.transfers and _arrows_fit(drawing, panel) for panel in panels):
+    if any(panel.transfers and (all_arrows or _arrows_fit(drawing, panel)) for panel in panels):
         entries.append(("transfer", "transfer"))
     x = drawing.left
     for paint, words in entries:
@@ -188,11 +196,11 @@ def _legend(drawing: Drawing, panels: Sequence[Panel], y: float) -> float:
 class _Painter:
     """Draws one panel."""
 
-    def __init__(self, drawing: Drawing, panel: Panel, every_label: bool) -> None:
-        self.drawing, self.panel, self.every_label = drawing, panel, every_label
+    def __init__(self, drawing: Drawing, panel: Panel, every: bool) -> None:
+        self.drawing, self.panel, self.every = drawing, panel, every
         self.time, self.scale = drawing.clock, drawing.span / (drawing.end or 1.0)
         self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
-        self.edge = 1.0 if _typical_length([panel]) * self.scale > 7 else 0.25
+        self.edge = 1.0 if typical_length([panel]) * self.scale > 7 else 0.25
         self.gap = 9.0 if panel.ranks <= 8 else 5.0
         self.y: dict[tuple[int, str], tuple[float, float]] = {}
 
@@ -223,11 +231,17 @@ class _Painter:
         for lane, bars in panel.bars.items():
             for bar in bars:
                 self.bar(lane, bar)
-        if _arrows_fit(self.drawing, panel):
+        for transfer in panel.sending:
+            self.sending(transfer)
+        if self.every or _arrows_fit(self.drawing, panel):
             for transfer in panel.transfers:
                 self.transfer(transfer)
         below = self.held(y, top) if top else y
         self.drawing.bands.append((above, below))
+        for end in panel.timeline.iterations[:-1]:
+            x = self.x(end)
+            title = f"an iteration ends at {self.time.full(end)}"
+            self.drawing.timed.append(Line(((x, above - 4), (x, below)), "faint", 1.5, title=title))
         return below + 10
 
     def bar(self, lane: tuple[int, str], bar: Bar) -> None:
@@ -251,48 +265,52 @@ class _Painter:
         """The first name that fits, in the middle of a box."""
         size = min(11.0, height * 0.72)
         fitting = [name for name in names if len(name) * size * GLYPH + 5 <= width] if size >= 6 else []
-        if fitting or self.every_label:
-            chosen = (fitting or names)[0]
-            middle = y + height / 2 + size * 0.36
-            self.drawing.timed.append(
-                Text(x + width / 2, middle, chosen, paint, size, "middle", room=width if self.every_label else 0)
-            )
+        middle = y + height / 2 + size * 0.36
+        if self.every:
+            text = Text(x + width / 2, middle, names[0], paint, size, "middle", room=width, short=names[-1])
+            self.drawing.timed.append(text)
+        elif fitting:
+            self.drawing.timed.append(Text(x + width / 2, middle, fitting[0], paint, size, "middle"))
 
     def wait(self, wait: Wait) -> None:
         y, height = self.y[wait.rank, "main"]
         x, width = self.x(wait.start), (wait.end - wait.start) * self.scale
-        times = f"{self.time(wait.start)} to {self.time.full(wait.end)}"
-        title = f"rank {wait.rank} waits from {times}"
-        names = ["idle"]
-        if wait.cause:
-            title += f"\nfor {wait.value} of {wait.cause.cell} on rank {wait.cause.rank}"
-            names = [f"waits for {wait.cause.cell}", wait.cause.cell]
-        self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", title, self.edge))
-        if wait.cause:
-            self.label(x, width, y, height, names, "faint")
+        title = f"rank {wait.rank} waits from {self.time(wait.start)} to {self.time.full(wait.end)}"
+        whom = whom_for(wait)
+        self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", f"{title}\n{whom}".rstrip(), self.edge))
+        if whom and wait.on:
+            self.label(x, width, y, height, (f"waits for {wait.on.cell}", wait.on.cell), "faint")
 
     def transfer(self, transfer: Transfer) -> None:
-        """From the lane of the writer to that of the reader."""
-        (y0, height0), (y1, height1) = (self.y[op.rank, "main"] for op in (transfer.writer, transfer.reader))
+        """From lane to lane."""
+        (y0, height0), (y1, height1) = (self.y[rank, "main"] for rank in (transfer.source, transfer.target))
         down = y1 > y0
         start = (self.x(transfer.start), y0 + height0 if down else y0)
         end = (self.x(transfer.end), y1 if down else y1 + height1)
+        self.drawing.timed.append(Line((start, end), "arrow", 1.0, True, self.said_of(transfer)))
+
+    def sending(self, transfer: Transfer) -> None:
+        """A sender that does nothing else."""
+        y, height = self.y[transfer.source, "main"]
+        x, width = self.x(transfer.start), (transfer.end - transfer.start) * self.scale
+        self.drawing.timed.append(Rect(x, y, width, height, fill("SEND"), self.said_of(transfer), self.edge))
+
+    def said_of(self, transfer: Transfer) -> str:
         times = f"{self.time(transfer.start)} to {self.time.full(transfer.end)}"
-        title = f"{transfer.value}, rank {transfer.writer.rank} to {transfer.reader.rank}: {times}"
-        self.drawing.timed.append(Line((start, end), "arrow", 1.0, True, title))
+        return f"{transfer.value}, rank {transfer.source} to {transfer.target}: {times}"
 
     def held(self, y: float, top: float) -> float:
         """What each rank holds, as steps."""
         panel, drawing = self.panel, self.drawing
         height = 22.0 if panel.ranks <= 8 else 13.0
         what = "bytes held" if panel.in_bytes else "microbatches held"
-        drawing.still.append(Text(drawing.left, y + 10, what, "faint", 10))
+        drawing.still.append(Text(drawing.left + 3, y + 10, what, "faint", 10))
         y += 12
         for rank in range(panel.ranks):
             base = y + height
             points = [(self.x(0), base)]
             level = 0.0
-            for time, held in panel.held(rank):
+            for time, held in panel.timeline.held(rank):
                 points += [(self.x(time), base - level / top * height), (self.x(time), base - held / top * height)]
                 level = held
             points += [(self.x(panel.end), base - level / top * height), (self.x(panel.end), base)]

@@ -9,9 +9,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fpipe.costs import Costs
+from fpipe.lanes import Transfer
 from fpipe.pictures.axis import amount, clock
 from fpipe.program import Op, Program, Value, kind_of, parts_of
-from fpipe.simulate import Event, Timeline, simulate
+from fpipe.simulate import simulate
+from fpipe.timeline import Timeline
+from fpipe.waiting import Event, Wait
 
 Lane = tuple[int, str]
 """A rank and one of its lanes: "main", or "copy" for transfers that take time."""
@@ -27,26 +30,6 @@ class Bar(NamedTuple):
     top: float = 0.0
     depth: float = 1.0
     shade: float = 0.0
-
-
-class Wait(NamedTuple):
-    """A rank that does nothing from start to end; `cause` is the op elsewhere whose `value` it needs, if it does."""
-
-    rank: int
-    start: float
-    end: float
-    cause: Op | None = None
-    value: Value | None = None
-
-
-class Transfer(NamedTuple):
-    """A value on its way: from the end of `writer` to its arrival at the rank of `reader`."""
-
-    value: Value
-    writer: Op
-    reader: Op
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -119,66 +102,39 @@ class Panel:
         return lambda op: by_stage.get(op.stage or 0, 0.0)
 
     @cached_property
-    def transfers(self) -> list[Transfer]:
-        """Every value that goes from a rank to another, once."""
-        writers = self._writers
-        found: dict[tuple[Value, int], Transfer] = {}
-        for reader, _, end in self.timeline.events:
-            for value in reader.reads:
-                event = writers.get(value)
-                if event and event.op.rank != reader.rank and (value, reader.rank) not in found:
-                    arrival = end if reader.kind == "RECV" else event.end
-                    found[value, reader.rank] = Transfer(value, event.op, reader, event.end, arrival)
-        return list(found.values())
+    def transfers(self) -> Sequence[Transfer]:
+        """Every value that goes from a rank to another; where nobody noted it, from its writer to its first reader."""
+        return self.timeline.transfers or list(self._handed_over())
 
-    @cached_property
-    def _writers(self) -> dict[Value, Event]:
-        return {value: event for event in self.timeline.events for value in event.op.writes}
+    def _handed_over(self) -> Iterator[Transfer]:
+        writers = {value: event for event in self.timeline.events for value in event.op.writes}
+        seen: set[tuple[Value, int]] = set()
+        for reader in self.timeline.events:
+            rank = reader.op.rank
+            for value in reader.op.reads:
+                writer = writers.get(value)
+                if writer is None or writer.op.rank == rank or (value, rank) in seen:
+                    continue
+                seen.add((value, rank))
+                received = reader.op.kind == "RECV"
+                start, end = (writer.start, reader.end) if received else (writer.end, reader.start)
+                yield Transfer(value._replace(at="") if received else value, writer.op.rank, rank, start, end)
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """The times in which a rank's main lane does nothing before its next op."""
-        found: list[Wait] = []
-        for (rank, lane), events in self.lanes.items():
-            now = 0.0
-            for op, start, end in events if lane == "main" else ():
-                if start > now:
-                    found.append(Wait(rank, now, start, *self._last(op, now)))
-                now = max(now, end)
-        return found
+        """The times in which a rank's main lane does nothing before its next op; one that is done waits for nobody."""
+        return [wait for wait in self.timeline.waits if wait.op]
 
-    def _last(self, op: Op, now: float) -> tuple[Op | None, Value | None]:
-        """The op elsewhere that is the last to write what an op reads, if it is not done now."""
-        event, value = max(
-            ((self._writers[value], value) for value in op.reads if value in self._writers),
-            key=lambda found: found[0].end,
-            default=(None, None),
-        )
-        while event and event.op.kind in ("RECV", "SEND"):
-            value = event.op.reads[0]
-            event = self._writers.get(value)
-        return (event.op, value) if event and event.op.rank != op.rank and event.end > now else (None, None)
-
-    def held(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds from each time on, in the units of `Timeline.peak`."""
-        share = max(1, len({op.stage for op, _, _ in self.timeline.events if op.rank == rank and op.kind == "F"}))
-        steps: list[tuple[float, float]] = []
-        for event in self.timeline.events:
-            for op in event.op.parts or (event.op,):
-                if op.rank == rank and op.kind in "FR" and any(value.name == "res" for value in op.writes):
-                    steps.append((event.start, 1 / share))
-                if op.rank == rank and op.kind in "BW":
-                    steps.append((event.end, -1 / share))
-        now, found = 0.0, {0.0: 0.0}
-        for time, change in sorted(steps):
-            now += change
-            found[time] = now
-        return list(found.items())
+    @cached_property
+    def sending(self) -> list[Transfer]:
+        """The transfers that keep the main lane of their sender busy."""
+        costs = self.timeline.costs
+        return list(self.transfers) if costs is not None and costs.sender == "busy" else []
 
     @property
     def in_bytes(self) -> bool:
         """Whether what is held is counted in bytes."""
-        return max(self.timeline.peak, default=0) > 1e4
+        return self.timeline.steps is not None
 
 
 def panels_of(things: Sequence[object], names: Sequence[str] | None, costs: Costs | None) -> list[Panel]:
@@ -198,6 +154,13 @@ def panels_of(things: Sequence[object], names: Sequence[str] | None, costs: Cost
         else:
             raise TypeError(f"plot draws a Program or a Timeline; found {type(thing).__name__}.")
     return found
+
+
+def whom_for(wait: Wait) -> str:
+    """What a rank waits for, if it is something on another rank: the last op that its next one needs."""
+    if wait.on is None or wait.source in (wait.rank, None):
+        return ""
+    return f"for {wait.on.cell} on rank {wait.source}"
 
 
 def _ladder(rungs: Iterable[int]) -> dict[int, float]:

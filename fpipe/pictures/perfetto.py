@@ -8,11 +8,13 @@ project.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fpipe.pictures.panel import Panel
-from fpipe.program import kind_of
+from fpipe.pictures.panel import Panel, whom_for
+from fpipe.program import Value, kind_of
+from fpipe.waiting import Event
 
 Entry = dict[str, Any]
 _THREADS = {"main": 0, "copy": 1}
@@ -64,33 +66,46 @@ def _ops(panel: Panel, first: int) -> Iterator[Entry]:
 
 def _waits(panel: Panel, first: int) -> Iterator[Entry]:
     for wait in panel.waits:
-        why = {"value": str(wait.value), "rank": wait.cause.rank} if wait.cause else {}
         yield {
             "ph": "X",
-            "name": f"waits for {wait.cause.cell}" if wait.cause else "idle",
+            "name": f"waits {whom_for(wait)}".rstrip(),
             "cat": "wait",
             "pid": first + wait.rank,
             "tid": 0,
             "ts": _micro(wait.start),
             "dur": _micro(wait.end - wait.start),
-            "args": why,
         }
 
 
 def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
-    """An arrow binds to the op that is open at its time: the middle of the writer, the start of the reader."""
-    times = {id(op): (start, end) for op, start, end in panel.timeline.events}
-    for number, transfer in enumerate(panel.transfers, number):  # noqa: B020
-        common = {"cat": "transfer", "name": str(transfer.value), "id": number}
-        for phase, op in (("s", transfer.writer), ("f", transfer.reader)):
-            start, end = times[id(op)]
-            place = {"pid": first + op.rank, "tid": _THREADS[kind_of(op.kind).lane]}
-            at = {"ts": _micro((start + end) / 2)} | ({"bp": "e"} if phase == "f" else {})
-            yield {"ph": phase, **common, **place, **at}
+    """An arrow binds to what is open at its ends: the middle of the op that writes, the start of the one that reads."""
+    writers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
+    readers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
+    for event in panel.timeline.events:
+        for value in event.op.writes:
+            writers[value, event.op.rank].append(event)
+        for value in event.op.reads:
+            readers[value._replace(at=""), event.op.rank].append(event)
+    for number, moved in enumerate(panel.transfers, number):  # noqa: B020
+        made = [one for one in writers[moved.value, moved.source] if one.end <= moved.start * _ALMOST]
+        read = [one for one in readers[moved.value._replace(at=""), moved.target] if one.start >= moved.end / _ALMOST]
+        for phase, event in (("s", made[-1]), ("f", read[0])) if made and read else ():
+            yield {
+                "ph": phase,
+                "name": str(moved.value),
+                "cat": "transfer",
+                "id": number,
+                "pid": first + event.op.rank,
+                "tid": _THREADS[kind_of(event.op.kind).lane],
+                "ts": _micro((event.start + event.end) / 2),
+            } | ({"bp": "e"} if phase == "f" else {})
+
+
+_ALMOST = 1 + 1e-9
 
 
 def _held(panel: Panel, first: int) -> Iterator[Entry]:
     unit = "bytes" if panel.in_bytes else "microbatches"
     for rank in range(panel.ranks):
-        for time, amount in panel.held(rank):
+        for time, amount in panel.timeline.held(rank):
             yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": _micro(time), "args": {unit: amount}}

@@ -77,7 +77,7 @@ def _painted(paint: str, what: str = "fill") -> str:
 def element(shape: Shape) -> str:
     """One shape, without what its group says."""
     if isinstance(shape, Text):
-        room = f' data-room="{number(shape.room)}"' if shape.room else ""
+        room = f' data-room="{number(shape.room)}" data-short="{escape(shape.short)}"' if shape.room else ""
         return f'<text x="{number(shape.x)}" y="{number(shape.y)}"{room}>{escape(shape.words)}</text>'
     title = f"<title>{escape(shape.title)}</title>" if shape.title else ""
     if isinstance(shape, Rect):
