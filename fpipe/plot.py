@@ -108,4 +108,5 @@ def _paint(what: Program | Timeline | Picture) -> str:
 
 
 _MOST = 50_000
+
 Shown.painter = _paint

@@ -82,6 +82,8 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
     writers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
     readers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
     for event in panel.timeline.events:
+        if event.op.kind in ("SEND", "RECV"):
+            continue
         for value in event.op.writes:
             writers[value, event.op.rank].append(event)
         for value in event.op.reads:

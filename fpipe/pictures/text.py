@@ -70,7 +70,7 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
     """
     end = max((panel.end for panel in panels), default=0.0)
     margin = max((len(_head(panel, rank)) for panel in panels for rank in range(panel.ranks)), default=0) + 2
-    bars = [event for panel in panels for events in panel.lanes.values() for event in events]
+    bars = [bar for panel in panels for (_, lane), events in panel.lanes.items() if lane == "main" for bar in events]
     wanted = max(((len(op.cell) + 1) / (until - start) for op, start, until in bars), default=1.0)
     scale = min(wanted, (width - margin) / end) if end else 1.0
     lines: list[tuple[Panel, list[Piece]]] = []
@@ -82,23 +82,26 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
             if (rank, "copy") in panel.lanes:
                 head = "copy ".rjust(len(_head(panel, rank)))
                 lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, "copy"), scale)]))
-    lines.append((panels[-1], [(" " * margin + _axis(end, scale), None)]))
+    lines.append((panels[-1], [(_axis(end, scale, margin, width), None)]))
     return Picture.of(panels, lines, colour)
 
 
 def _lane(panel: Panel, lane: tuple[int, str], scale: float) -> list[Piece]:
     columns = round(panel.end * scale)
-    filled: list[tuple[float, Op | None]] = [(0.0, None)] * columns
+    busy = [0.0] * columns
+    most: list[tuple[float, Op | None]] = [(0.0, None)] * columns
     for op, start, until in panel.lanes.get(lane, ()):
         for column in range(int(start * scale), min(columns, int(until * scale) + 1)):
             share = min(until * scale, column + 1) - max(start * scale, column)
-            if share > max(filled[column][0], 0.5 - 1e-9 if filled[column][1] is None else 0.0):
-                filled[column] = share, op
+            busy[column] += share
+            if share > most[column][0] + 1e-9:
+                most[column] = share, op
+    filled = [op if share >= 0.5 else None for share, (_, op) in zip(busy, most, strict=True)]
     pieces: list[Piece] = []
     at = 0
     while at < columns:
-        op, stop = filled[at][1], at + 1
-        while stop < columns and filled[stop][1] is op:
+        op, stop = filled[at], at + 1
+        while stop < columns and filled[stop] is op:
             stop += 1
         pieces += [("." * (stop - at), None)] if op is None else _named(op, stop - at)
         at = stop
@@ -109,18 +112,18 @@ def _named(op: Op, room: int) -> list[Piece]:
     """An op's name and what is left of its room; a blank at the end tells it from the next."""
     if room > len(op.cell):
         return [(op.cell.ljust(room - 1, "-"), op), (" ", None)]
-    letter = op.cell if room >= len(op.cell) else op.kind[:1]
-    return [(letter.ljust(room, "-"), op)]
+    name = next(name for name in (op.cell, op.kind, op.kind[:1]) if room >= len(name))
+    return [(name.ljust(room, "-"), op)]
 
 
-def _axis(end: float, scale: float) -> str:
+def _axis(end: float, scale: float, margin: int, width: int) -> str:
     time = clock(end)
-    line = ""
+    line = time.unit.rjust(margin - 1).ljust(margin)
     for tick in ticks(end * time.per_second, max(1, round(end * scale) // 6)):
-        at = round(tick / time.per_second * scale)
-        if at >= len(line):
-            line = line.ljust(at) + f"{tick:g} "
-    return f"{line.rstrip()} {time.unit}".rstrip()
+        at = margin + round(tick / time.per_second * scale)
+        if at >= len(line) and at + len(f"{tick:g}") <= width:
+            line = f"{line.ljust(at)}{tick:g} "
+    return line
 
 
 def _head(panel: Panel, rank: int) -> str:

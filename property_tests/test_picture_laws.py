@@ -1,0 +1,84 @@
+"""Laws of pictures: whatever the program and its costs, each op is drawn once, where and when it happens."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.pictures.layout import Rect, lay_out
+from fpipe.pictures.panel import Panel
+from fpipe.pictures.perfetto import perfetto
+from property_tests.strategies import Plan, plans
+
+SECONDS = st.sampled_from([0, 0.25, 1, 3])
+COSTS = st.builds(fpipe.Costs, SECONDS, SECONDS, SECONDS, transfer=SECONDS)
+
+
+def panel(plan: Plan, costs: fpipe.Costs, transfers: bool) -> Panel:
+    return Panel("", fpipe.simulate(fpipe.communicate()(plan.program) if transfers else plan.program, costs))
+
+
+@given(plans(), COSTS, st.booleans())
+def test_every_op_that_takes_time_is_one_box_at_its_time(plan: Plan, costs: fpipe.Costs, transfers: bool):
+    shown = panel(plan, costs, transfers)
+    drawing = lay_out([shown])
+    found = {
+        shape.title.partition(":")[0]: (shape.x, shape.width)
+        for shape in drawing.timed
+        if isinstance(shape, Rect) and ", rank " in shape.title
+    }
+    scale = drawing.span / (drawing.end or 1)
+    expected = {
+        f"{op.cell}, rank {op.rank}": (drawing.left + start * scale, (end - start) * scale)
+        for op, start, end in shown.timeline.events
+        if end > start
+    }
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(place, abs=1e-6) for name, place in expected.items())
+
+
+@given(plans(), COSTS, st.booleans())
+def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: Plan, costs: fpipe.Costs, transfers: bool):
+    shown = panel(plan, costs, transfers)
+    for rank in range(shown.ranks):
+        bars = shown.bars.get((rank, "main"), [])
+        pieces = [(bar.start, bar.end) for bar in bars] + [
+            (wait.start, wait.end) for wait in shown.waits if wait.rank == rank
+        ]
+        now = 0.0
+        for start, end in sorted(pieces):
+            assert start == pytest.approx(now, abs=1e-9)
+            now = end
+
+
+@given(plans(), COSTS, st.booleans())
+def test_a_trace_has_every_event_and_the_peak(plan: Plan, costs: fpipe.Costs, transfers: bool):
+    shown = panel(plan, costs, transfers)
+    entries = json.loads(perfetto([shown]))["traceEvents"]
+    found = Counter(
+        (one["name"], one["pid"], one["ts"], one["dur"]) for one in entries if one["ph"] == "X" and one["cat"] != "wait"
+    )
+    assert found == Counter(
+        (op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in shown.timeline.events
+    )
+    held = [(one["pid"], one["args"]["microbatches"]) for one in entries if one["ph"] == "C"]
+    for rank, peak in enumerate(shown.timeline.peak):
+        if costs.forward and costs.backward_input and costs.backward_weight:  # else two changes may be one moment
+            assert max((amount for where, amount in held if where == rank), default=0) == pytest.approx(peak)
+
+
+@given(plans(), COSTS)
+def test_text_to_scale_has_each_op_in_its_place(plan: Plan, costs: fpipe.Costs):
+    shown = panel(plan, costs, transfers=False)
+    rows = [line.partition("| ")[2] for line in fpipe.plot(shown.timeline, width=100_000).splitlines()]
+    events = [event for event in shown.timeline.events if event.end > event.start]
+    scale = max(((len(op.cell) + 1) / (end - start) for op, start, end in events), default=0)
+    for op, start, _ in events:
+        at = rows[op.rank].find(op.cell)
+        assert at == pytest.approx(start * scale, abs=1)
+        assert rows[op.rank].count(op.cell) == 1

@@ -1,0 +1,317 @@
+"""Pictures show what happens, when it does: as text, SVG, PNG, a page and a trace."""
+
+import json
+import struct
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.pictures.colours import FILLS, fill
+from fpipe.pictures.panel import Panel
+from fpipe.program import Program
+
+ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
+GPIPE = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(3))
+SLOW = fpipe.Costs(forward=1.5, transfer=0.5)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(file: Path) -> tuple[ET.Element, dict[str, tuple[float, float]]]:
+    """An SVG file, and from where to where each box is whose title opens with an op and its rank."""
+    root = ET.parse(file).getroot()
+    found: dict[str, tuple[float, float]] = {}
+    for box in root.iter(f"{SVG}rect"):
+        title = box.findtext(f"{SVG}title") or ""
+        if ", rank " in title:
+            assert title not in found
+            found[title] = float(box.get("x", "")), float(box.get("width", ""))
+    return root, found
+
+
+def words(file: Path) -> list[str]:
+    return [text.text or "" for text in ET.parse(file).getroot().iter(f"{SVG}text")]
+
+
+# Text
+
+
+def test_one_program_alone_is_a_grid():
+    assert fpipe.plot(GPIPE).splitlines() == [
+        "rank 0 | 0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3",
+        "rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .",
+        "rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .",
+    ]
+
+
+def test_with_costs_time_is_to_scale():
+    two = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2))
+    assert fpipe.plot(two, costs=fpipe.Costs(forward=1, backward_input=2, transfer=0.5)).splitlines() == [
+        "rank 0 | 0F0 0F1 ....................0B0-------- 0B1--------",
+        "rank 1 | ......1F0 1F1 1B0-------- 1B1-------- ..............",
+        "         0       2       4       6       8       10      12",
+    ]
+
+
+def test_several_share_one_axis():
+    text = fpipe.plot(ONE_F_ONE_B, fpipe.simulate(GPIPE, SLOW), costs=SLOW, names=["1F1B", "GPipe"], width=80)
+    assert text.splitlines() == [
+        "1F1B: makespan 25, span 25, bubble 44.0%, peak 3",
+        "rank 0 | 0F0 0F1 0F2 ................0B0- 0F3 0B1-- ......0B2-- ......0B3--",
+        "rank 1 | .....1F0 1F1 ........1B0-- 1F2 1B1- ...1F3 1B2- .......1B3- .......",
+        "rank 2 | ...........2F0 2B0- 2F1 2B1- ...2F2 2B2- ...2F3 2B3- ..............",
+        "GPipe: makespan 23, span 23, bubble 39.1%, peak 4",
+        "rank 0 | 0F0 0F1 0F2 0F3 ........................0B0- 0B1-- 0B2- 0B3-",
+        "rank 1 | .....1F0 1F1 1F2 1F3 ............1B0-- 1B1- 1B2- 1B3-- ......",
+        "rank 2 | ...........2F0 2F1 2F2 2F3 2B0- 2B1- 2B2-- 2B3- .............",
+        "         0            5             10           15           20            25",
+    ]
+
+
+def test_a_long_program_stays_within_its_width():
+    long = fpipe.chain(fpipe.split(128), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
+    lines = fpipe.plot(long, costs=SLOW, width=100).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert set(lines[0].partition("|")[2]) <= set(" .FB-")
+
+
+def test_a_pair_and_the_copy_lane_have_their_place():
+    text = fpipe.plot(paired(), costs=fpipe.Costs(offload=1, pair="max")).splitlines()
+    assert "(1F1;1B0)" in text[1]
+    assert fpipe.plot(offloaded(), costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
+
+
+def test_colour_is_for_terminals_and_for_who_asks(monkeypatch, capsys):
+    plain, coloured = fpipe.plot(GPIPE), fpipe.plot(GPIPE, colour=True)
+    assert "\x1b[" not in str(plain)
+    assert "\x1b[" in str(coloured)
+    assert plain == coloured, "colour is how it prints, not what it is: a table reads it back either way"
+    assert fpipe.schedules.from_table(coloured)(fpipe.split(4)(fpipe.program(3))).table() == GPIPE.table()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[" in str(plain)
+    assert "\x1b[" not in str(fpipe.plot(GPIPE, colour=False))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in str(plain)
+
+
+# SVG
+
+
+def test_every_op_is_a_box_at_its_time(tmp_path: Path):
+    timeline = fpipe.simulate(ONE_F_ONE_B, SLOW)
+    _, boxes = drawn(Path(fpipe.plot(timeline, file=tmp_path / "a.svg")))
+    events = [event for event in timeline.events if event.end > event.start]
+    assert len(boxes) == len(events)
+    first = {title.partition(",")[0]: place for title, place in boxes.items()}
+    left, scale = first["0F0"][0], first["0F0"][1] / 1.5
+    for op, start, end in events:
+        assert first[op.cell] == pytest.approx((left + start * scale, (end - start) * scale), abs=0.5)
+
+
+def test_hovering_says_when_an_op_runs_and_what_it_reads(tmp_path: Path):
+    _, boxes = drawn(Path(fpipe.plot(ONE_F_ONE_B, costs=SLOW, file=tmp_path / "a.svg")))
+    assert "1F0, rank 1: 2 to 3.5\nreads params[1] y[0,0]\nwrites y[1,0] res[1,0]" in boxes
+
+
+def test_waits_name_whom_they_wait_for(tmp_path: Path):
+    root, _ = drawn(Path(fpipe.plot(ONE_F_ONE_B, costs=SLOW, file=tmp_path / "a.svg")))
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert "rank 1 waits from 0 to 2\nfor 0F0 on rank 0" in titles
+    assert "y[0,0], rank 0 to 1: 1.5 to 2" in titles
+    assert "rank 0 holds at most 3" in titles
+
+
+def test_the_title_has_the_figures(tmp_path: Path):
+    found = words(Path(fpipe.plot(ONE_F_ONE_B, GPIPE, names=["a & b", "c"], file=tmp_path / "a.svg")))
+    assert "a & b" in found
+    assert "makespan 18, span 18, bubble 33.3%, peak 3" in found
+    assert "makespan 18, span 18, bubble 33.3%, peak 4" in found
+
+
+def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
+    long = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
+    found = words(Path(fpipe.plot(long, file=tmp_path / "a.svg", width=600)))
+    assert not set(found) & {op.cell for op in long.ops}
+
+
+def test_the_colours_of_kinds_are_told_apart():
+    assert len(set(FILLS.values())) == 6
+    assert fill("F", 1) != fill("F")
+
+
+def test_the_second_chunk_and_the_second_direction_are_lighter():
+    looped = fpipe.chain(fpipe.split(2), fpipe.place("looped", ranks=2))(fpipe.program(4))
+    shades = {bar.op.stage: bar.shade for bars in panel(looped).bars.values() for bar in bars}
+    assert shades == {0: 0, 1: 0, 2: 1, 3: 1}
+    both_ways = fpipe.place(lambda kind, stage, microbatch: stage ^ microbatch, homes=lambda stage: [0, 1])
+    crossed = fpipe.chain(fpipe.split(2), both_ways)(fpipe.program(2))
+    shades = {bar.op.microbatch: bar.shade for bars in panel(crossed).bars.values() for bar in bars}
+    assert shades == {0: 0, 1: 1}
+
+
+def test_a_pair_is_two_halves():
+    halves = [bar for bars in panel(paired()).bars.values() for bar in bars if bar.depth < 1]
+    assert [(bar.op.cell, bar.top, bar.depth) for bar in halves] == [("1F1", 0, 0.5), ("1B0", 0.5, 0.5)]
+
+
+# Measured
+
+
+def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model, params, _ = fpipe.from_sequential(net, stages=3, loss=torch.nn.functional.mse_loss)
+    for program in (GPIPE, fpipe.communicate()(GPIPE)):
+        step = fpipe.build(program, model, record=True)
+        timeline = step(params, (torch.randn(8, 8), torch.randn(8, 8))).timeline
+        _, boxes = drawn(Path(fpipe.plot(timeline, ONE_F_ONE_B, names=["run", "plan"], file=tmp_path / "a.svg")))
+        for cell in ("0F0", "2B3"):
+            assert sum(title.startswith(f"{cell}, rank") for title in boxes) == 2
+        assert "bytes held" in words(tmp_path / "a.svg")
+        for rank in range(3):
+            assert max(held for _, held in timeline.held(rank)) == timeline.peak[rank]
+        assert any(wait.op and wait.op.cell == "1F0" and wait.on.cell == "0F0" for wait in timeline.waits)
+
+
+# PNG, PDF, HTML
+
+
+def test_a_png_has_twice_the_pixels(tmp_path: Path):
+    fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.svg", width=800)
+    fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.png", width=800)
+    root, _ = drawn(tmp_path / "a.svg")
+    data = (tmp_path / "a.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    expected = 1600, 2 * float(root.get("height", ""))
+    assert struct.unpack(">II", data[16:24]) == pytest.approx(expected, abs=1)
+
+
+def test_without_matplotlib_the_way_out_is_said(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'fpipe\[plot\]', or write \.svg or \.html"):
+        fpipe.plot(GPIPE, file=tmp_path / "a.png")
+
+
+def test_a_page_needs_no_other_and_has_every_name(tmp_path: Path):
+    page = Path(fpipe.plot(GPIPE, names=["x < y"], file=tmp_path / "a.html")).read_text(encoding="utf-8")
+    assert "<title>x &lt; y</title>" in page
+    assert not [word for word in ("http://", "https://") if word in page.replace("http://www.w3.org/2000/svg", "")]
+    picture = page[page.index("<svg") : page.rindex("</svg>") + 6]
+    assert {op.cell for op in GPIPE.ops if op.kind in "FB"} <= {
+        text.text for text in ET.fromstring(picture).iter(f"{SVG}text")
+    }
+
+
+# Perfetto
+
+
+def trace(file: str) -> list[dict[str, object]]:
+    return json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_a_trace_has_the_events_of_the_timeline(tmp_path: Path):
+    timeline = fpipe.simulate(fpipe.communicate()(ONE_F_ONE_B), SLOW)
+    entries = trace(fpipe.plot(timeline, file=tmp_path / "a.json"))
+    found = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X" and e["cat"] != "wait"]
+    assert found == [(op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in timeline.events]
+
+
+def test_a_trace_keeps_to_its_format(tmp_path: Path):
+    needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id"}, "f": {"ts", "id", "bp"}}
+    entries = trace(fpipe.plot(ONE_F_ONE_B, GPIPE, costs=SLOW, file=tmp_path / "a.json"))
+    for entry in entries:
+        assert {"ph", "name", "pid", "tid"} | needed[entry["ph"]] <= entry.keys() | (
+            {"tid"} if entry["ph"] == "C" else set()
+        )
+    assert {entry["pid"] for entry in entries} == set(range(6))
+    held = [entry for entry in entries if entry["ph"] == "C" and entry["pid"] == 0]
+    assert max(entry["args"]["microbatches"] for entry in held) == 3
+
+
+@pytest.mark.parametrize("program", [ONE_F_ONE_B, fpipe.communicate()(ONE_F_ONE_B)], ids=["plain", "with transfers"])
+def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program, tmp_path: Path):
+    entries = trace(fpipe.plot(program, costs=SLOW, file=tmp_path / "a.json"))
+    ops = [entry for entry in entries if entry["ph"] == "X" and entry["cat"] in "FB"]
+
+    def around(flow):
+        inside = (op for op in ops if op["pid"] == flow["pid"] and op["ts"] <= flow["ts"] <= op["ts"] + op["dur"])
+        return next(inside)["name"]
+
+    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
+    arrows = {(around(flow), around(ends[flow["id"]])) for flow in entries if flow["ph"] == "s"}
+    assert arrows == {(f"{s}F{m}", f"{s + 1}F{m}") for s in range(2) for m in range(4)} | {
+        (f"{s + 1}B{m}", f"{s}B{m}") for s in range(2) for m in range(4)
+    }
+
+
+def test_several_iterations_are_one_trace(tmp_path: Path):
+    timeline = fpipe.simulate(ONE_F_ONE_B, SLOW, iterations=2)
+    flows = [entry for entry in trace(fpipe.plot(timeline, file=tmp_path / "a.json")) if entry["ph"] == "s"]
+    assert len(flows) == 2 * 16
+
+
+# Notebooks
+
+
+def test_programs_timelines_and_plots_show_themselves():
+    for shown in (GPIPE, fpipe.simulate(GPIPE), fpipe.plot(GPIPE, ONE_F_ONE_B)):
+        html = shown._repr_html_()
+        picture = html[html.index("<svg") : html.rindex("</svg>") + 6]
+        assert ET.fromstring(picture).tag == f"{SVG}svg"
+
+
+def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):
+    monkeypatch.setattr(sys.modules["fpipe.plot"], "_MOST", 10)
+    assert GPIPE._repr_html_() == (
+        "<pre>makespan 18, span 18, bubble 33.3%, peak 4\nfpipe.plot(..., file='picture.html') draws it.</pre>"
+    )
+
+
+# Errors
+
+
+def test_bad_input_is_said(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"ends in \.svg, \.png, \.pdf, \.html, \.json; found 'a\.gif'"):
+        fpipe.plot(GPIPE, file=tmp_path / "a.gif")
+    with pytest.raises(FileNotFoundError, match="is not a folder: make it before a picture is written there"):
+        fpipe.plot(GPIPE, file=tmp_path / "none" / "a.svg")
+    with pytest.raises(TypeError, match="plot draws a Program or a Timeline; found str"):
+        fpipe.plot("1F1B")
+    with pytest.raises(TypeError, match="found list"):
+        fpipe.plot(GPIPE, [GPIPE])
+    with pytest.raises(ValueError, match="one name for each of the 2 schedules; found 1"):
+        fpipe.plot(GPIPE, GPIPE, names=["one"])
+    with pytest.raises(ValueError, match="a Timeline has its times already: leave costs out"):
+        fpipe.plot(fpipe.simulate(GPIPE), costs=SLOW)
+    with pytest.raises(ValueError, match="at least 40; found 3"):
+        fpipe.plot(GPIPE, width=3)
+
+
+def test_what_has_no_time_is_drawn_too(tmp_path: Path):
+    free = fpipe.Costs(forward=0, backward_input=0, backward_weight=0)
+    for ending in (".svg", ".png", ".html", ".json"):
+        fpipe.plot(GPIPE, costs=free, file=tmp_path / f"a{ending}")
+    assert fpipe.plot(GPIPE, costs=free).splitlines()[0] == "rank 0 |"
+
+
+def panel(program: Program) -> Panel:
+    return Panel("", fpipe.simulate(program))
+
+
+def paired() -> Program:
+    rows = ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"]
+    return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table("\n".join(rows)))(fpipe.program(2))
+
+
+def offloaded() -> Program:
+    """Residuals that leave for the host between F and B."""
+    lines = str(fpipe.program(2)).replace("B[0,0] params[0] res[0,0]", "B[0,0] params[0] res[0,0]@host@0").splitlines()
+    forward = next(number for number, line in enumerate(lines) if "= F[0,0]" in line)
+    lines.insert(forward + 1, "res[0,0]@host = OFFLOAD[0,0] res[0,0] @ 0")
+    backward = next(number for number, line in enumerate(lines) if "= B[0,0]" in line)
+    lines.insert(backward, "res[0,0]@host@0 = LOAD[0,0] res[0,0]@host @ 0")
+    return Program.parse("\n".join(lines))
