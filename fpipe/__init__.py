@@ -1,5 +1,8 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
+import importlib
+from types import ModuleType
+
 from fpipe import interop, schedules
 from fpipe.balance import balance
 from fpipe.check import check
@@ -91,3 +94,10 @@ __all__ = [
     "split_params",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`fpipe.testing` is imported when it is first asked for: it needs hypothesis, which is an extra."""
+    if name == "testing":
+        return importlib.import_module("fpipe.testing")
+    raise AttributeError(f"module 'fpipe' has no attribute {name!r}")

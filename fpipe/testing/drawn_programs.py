@@ -1,0 +1,150 @@
+"""Random programs, as recipes: a graph of stages, what is recomputed and split, and a legal order over a placement."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from fpipe.models import Source
+from fpipe.program import Program
+from fpipe.schedules.tables import from_table
+from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.chain import chain
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.merge import merge
+from fpipe.transforms.split import split
+from fpipe.transforms.split_backward import split_backward
+
+Takes = tuple[Source | tuple[Source, ...], ...]
+"""What each stage takes: "batch", a stage, or several of these."""
+Order = tuple[tuple[str, ...], ...]
+"""The cells of each rank, as `schedules.from_table` reads them."""
+
+
+@st.composite
+def graphs(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Takes:
+    """Draw what each stage takes: the batch or earlier stages, in any number; every stage but the last has a reader.
+
+    Args:
+        stages: how many; 1 to 5 by default.
+    """
+    n = draw(st.integers(1, 5) if stages is None else stages)
+    found: list[list[Source]] = [["batch"]]
+    for stage in range(1, n):
+        earlier: list[Source] = ["batch", *range(stage)]
+        found.append(draw(st.lists(st.sampled_from(earlier[::-1]), min_size=1, max_size=3)))
+    for stage in range(n - 1):
+        if not any(stage in taken for taken in found):
+            found[stage + 1].append(stage)
+    return tuple(taken[0] if len(taken) == 1 else tuple(taken) for taken in found)
+
+
+@st.composite
+def placements(draw: st.DrawFn, stages: int) -> list[int]:
+    """Draw a rank for each stage; every rank has one."""
+    found = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
+    ranks = sorted(set(found))
+    return [ranks.index(rank) for rank in found]
+
+
+@st.composite
+def legal_orders(draw: st.DrawFn, program: Program, replicas: bool = False) -> Order:
+    """Draw a placement, and for each rank an order of its ops, which all ranks together can keep.
+
+    Args:
+        program: whose F, B, I and W are ordered.
+        replicas: place each stage anew for each microbatch.
+
+    Returns:
+        The cells of each rank, for `fpipe.schedules.from_table`.
+    """
+    times = program.microbatches if replicas else 1
+    placement = draw(placements(program.stages * times))
+    cells = {op.cell: op for op in program.ops if op.kind in "FBIW"}
+    writer = {value: op for op in program.ops for value in op.writes}
+    after: dict[str, set[str]] = {cell: set() for cell in cells}
+    for cell, op in cells.items():
+        todo = list(op.reads)
+        while todo:
+            source = writer.get(todo.pop())
+            if source is not None and source.cell in cells:
+                after[cell].add(source.cell)
+            elif source is not None:
+                todo += source.reads
+    wish = {cell: number for number, cell in enumerate(draw(st.permutations(list(cells))))}
+    rows: list[list[str]] = [[] for _ in range(1 + max(placement))]
+    left = dict(after)
+    while left:
+        cell = min((cell for cell, needs in left.items() if not needs & left.keys()), key=wish.__getitem__)
+        op = cells[cell]
+        rows[placement[(op.stage or 0) * times + (op.microbatch or 0) % times]].append(cell)
+        del left[cell]
+    return tuple(map(tuple, rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline for a graph of stages: what each takes, microbatches, what is recomputed and split, and a table.
+
+    >>> plan = Plan(("batch", 0), 2, frozenset(), frozenset({(0, 1)}), (("0F0", "0F1", "0B0", "0I1", "0W1"),
+    ...                                                                ("1F0", "1B0", "1F1", "1B1")))
+    >>> import fpipe
+    >>> print(fpipe.plot(plan.program))
+    rank 0 | 0F0 0F1  .  0B0  .  0I1 0W1
+    rank 1 |  .  1F0 1B0 1F1 1B1  .   .
+    """
+
+    takes: Takes
+    microbatches: int
+    recomputed: frozenset[tuple[int, int]]
+    halved: frozenset[tuple[int, int]]
+    table: Order
+
+    @property
+    def base(self) -> Program:
+        """One batch on one rank."""
+        return base_program(len(self.takes), inputs=self.takes)
+
+    @property
+    def split(self) -> Transform:
+        """The transform that cuts the batch."""
+        return split(self.microbatches)
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The four that commute."""
+        return {
+            "checkpoint": checkpoint(lambda stage, microbatch: (stage, microbatch) in self.recomputed),
+            "split_backward": split_backward(lambda stage, microbatch: (stage, microbatch) in self.halved),
+            "schedule": from_table(self.table),
+            "merge": merge(),
+        }
+
+    @property
+    def program(self) -> Program:
+        """The program of it all."""
+        return chain(self.split, *self.transforms.values())(self.base)
+
+
+@st.composite
+def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, microbatches: int = 4) -> Plan:
+    """Draw a program: a graph of stages, sizes, what is recomputed and split, and a legal order over a placement.
+
+    Args:
+        takes: the graph; any of 1 to 5 stages by default.
+        microbatches: at most so many.
+
+    Returns:
+        A `Plan`, which makes the program and prints as what was drawn.
+    """
+    graph = draw(takes if takes is not None else graphs())
+    m = draw(st.integers(1, microbatches))
+    every = list(itertools.product(range(len(graph)), range(m)))
+    some = st.frozensets(st.sampled_from(every))
+    recomputed, halved = draw(some), draw(some)
+    cut = chain(split(m), split_backward(lambda stage, index: (stage, index) in halved))
+    table = draw(legal_orders(cut(base_program(len(graph), inputs=graph))))
+    return Plan(graph, m, recomputed, halved, table)

@@ -1,0 +1,140 @@
+"""`fpipe.testing`: what is drawn is what it says, and a schedule that breaks a law is told which."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+
+import fpipe
+from fpipe.program import Program
+from fpipe.testing import BrokenLaw, Net, Plan, check_schedule, legal_orders, models, programs
+
+Transform = Callable[[Program], Program]
+
+
+@settings(max_examples=5)
+@given(models())
+def test_a_drawn_model_has_plain_autograds_gradients(net: Net):
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(net.model))
+    assert fpipe.verify(program, net.model, net.params(), net.batch(rows=3)).bitwise
+
+
+@settings(max_examples=20)
+@given(programs())
+def test_a_drawn_program_checks(plan: Plan):
+    fpipe.check(plan.program)
+    assert plan.program.microbatches == plan.microbatches
+
+
+@settings(max_examples=20)
+@given(legal_orders(fpipe.chain(fpipe.split(3), fpipe.split_backward())(fpipe.program(3))))
+def test_a_drawn_order_is_legal(table: tuple[tuple[str, ...], ...]):
+    base = fpipe.chain(fpipe.split(3), fpipe.split_backward())(fpipe.program(3))
+    fpipe.check(fpipe.chain(fpipe.schedules.from_table(table), fpipe.communicate(), fpipe.free())(base))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_published_schedules_keep_every_law(name: str):
+    found = check_schedule(name, ranks=(1, 2, 3), microbatches=(1, 2, 5), examples=5)
+    assert str(found) == ("9 sizes complete and legal, 5 models with the gradients of plain autograd, bit by bit")
+
+
+def test_a_registered_name_is_checked_at_the_sizes_it_serves(monkeypatch: pytest.MonkeyPatch):
+    about = fpipe.schedules.about("gpipe")
+    odd = fpipe.schedules.Schedule("odd", about.factory, 2, refuses=lambda p, s, m: "too few" if m < 2 * p else None)
+    monkeypatch.setitem(fpipe.schedules.registry._SCHEDULES, "odd", odd)
+    found = check_schedule("odd", ranks=(1, 2), microbatches=(2, 3, 4), examples=2)
+    assert [tuple(size) for size in found.sizes] == [(1, 2, 2), (1, 3, 2), (1, 4, 2), (2, 4, 4)]
+
+
+def greedy(ranks: int) -> Transform:
+    """Wrong from two microbatches on two ranks on: rank 1 wants all forwards first, rank 0 one backward in between."""
+
+    def rows(program: Program) -> list[list[str]]:
+        m = program.microbatches
+        first = [f"0{kind}{index}" for index in range(m) for kind in "FB"]
+        return [first, [f"1F{index}" for index in range(m)] + [f"1B{index}" for index in range(m)]][:ranks]
+
+    return lambda program: fpipe.chain(fpipe.place("linear", ranks=ranks), fpipe.reorder(rows))(program)
+
+
+def idle(ranks: int) -> Transform:
+    """Leaves all ranks but the first without work."""
+    return fpipe.schedules.gpipe(1)
+
+
+def wrong(ranks: int) -> Transform:
+    """Every microbatch takes the rows of the first."""
+
+    def transform(program: Program) -> Program:
+        program = fpipe.schedules.gpipe(ranks)(program)
+        text = str(program).replace(f"index={program.microbatches - 1}", "index=0")
+        return Program.parse(text)
+
+    return transform
+
+
+def lossy(ranks: int) -> Transform:
+    """Forgets the outputs."""
+    return fpipe.chain(fpipe.schedules.gpipe(ranks), fpipe.merge(outputs=False))
+
+
+def raises(ranks: int) -> Transform:
+    raise KeyError(ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sentences"),
+    [
+        (
+            greedy,
+            [
+                "greedy at ranks=2, microbatches=2, stages=2: it makes a program of these sizes.",
+                "wait for each other in a circle",
+                "rank 1 | 1F0 [1F1] 1B0 1B1",
+            ],
+        ),
+        (
+            idle,
+            [
+                "idle at ranks=2, microbatches=1, stages=2: it uses every rank.\n  the program is on 1 ranks.",
+                "rank 0 | 0F0 1F0 1B0 0B0",
+            ],
+        ),
+        (
+            wrong,
+            [
+                "its gradients on Net(bodies=('linear',), takes=('batch',)",
+                "are those of plain autograd.",
+                "differs from plain autograd by up to",
+                "rank 0 | 0F0 0F1",
+            ],
+        ),
+        (lossy, ["lossy at ranks=1, microbatches=1, stages=1: it is complete.\n  the result outputs is lost."]),
+        (raises, ["raises at ranks=1, microbatches=1, stages=1: it makes a program of these sizes.\n  KeyError: 1"]),
+    ],
+)
+def test_a_schedule_that_breaks_a_law_is_told_which_at_the_smallest_size(schedule, sentences: list[str]):
+    with pytest.raises(BrokenLaw) as error:
+        check_schedule(schedule, ranks=(1, 2), microbatches=(1, 2, 3), examples=20)
+    for sentence in sentences:
+        assert sentence in str(error.value)
+
+
+def test_no_size_to_try_is_said():
+    with pytest.raises(ValueError, match="there is no size to try"):
+        check_schedule("gpipe", serves=lambda ranks, microbatches: False)
+
+
+def test_an_unknown_name_offers_the_closest():
+    with pytest.raises(ValueError, match="did you mean gpipe"):
+        check_schedule("gpip")
+
+
+def test_without_hypothesis_the_message_says_what_to_install():
+    code = "import sys; sys.modules['hypothesis'] = None; import fpipe; fpipe.testing"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "fpipe.testing draws with hypothesis, which is not installed: pip install 'fpipe[testing]'." in run.stderr
