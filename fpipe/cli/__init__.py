@@ -1,0 +1,1 @@
+"""The command line, command by command; `fpipe.__main__` starts it."""

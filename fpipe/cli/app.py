@@ -1,0 +1,67 @@
+"""The commands put together, and what becomes of an error: 0 is well, 1 refused or wrong, 2 typed wrongly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from fpipe.cli import prove, see, write
+from fpipe.cli.options import bring, usage
+from fpipe.cli.output import complain
+
+app = typer.Typer(
+    rich_markup_mode=None,  # plain help: it reads the same in a pipe
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", "-i", metavar="MODULE", help="A module, or a .py file, that registers schedules."),
+]
+
+
+@app.callback()
+def start(imports: Imports = None) -> None:
+    """Pipeline schedules: list them, draw them, compare them, prove them, take them elsewhere.
+
+    \b
+    Examples:
+      python -m fpipe schedules
+      python -m fpipe show one_f_one_b --ranks 4 --microbatches 8
+      python -m fpipe compare gpipe one_f_one_b --costs F=1,B=1,W=1,c=0.1
+      python -m fpipe check my_table.csv
+      python -m fpipe verify one_f_one_b
+      python -m fpipe export one_f_one_b --format comms > schedule.csv
+      python -m fpipe --import mine.py show my_schedule
+
+    A NAME is a schedule (see `schedules`); a FILE is a program's text, a table (grid or CSV), torch's CSV, or JSON.
+    Exit codes: 0 well, 1 refused or wrong, 2 typed wrongly.
+    """
+    for module in imports or ():
+        usage(bring)(module)
+
+
+def _refusing(command: Callable[..., None]) -> Callable[..., None]:
+    """What the library refuses, in its own words on standard error, with exit code 1."""
+
+    @functools.wraps(command)
+    def run(*args: object, **options: object) -> None:
+        try:
+            command(*args, **options)
+        except (ValueError, AssertionError, ModuleNotFoundError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            complain(str(error))
+            raise typer.Exit(1) from None
+
+    return run
+
+
+for command in (see.schedules, see.show, see.compare, prove.check, prove.verify, write.export):
+    app.command()(_refusing(command))

@@ -1,0 +1,94 @@
+"""Read costs as they are typed: F=1,B=1,W=1,c=0.1 of a whole rank, or forward=1,transfer=0.1 of a stage."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from fpipe.costs import Costs
+from fpipe.program import Program
+
+SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
+WORDS = (*SHARES.values(), "offload", "load")
+CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
+
+
+@dataclass(frozen=True)
+class Said:
+    """Costs as they were typed: of a whole rank's share of a microbatch (letters), or of a stage's (words).
+
+    >>> import fpipe
+    >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
+    >>> shared, own = (parse(text).of(two_a_rank) for text in ("F=3,c=0.5", "forward=3,sender=busy"))
+    >>> shared.forward, shared.backward_input, shared.transfer
+    (1.5, 0.5, 0.5)
+    >>> own.forward, own.backward_input, own.sender
+    (3.0, 1, 'busy')
+    """
+
+    text: str
+    seconds: dict[str, Any]
+    shares: bool
+
+    def of(self, program: Program) -> Costs:
+        """The costs of a program's ops."""
+        return self.at(program.stages, program.ranks, program.slices)
+
+    def at(self, stages: int, ranks: int, slices: int = 1) -> Costs:
+        """The costs at a size: with v stages a rank and Q slices a stage's op takes a share's 1/(vQ)."""
+        parts = stages / ranks * slices
+        if not self.shares:
+            return Costs(**self.seconds)
+        seconds: dict[str, Any] = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0} | self.seconds
+        whole = ("transfer", *CHOICES)
+        return Costs(**{word: cost if word in whole else cost / parts for word, cost in seconds.items()})
+
+
+def parse(text: str) -> Said:
+    """Read a list of costs.
+
+    Raises:
+        ValueError: a name that is none, offered with the closest, or a number that is none.
+
+    >>> parse("forwards=1")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: costs have no 'forwards'; did you mean forward? Of a whole rank: F, B, W, R, c; of a stage: ...
+    """
+    seconds: dict[str, Any] = {}
+    kinds: set[bool] = set()
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ValueError(f"{item!r} says no cost; costs read F=1,B=1,W=1,c=0.1 or forward=1,transfer=0.1.")
+        word = SHARES.get(name, name)
+        if word in seconds:
+            raise ValueError(f"{name} is said twice.")
+        if name in CHOICES:
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} is {' or '.join(CHOICES[name])}, found {value!r}.")
+            seconds[name] = value
+            continue
+        if word not in WORDS:
+            close = difflib.get_close_matches(name, (*WORDS, *CHOICES), n=1)
+            raise ValueError(
+                f"costs have no {name!r}{f'; did you mean {close[0]}?' if close else '.'} Of a whole rank: "
+                f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, pair=max."
+            )
+        kinds.add(name in SHARES)
+        seconds[word] = _number(name, value)
+    if len(kinds) > 1:
+        raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")
+    return Said(text, seconds, kinds != {False})
+
+
+def _number(name: str, text: str) -> float | list[float]:
+    try:
+        found = [float(part) for part in text.split("/")]
+    except ValueError:
+        raise ValueError(f"{name} is a time in seconds, or one for each stage as in 1/2/1; found {text!r}.") from None
+    if not all(0 <= cost < float("inf") for cost in found):
+        raise ValueError(f"{name} is a time in seconds, at least 0 and finite; found {text!r}.")
+    if len(found) > 1 and name in SHARES:
+        raise ValueError(f"{name} is of a whole rank, one number; one for each stage is {SHARES[name]}={text}.")
+    return found if len(found) > 1 else found[0]

@@ -1,0 +1,99 @@
+"""What may be typed behind a command, each option said once, and what a slip in it is answered with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from fpipe.cli.costs import Said, parse
+from fpipe.cli.what import is_file, named, option, read
+from fpipe.program import Program
+from fpipe.schedules import about
+
+T = TypeVar("T")
+
+
+def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
+    """A slip in what was typed: exit code 2, with the usage line above the sentence."""
+
+    def read_it(text: str) -> T:
+        try:
+            return reading(text)
+        except (ValueError, OSError, ImportError) as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read_it
+
+
+def known(what: str) -> str:
+    """The name of a schedule, or a file that can be read."""
+    if not is_file(what):
+        about(what)
+    elif what != "-" and not Path(what).is_file():
+        raise ValueError(f"there is no file {what!r}, and no schedule of that name.")
+    return what
+
+
+def bring(module: str) -> None:
+    """Import a module, or run a file, that registers schedules."""
+    if not module.endswith(".py"):
+        sys.path.insert(0, "")
+        importlib.import_module(module)
+        return
+    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+    if spec is None or spec.loader is None or not Path(module).is_file():
+        raise ValueError(f"there is no file {module!r}.")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+What = Annotated[
+    str,
+    typer.Argument(metavar="NAME|FILE", parser=usage(known), help="A schedule's name, or a file ('-' reads a pipe)."),
+]
+Whats = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME|FILE", parser=usage(known), help="Names and files; none: all that serve."),
+]
+Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
+Stages = Annotated[
+    int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default as many a rank as the schedule wants.")
+]
+Options = Annotated[
+    list[Any] | None,
+    typer.Option("--option", "-o", metavar="WORD=VALUE", parser=usage(option), help="Of the schedule: -o waves=2."),
+]
+CostsSaid = Annotated[
+    Any,
+    typer.Option(
+        "--costs",
+        "-c",
+        metavar="LIST",
+        parser=usage(parse),
+        help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
+        "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
+        "op, or one for each stage.",
+    ),
+]
+Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
+
+
+def program_of(
+    what: str,
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    options: list[tuple[str, Any]] | None,
+    costs: Said,
+    replicated: bool = False,
+) -> Program:
+    """The program of a name at a size, or of a file."""
+    if is_file(what):
+        return read(what, replicated=replicated)
+    return named(what, ranks, microbatches, stages, costs, dict(options or ()))

@@ -1,0 +1,62 @@
+"""Ask whether a schedule is right: whether a file is a program, and whether a step gives the right gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.costs import parse
+from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, program_of
+from fpipe.cli.output import complain
+from fpipe.cli.see import sizes
+from fpipe.cli.small_model import small_model
+from fpipe.cli.what import read
+from fpipe.program import ProgramError
+from fpipe.verify import verify as verify_program
+
+Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
+
+
+def check(files: Files, replicated: Replicated = False) -> None:
+    """Check files: programs, tables, CSV (torch's too) or JSON, whichever they hold.
+
+    Says the sizes; or what is wrong, in which row and column, and the way out,
+    with exit code 1.
+
+    \b
+    Examples:
+      python -m fpipe check my_table.csv
+      python -m fpipe export gpipe --format comms | python -m fpipe check -
+      printf '0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1\\n' | python -m fpipe check -
+    """
+    wrong = 0
+    for file in files:
+        name = "standard input" if file == "-" else file
+        try:
+            print(f"{name}: {sizes(read(file, replicated=replicated))}")
+        except (ProgramError, OSError, UnicodeDecodeError) as error:
+            wrong += 1
+            complain(f"{name}: {error}")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def verify(
+    what: What,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages: Stages = None,
+    option: Options = None,
+    replicated: Replicated = False,
+) -> None:
+    """Run a schedule on a small real model, and compare every gradient with plain autograd, bit by bit.
+
+    \b
+    Examples:
+      python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
+      python -m fpipe verify my_table.csv
+    """
+    program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
+    print(sizes(program))
+    print(verify_program(program, *small_model(program)))

@@ -1,0 +1,138 @@
+"""Look at schedules: the list of them, one of them, several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of
+from fpipe.cli.output import complain, number, table
+from fpipe.cli.what import is_file
+from fpipe.costs import Costs
+from fpipe.plot import plot
+from fpipe.program import Program, ProgramError
+from fpipe.schedules import about, names
+from fpipe.simulate import simulate
+
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it, to scale, for a page.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it for a document (fpipe[plot]).")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it on a page to zoom into.")]
+Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE.json", help="A trace for ui.perfetto.dev.")]
+
+
+def schedules() -> None:
+    """List the schedules: name, title, source, sizes, idle time and peak.
+
+    \b
+    p ranks, m microbatches, v stages a rank; F, B, W: seconds of a forward, an
+    input gradient and a weight gradient of one microbatch on a whole rank,
+    T = F+B+W; c: latency of a transfer; r: a rank. Peak: microbatches held.
+
+    \b
+    Examples:
+      python -m fpipe schedules
+      python -m fpipe schedules | grep -i zero
+    """
+    found = [about(name) for name in names()]
+    columns = ("name", "title", "source", "accepts", "idle", "peak")
+    table(columns, [(s.name, s.title or "-", s.source or "-", s.accepts, s.idle or "-", s.peak or "-") for s in found])
+
+
+def show(
+    what: What,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages: Stages = None,
+    option: Options = None,
+    costs: CostsSaid = "",
+    svg: Svg = None,
+    png: Png = None,
+    html: Html = None,
+    perfetto: Perfetto = None,
+) -> None:
+    """Draw a schedule, and say how long it takes and what it holds.
+
+    Without --costs the grid has one column an op; with costs it is to scale.
+
+    \b
+    Examples:
+      python -m fpipe show one_f_one_b --ranks 4 --microbatches 8
+      python -m fpipe show gpipe -p 2 -m 4 --costs F=1,B=1.2,W=0.8,c=0.1
+      python -m fpipe show gpipe --svg gpipe.svg --perfetto gpipe.json
+      python -m fpipe show my_table.csv
+    """
+    program = program_of(what, ranks, microbatches, stages, option, costs)
+    seconds = costs.of(program)
+    if not is_file(what) and about(what).title:
+        print(f"{about(what).title}: {about(what).source}")
+    print(sizes(program))
+    print(plot(program, costs=seconds) if costs.text else plot(program))
+    print(simulate(program, seconds))
+    for file in (svg, png, html, perfetto):
+        if file is not None:
+            print(f"wrote {plot(program, costs=seconds, file=file, names=[what])}")
+
+
+def sizes(program: Program) -> str:
+    """How large a program is."""
+    counts = {
+        "stage": program.stages,
+        "microbatch": program.microbatches,
+        "rank": program.ranks,
+        "op": len(program.ops),
+    }
+    plural = {"microbatch": "microbatches"}
+    return ", ".join(f"{n} {word if n == 1 else plural.get(word, word + 's')}" for word, n in counts.items())
+
+
+def compare(
+    what: Whats = None,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    option: Options = None,
+    costs: CostsSaid = "",
+    svg: Svg = None,
+    png: Png = None,
+) -> None:
+    """Put schedules side by side: time, idle share, memory, and how far above the lower bound.
+
+    \b
+    makespan  from the first start to the last end, in seconds
+    span      the longest any rank takes from its first op to its last
+    bubble    the idle share of each
+    peak      the most microbatches held on a rank (a whole rank's share is 1)
+    \b
+    Examples:
+      python -m fpipe compare gpipe one_f_one_b chimera --ranks 4 --microbatches 8
+      python -m fpipe compare --costs F=10,B=12,W=8,c=0.5
+      python -m fpipe compare one_f_one_b my_table.csv --svg both.svg
+    """
+    refused: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    kept: dict[str, Program] = {}
+    for each in what or names():
+        try:
+            program = program_of(each, ranks, microbatches, None, option, costs)
+        except (ProgramError, ValueError) as error:
+            refused.append(f"{each}: {str(error).removeprefix(f'{each}: ')}")
+            continue
+        kept[each] = program
+        rows.append((each, *_numbers(program, costs.of(program))))
+    if rows:
+        table(("schedule", "makespan", "span", "bubble", "bubble of span", "peak"), rows)
+    for file in (svg, png):
+        if file is not None and kept:
+            timelines = [simulate(program, costs.of(program)) for program in kept.values()]
+            print(f"wrote {plot(*timelines, file=file, names=list(kept))}")
+    for sentence in refused:
+        complain(sentence)
+    if refused and what:
+        raise typer.Exit(1)
+
+
+def _numbers(program: Program, costs: Costs) -> tuple[str, ...]:
+    found = simulate(program, costs)
+    bubbles = (f"{found.bubble:.1%}", f"{found.bubble_span:.1%}")
+    return (number(found.makespan), number(found.span), *bubbles, number(max(found.peak)))

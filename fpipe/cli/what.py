@@ -1,0 +1,112 @@
+"""From what is typed to a program: the name of a schedule and sizes, or a file, whatever it holds."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fpipe.cli.costs import Said
+from fpipe.interop import from_json, torch_pipelining
+from fpipe.program import Program, ProgramError
+from fpipe.schedules import about, names
+from fpipe.schedules.tables import from_table
+from fpipe.training import program as base_program
+from fpipe.transforms.cells import Cell, Key, parse_cell, read_table
+from fpipe.transforms.chain import chain
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.merge import merge
+from fpipe.transforms.split import split
+
+_TORCH = re.compile(r"OVERLAP_F_B|[0-9](SEND_|RECV_|UNSHARD|RESHARD|REDUCE_)")
+
+
+def is_file(what: str) -> bool:
+    """Whether this is meant as a file: "-" (standard input), a path that is there, or looks like one."""
+    return what not in names() and (what == "-" or Path(what).is_file() or "/" in what or "." in what)
+
+
+def named(
+    name: str, ranks: int, microbatches: int, stages: int | None, costs: Said, options: Mapping[str, Any]
+) -> Program:
+    """A schedule of the registry at a size; one that orders by costs gets them.
+
+    Raises:
+        ValueError: no such schedule, or no such option of it.
+    """
+    schedule = about(name)
+    known = inspect.signature(schedule.factory).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    odd = next((word for word in options if word not in known and not takes_any), None)
+    if odd is not None:
+        has = ", ".join(word for word in list(known)[1:] if word != "costs") or "none"
+        raise ValueError(f"{name} has no option {odd!r}; it has: {has}.")
+    count = ranks * schedule.stages_per_rank if stages is None else stages
+    more = {"costs": costs.at(count, ranks)} if "costs" in known else {}
+    return schedule.program(ranks, microbatches, count, **options, **more)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """An option of a schedule, such as waves=2.
+
+    >>> option("waves=2"), option("placement=v")
+    (('waves', 2), ('placement', 'v'))
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"an option reads waves=2, found {text!r}.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def read(file: str, *, replicated: bool = False) -> Program:
+    """The program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's.
+
+    Raises:
+        ProgramError: it is none of these, with row and column of what is wrong; or it means nothing.
+        OSError: there is no such file.
+    """
+    if file != "-" and not Path(file).is_file():
+        raise FileNotFoundError("there is no such file.")
+    return program_of(sys.stdin.read() if file == "-" else Path(file).read_text(), replicated=replicated)
+
+
+def program_of(text: str, *, replicated: bool = False) -> Program:
+    """The program that a text says, whatever it is written as.
+
+    >>> program_of("0F0 0F1 0B0 0B1\\n1F0 1F1 1B0 1B1")
+    <Program: 2 stages, 2 microbatches, 2 ranks, 15 ops>
+    """
+    if not text.strip():
+        raise ProgramError("there is nothing in it; write a program, a table, CSV or JSON.")
+    if text.lstrip().startswith("{") and '"' in text.partition("\n")[0]:
+        return from_json(text)
+    if " = " in text and " @ " in text:
+        return Program.parse(text)
+    if _TORCH.search(text):
+        return torch_pipelining.from_csv(text)
+    rows = read_table(text)
+    keys = [key for row in rows for cell in row for key in _keys(cell)]
+    if not keys:
+        raise ProgramError("the table names no F, B, I or W.")
+    stages = 1 + max(stage or 0 for _, stage, _, _ in keys)
+    microbatches = 1 + max(microbatch or 0 for _, _, microbatch, _ in keys)
+    slices = 1 + max(piece or 0 for _, _, _, piece in keys)
+    again = {(key[1], key[2]) for key in keys if key[0] == "R"}
+    steps = (
+        split(microbatches, slices=slices),
+        checkpoint(lambda stage, microbatch: (stage, microbatch) in again),
+        from_table(rows, replicated=replicated),
+        merge(),
+    )
+    return chain(*steps)(base_program(stages))
+
+
+def _keys(cell: Cell) -> Sequence[Key]:
+    return (cell,) if isinstance(cell, tuple) else () if cell[:1].isupper() else parse_cell(cell)

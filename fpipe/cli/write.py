@@ -1,0 +1,70 @@
+"""Write a schedule for another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.costs import parse
+from fpipe.cli.options import Microbatches, Options, Ranks, Stages, What, program_of
+from fpipe.interop import to_json, torch_pipelining
+from fpipe.plot import plot
+from fpipe.program import Program, ProgramError
+
+
+class Format(StrEnum):
+    """The formats that can be written."""
+
+    csv = "csv"
+    comms = "comms"
+    json = "json"
+    table = "table"
+    text = "text"
+
+
+WRITERS: dict[Format, Callable[[Program], str]] = {
+    Format.csv: torch_pipelining.to_csv,
+    Format.comms: lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
+    Format.json: to_json,
+    Format.table: lambda program: f"{plot(program)}\n",
+    Format.text: lambda program: f"{program}\n",
+}
+
+
+def export(
+    what: What,
+    format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = Format.csv,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages: Stages = None,
+    option: Options = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
+) -> None:
+    """Write a schedule as a table, for torch's own pipeline runtime, or as a program.
+
+    \b
+    csv    the order of each rank, as torch.distributed.pipelining loads it
+    comms  the same with sends, receives and weights (compute_comms)
+    json   every op with its reads and writes, for other tools
+    table  the grid, as fpipe.schedules.from_table reads it
+    text   the program's own text, as fpipe.Program.parse reads it
+    \b
+    Examples:
+      python -m fpipe export one_f_one_b --ranks 2 --microbatches 4
+      python -m fpipe export gpipe --format comms --output gpipe.csv
+      python -m fpipe export gpipe --format json | jq '.ops[0]'
+    """
+    program = program_of(what, ranks, microbatches, stages, option, parse(""))
+    try:
+        text = WRITERS[format](program)
+    except ProgramError as error:
+        raise ProgramError(f"{error} (--format table, json and text write any program.)") from None
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text)
+        print(f"wrote {output}")

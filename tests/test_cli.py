@@ -1,0 +1,232 @@
+"""The command line: what each command prints, what a slip is answered with, and that it behaves in a pipe."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fpipe
+from fpipe.cli.app import app
+from fpipe.interop import from_json, torch_pipelining
+
+MINE = """
+import fpipe
+fpipe.schedules.register("{name}", lambda ranks: fpipe.schedules.gpipe(ranks))
+"""
+STRAY = "0F0 0F1 0B0 0B1\n1F0 1F1x 1B0 1B1\n"
+STUCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+
+
+def run(*typed: str, given: str | None = None) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    found = CliRunner().invoke(app, list(typed), input=given, prog_name="python -m fpipe")
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.stdout, found.stderr
+
+
+def out(*typed: str, given: str | None = None) -> str:
+    code, printed, complaint = run(*typed, given=given)
+    assert (code, complaint) == (0, "")
+    return printed
+
+
+def program(name: str, ranks: int, microbatches: int) -> fpipe.Program:
+    return fpipe.schedules.about(name).program(ranks, microbatches)
+
+
+def test_schedules_lists_every_schedule_a_line():
+    lines = out("schedules").splitlines()
+    assert lines[0].split() == ["name", "title", "source", "accepts", "idle", "peak"]
+    assert [line.split()[0] for line in lines[1:]] == list(fpipe.schedules.names())
+
+
+def test_show_draws_the_grid_and_says_time_and_memory():
+    shown = program("one_f_one_b", 3, 4)
+    assert out("show", "one_f_one_b", "--ranks", "3", "--microbatches", "4").splitlines() == [
+        "1F1B (DAPPLE, PipeDream-flush): Narayanan et al. 2021 (Megatron-LM), figure 3",
+        f"3 stages, 4 microbatches, 3 ranks, {len(shown.ops)} ops",
+        *str(fpipe.plot(shown)).splitlines(),
+        str(fpipe.simulate(shown)),
+    ]
+
+
+def test_costs_in_letters_are_of_a_whole_rank_and_in_words_of_a_stage():
+    letters = out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", "F=2,B=2,W=2,c=1").splitlines()[-1]
+    words = out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", "transfer=1").splitlines()[-1]
+    assert letters == words
+    each = "forward=1/1/1/1,backward_input=1/1/1/1,transfer=1"
+    assert out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", each).splitlines()[-1] == words
+
+
+def test_show_writes_pictures(tmp_path: Path):
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    printed = out("show", "gpipe", "-p", "2", "-m", "2", "--svg", str(svg), "--perfetto", str(trace))
+    assert printed.splitlines()[-2:] == [f"wrote {svg}", f"wrote {trace}"]
+    assert svg.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())
+
+
+def test_compare_puts_them_side_by_side():
+    lines = out("compare", "gpipe", "one_f_one_b", "-p", "3", "-m", "4", "-c", "F=1,B=1,W=1").splitlines()
+    assert [line.split()[0] for line in lines] == ["schedule", "gpipe", "one_f_one_b"]
+    costs = fpipe.Costs()
+    for line in lines[1:]:
+        found = fpipe.simulate(program(line.split()[0], 3, 4), costs)
+        assert line.split()[1:6] == [
+            f"{found.makespan:g}",
+            f"{found.span:g}",
+            f"{found.bubble:.1%}",
+            f"{found.bubble_span:.1%}",
+            f"{max(found.peak):g}",
+        ]
+
+
+def test_compare_without_names_leaves_out_what_does_not_serve():
+    code, printed, complaint = run("compare", "-p", "3", "-m", "2")
+    served = [name for name in fpipe.schedules.names() if _serves(name, 3, 2)]
+    assert code == 0
+    assert [line.split()[0] for line in printed.splitlines()[1:]] == served
+    assert [line.removeprefix("error: ").split(":")[0] for line in complaint.splitlines()] == [
+        name for name in fpipe.schedules.names() if name not in served
+    ]
+
+
+def _serves(name: str, ranks: int, microbatches: int) -> bool:
+    try:
+        program(name, ranks, microbatches)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_verify_compares_with_plain_autograd(name: str):
+    assert "10 of 10 leaves bitwise equal to plain autograd" in out("verify", name, "-m", "3")
+
+
+@pytest.mark.parametrize("format", ["csv", "comms", "json", "text", "table"])
+def test_check_reads_what_export_writes(format: str, tmp_path: Path):
+    written = out("export", "one_f_one_b", "--format", format, "-p", "2", "-m", "4")
+    file = tmp_path / "file"
+    assert out("export", "one_f_one_b", "-f", format, "-p", "2", "-m", "4", "--output", str(file)) == f"wrote {file}\n"
+    assert file.read_text() == written
+    assert out("check", str(file)).startswith(f"{file}: 2 stages, 4 microbatches, 2 ranks, ")
+    assert out("check", "-", given=written).startswith("standard input: 2 stages, 4 microbatches, 2 ranks, ")
+    assert "6 of 6 leaves bitwise equal" in out("verify", str(file))
+
+
+def test_what_is_exported_is_the_program():
+    expected = program("one_f_one_b", 2, 4)
+    size = ("-p", "2", "-m", "4")
+    assert from_json(out("export", "one_f_one_b", "-f", "json", *size)) == expected
+    assert fpipe.Program.parse(out("export", "one_f_one_b", "-f", "text", *size)) == expected
+    assert torch_pipelining.from_csv(out("export", "one_f_one_b", *size)) == expected
+
+
+def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fpipe.schedules.registry, "_SCHEDULES", dict(fpipe.schedules.registry._SCHEDULES))
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.format(name="my_own"))
+    assert "rank 1 |  .  1F0 1B0  ." in out("--import", str(file), "show", "my_own", "-p", "2", "-m", "1")
+
+
+@pytest.mark.parametrize(
+    ("typed", "given", "sentence"),
+    [
+        (["check", "-"], STRAY, "error: standard input: row 2, column 2: '1F1x' is not a cell"),
+        (["check", "-"], STRAY.replace(" ", ","), "error: standard input: row 2, column 2: '1F1x' is not a cell"),
+        (["check", "-"], "0F0,0SEND_G0", "row 1, column 2: '0SEND_G0' is not a cell of torch.distributed.pipelining"),
+        (["check", "-"], STUCK, "wait for each other in a circle"),
+        (["check", "-"], "", "error: standard input: there is nothing in it"),
+        (["check", "-"], '{"format": "other"}', 'this JSON is not a program: it says "format": "fpipe.program"'),
+        (["check", "-"], "params[0] @ 0\ny[0,0] = F[0,0] params[0] x @ 0", "reads x"),
+        (["check", "missing.csv"], None, "error: missing.csv: there is no such file."),
+        (["show", "-"], STRAY, "error: row 2, column 2: '1F1x' is not a cell"),
+        (["verify", "-"], STUCK, "wait for each other in a circle"),
+        (["show", "chimera", "-p", "3"], None, "error: chimera: "),
+        (["compare", "gpipe", "chimera", "-p", "3"], None, "error: chimera: "),
+        (["export", "chimera", "-m", "4"], None, "(--format table, json and text write any program.)"),
+        (["export", "gpipe", "-o", "waves=2"], None, "error: gpipe has no option 'waves'; it has: none."),
+    ],
+)
+def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str | None, sentence: str):
+    code, _, complaint = run(*typed, given=given)
+    assert code == 1
+    assert sentence in complaint
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        (["shwo", "gpipe"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["show", "gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
+        (["show", "missing.csv"], "there is no file 'missing.csv', and no schedule of that name."),
+        (["show", "gpipe", "--rank", "2"], "No such option: --rank (Possible options: --ranks)"),
+        (["show", "gpipe", "--ranks", "0"], "--ranks"),
+        (
+            ["show", "gpipe", "--costs", "G=1"],
+            "costs have no 'G'. Of a whole rank: F, B, W, R, c; of a stage: forward,",
+        ),
+        (["show", "gpipe", "--costs", "forwrad=1"], "did you mean forward?"),
+        (["show", "gpipe", "--costs", "F=-1"], "F is a time in seconds, at least 0"),
+        (["show", "gpipe", "--costs", "F=nan"], "F is a time in seconds, at least 0"),
+        (["show", "gpipe", "--costs", "F=x"], "F is a time in seconds, or one for each stage as in 1/2/1; found 'x'."),
+        (["show", "gpipe", "--costs", "F=1/2"], "F is of a whole rank, one number; one for each stage is forward=1/2."),
+        (["show", "gpipe", "--costs", "F"], "'F' says no cost; costs read F=1,B=1,W=1,c=0.1"),
+        (["show", "gpipe", "--costs", "F=1,F=2"], "F is said twice."),
+        (["show", "gpipe", "--costs", "F=1,forward=2"], "forward is said twice."),
+        (["show", "gpipe", "--costs", "F=1,recompute=2"], "mixes costs of a whole rank (F, B, W, R, c) with those of"),
+        (["show", "gpipe", "--costs", "sender=lazy"], "sender is free or busy, found 'lazy'."),
+        (["export", "hanayo", "-o", "waves"], "an option reads waves=2, found 'waves'."),
+        (["export", "gpipe", "--format", "xml"], "'xml' is not one of"),
+        (["--import", "no_such_module", "schedules"], "No module named 'no_such_module'"),
+        (["--import", "no_such.py", "schedules"], "there is no file 'no_such.py'."),
+    ],
+)
+def test_what_is_typed_wrongly_ends_with_2_and_shows_the_usage(typed: list[str], sentence: str):
+    code, _, complaint = run(*typed)
+    assert code == 2
+    assert complaint.startswith("Usage: python -m fpipe")
+    assert sentence in " ".join(complaint.split())
+
+
+@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "export"])
+def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each example of the help, but for those that need another tool."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_table.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    Path("mine.py").write_text(MINE.format(name="my_schedule"))
+    examples = re.findall(r"^ +python -m fpipe ([^|>\n]+)$", out(command, "--help"), re.M)
+    assert examples
+    for example in examples:
+        out(*example.split())
+
+
+def test_in_a_pipe_it_prints_plain_lines_and_ends_quietly():
+    """`python -m fpipe export ... | head -1`."""
+    typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "400"]
+    with subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"params[0] @ 0\n"
+        started.stdout.close()
+        assert started.stderr is not None
+        assert started.stderr.read() == b""
+
+
+def test_the_shell_sees_the_exit_code():
+    ran = subprocess.run(
+        [sys.executable, "-m", "fpipe", "check", "-"], input=STRAY, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("error: standard input: row 2, column 2: '1F1x' is not a cell")
+
+
+def test_without_typer_it_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; import fpipe.__main__; fpipe.__main__.main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr == "the command line needs typer, which is not installed: pip install 'fpipe[cli]'.\n"
