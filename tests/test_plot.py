@@ -1,6 +1,7 @@
 """Pictures show what happens, when it does: as text, SVG, PNG, a page and a trace."""
 
 import json
+import runpy
 import struct
 import sys
 import xml.etree.ElementTree as ET
@@ -252,6 +253,19 @@ def test_several_iterations_are_one_trace(tmp_path: Path):
     timeline = fpipe.simulate(ONE_F_ONE_B, SLOW, iterations=2)
     flows = [entry for entry in trace(fpipe.plot(timeline, file=tmp_path / "a.json")) if entry["ph"] == "s"]
     assert len(flows) == 2 * 16
+
+
+# The pages' own
+
+
+def test_the_pictures_of_the_pages_are_what_is_drawn_now(tmp_path: Path):
+    folder = Path(__file__).parents[1] / "docs" / "pictures"
+    runpy.run_path(str(folder / "draw.py"))["simulated"](tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (folder / file.name).read_text(), (
+            f"python docs/pictures/draw.py makes a new {file.name}"
+        )
+        assert file.stat().st_size < 60_000
 
 
 # Notebooks

@@ -46,15 +46,17 @@ class Panel:
 
     @cached_property
     def end(self) -> float:
-        """When all is done, in seconds."""
-        return self.timeline.makespan
+        """When all is done and delivered, in seconds: where the picture ends."""
+        last = max((one.end for one in self.transfers), default=0.0)
+        return max(self.timeline.makespan, self.timeline.delivered, last, *(end for _, _, end in self.timeline.events))
 
     @property
     def facts(self) -> str:
         """The title's numbers: makespan, span, bubble and the highest peak."""
-        time, of = clock(self.end), self.timeline
+        of = self.timeline
+        time = clock(of.makespan)
         peak = amount(max(of.peak, default=0.0), self.in_bytes)
-        return f"makespan {time.full(self.end)}, span {time.full(of.span)}, bubble {of.bubble:.1%}, peak {peak}"
+        return f"makespan {time.full(of.makespan)}, span {time.full(of.span)}, bubble {of.bubble:.1%}, peak {peak}"
 
     @cached_property
     def lanes(self) -> dict[Lane, list[Event]]:

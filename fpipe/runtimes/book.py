@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fpipe.memory import Account
+from fpipe.memory import Account, Steps
 from fpipe.program import Op, Value
 from fpipe.timeline import Timeline
 from fpipe.waiting import Event
@@ -25,6 +25,7 @@ class Book:
     def __init__(self, ranks: int, given: Iterable[Any]) -> None:
         self.account = Account(ranks, storages(given))
         self.events: list[Event] = []
+        self.steps = Steps()
         self.began = time.perf_counter()
 
     def note(
@@ -34,12 +35,15 @@ class Book:
         span = started - self.began, time.perf_counter() - self.began
         self.events += [Event(op, *span) for op in ops]
         found = [(value, storages(leaves)) for value, leaves in written]
-        self.account.note(ops[0].rank, found, dead)
+        rank, row = ops[0].rank, len(self.events)
+        added, gone = self.account.note(rank, found, dead)
+        self.steps.append((span[0], row, rank, added))
+        self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]
 
     def timeline(self) -> Timeline:
         """When each op ran, and the most bytes each rank held."""
         peak = tuple(map(float, self.account.peak))
-        return Timeline(tuple(self.events), len(peak), peak, peak)
+        return Timeline(tuple(self.events), len(peak), peak, peak, steps=self.steps)
 
 
 def storages(leaves: Iterable[Any]) -> Storages:
