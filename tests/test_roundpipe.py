@@ -100,7 +100,9 @@ def test_it_runs_bitwise(plans: dict[str, Plan], ranks: int):
     params, batch = net.params(), net.batch(7)
     expected = fpipe.reference(net.model, params, batch, microbatches=3)
     for made in (program, fpipe.chain(fpipe.communicate(again=again), fpipe.free())(program)):
-        found = fpipe.build(made, net.model)(params, batch)
+        found = fpipe.build(made, net.model, record=True)(params, batch)
+        assert found.timeline is not None
+        assert found.timeline.peak == fpipe.sizes(made, net.model, params, batch).peak
         assert torch.equal(found.loss, expected.loss)
         pairs = zip(found.grads, expected.grads, strict=True)
         assert all(torch.equal(one[name], other[name]) for one, other in pairs for name in other)

@@ -42,7 +42,11 @@ class Sums:
         written = {value: at for at, op in enumerate(ops) for value in op.writes}
         readers = Counter(value for op in ops for value in op.reads)
         mine: set[Value] = set()  # sums that the step owns
+        sent: set[Value] = set()  # the same tensors, under way and on other ranks
         for at, op in enumerate(ops):
+            if op.kind in ("SEND", "RECV") and (op.reads[0] in mine or op.reads[0] in sent):
+                things[op.writes[0]] = things[op.reads[0]]
+                sent.add(op.writes[0])
             if op.kind != "ADD" or len(op.reads) != 2:
                 continue
             total, gradient = op.reads
