@@ -86,7 +86,7 @@ def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
     "Hanayo",
     "Liu et al. 2023, arXiv 2308.15762",
     idle="(p-1)(m/p+1)F/w for w waves, B+W=2F and p | m; at m=p (2p-2)/w",
-    peak="min(m, p)",
+    peak="min(m, p - (p-1-r)/v)",
     accepts="p >= 2; 2w stages a rank for w waves",
     stages_per_rank=2,
     refuses=_turns,
