@@ -107,6 +107,6 @@ def _paint(what: Program | Timeline | Picture) -> str:
     return f'<div style="overflow-x:auto">{svg(panels)}</div>'
 
 
-_MOST = 50_000
+_MOST = 10_000
 
 Shown.painter = _paint

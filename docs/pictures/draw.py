@@ -23,21 +23,24 @@ def pipeline(
 def simulated(folder: Path) -> None:
     """The pictures that are the same each time."""
     costs = fpipe.Costs(transfer=0.25)
-    gpipe, one_f_one_b = pipeline("gpipe", 4, 6), pipeline("one_f_one_b", 4, 6)
-    fpipe.plot(gpipe, one_f_one_b, names=["GPipe", "1F1B"], costs=costs, file=folder / "compare.svg", width=1000)
+    both = pipeline("one_f_one_b", 4, 6), pipeline("zb_h1", 4, 6)
+    fpipe.plot(*both, names=["1F1B", "ZB-H1"], costs=costs, file=folder / "compare.svg", width=1000)
     kinds = pipeline("one_f_one_b", 3, 4, fpipe.checkpoint("except_last"), fpipe.split_backward())
     fpipe.plot(kinds, names=["1F1B, recomputed, backward split"], costs=costs, file=folder / "kinds.svg")
+    overlapped = fpipe.Costs(transfer=0.1, pair="max")
+    dualpipe = pipeline("dualpipe", 4, 8)
+    fpipe.plot(dualpipe, names=["DualPipe"], costs=overlapped, file=folder / "dualpipe.svg", width=1000)
 
 
 def measured(folder: Path) -> None:
     """A step as it was planned with the times that its ops were measured to take, and as it ran."""
     torch.set_num_threads(1)
-    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=torch.nn.functional.mse_loss)
     program = pipeline("one_f_one_b", 3, 3, fpipe.split_backward())
     step = fpipe.build(program, model, record=True)
-    batch = torch.randn(384, 512), torch.randn(384, 512)
-    ran = min((step(params, batch).timeline for _ in range(50)), key=lambda timeline: timeline.makespan)
+    batch = torch.randn(192, 256), torch.randn(192, 256)
+    ran = min((step(params, batch).timeline for _ in range(2000)), key=lambda timeline: timeline.makespan)
 
     def seconds(kind: str) -> list[float]:
         took = [[end - start for op, start, end in ran.events if (op.kind, op.stage) == (kind, s)] for s in range(3)]

@@ -155,7 +155,7 @@ def typical_length(panels: Sequence[Panel]) -> float:
 
 def _bold(name: str) -> float:
     """About how far a name goes in bold letters of 13 pixels, and a gap after it."""
-    return sum(10.0 if letter.isupper() or letter.isdigit() else 8.0 for letter in name) + 10 if name else 0.0
+    return sum(10.0 if letter.isupper() or letter.isdigit() else 9.0 for letter in name) + 10 if name else 0.0
 
 
 def _arrows_fit(drawing: Drawing, panel: Panel) -> bool:
@@ -292,7 +292,9 @@ class _Painter:
         down = y1 > y0
         start = (self.x(transfer.start), y0 + height0 if down else y0)
         end = (self.x(transfer.end), y1 if down else y1 + height1)
-        self.drawing.timed.append(Line((start, end), "arrow", 1.0, True, self.said_of(transfer)))
+        near = abs(transfer.source - transfer.target) == 1  # others cross the lanes between
+        paint, width = ("arrow", 1.0) if near else ("faint", 0.5)
+        self.drawing.timed.append(Line((start, end), paint, width, True, self.said_of(transfer)))
 
     def sending(self, transfer: Transfer) -> None:
         """A sender that does nothing else."""
