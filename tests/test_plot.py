@@ -85,7 +85,7 @@ def test_a_pair_and_the_copy_lane_have_their_place():
     assert fpipe.plot(offloaded(), costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
 
 
-def test_colour_is_for_terminals_and_for_who_asks(monkeypatch, capsys):
+def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
     plain, coloured = fpipe.plot(GPIPE), fpipe.plot(GPIPE, colour=True)
     assert "\x1b[" not in str(plain)
     assert "\x1b[" in str(coloured)
@@ -95,6 +95,7 @@ def test_colour_is_for_terminals_and_for_who_asks(monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert "\x1b[" in str(plain)
+    assert "\x1b[" not in f"{plain}"
     assert "\x1b[" not in str(fpipe.plot(GPIPE, colour=False))
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in str(plain)

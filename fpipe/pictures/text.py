@@ -43,6 +43,9 @@ class Picture(str, Shown):
     def __str__(self) -> str:
         return self.coloured if (_colourful() if self.colour is None else self.colour) else self[:]
 
+    def __format__(self, spec: str) -> str:  # inside another text it may end in a file
+        return format(self[:], spec)
+
 
 def grid(panel: Panel, colour: bool | None = None) -> Picture:
     """One line a rank, one column a tick; for timelines of the clock that counts in ticks."""
