@@ -12,7 +12,7 @@ from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
 from fpipe.microbatch import Chunk, Replicate
 from fpipe.models import Model, Stage, from_functions
-from fpipe.modules import from_sequential
+from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import assign_grads, join_params, split_params
 from fpipe.plot import plot
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
@@ -65,6 +65,7 @@ __all__ = [
     "checkpoint",
     "communicate",
     "custom_stage",
+    "deferred_batch_norm",
     "forward_only",
     "free",
     "from_functions",

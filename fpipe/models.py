@@ -31,6 +31,8 @@ class Stage:
             handed on as `carry` (None for the first) and returns `(y, carry)`; with both, `(y, state, carry)`.
         update: `update(state, x) -> state`, the module state after a microbatch, for a stage whose output does not
             read it: its forwards may then come in any order.
+        notes: whether the stage returns `(y, seen)`, and the update is `update(state, seen)`.
+        counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many.
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
@@ -44,7 +46,9 @@ class Stage:
 
     forward: Callable[..., Any]
     asks: frozenset[str] = frozenset()
-    update: Callable[[Any, Any], Any] | None = None
+    update: Callable[..., Any] | None = None
+    notes: bool = False
+    counts: bool = False
     name: str = ""
     names: tuple[tuple[str, ...], ...] | None = None
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
@@ -58,6 +62,8 @@ class Stage:
             raise ValueError(
                 "a stage that asks for its state returns the new one itself; it has no update= beside that."
             )
+        if self.update is None and (self.notes or self.counts):
+            raise ValueError("notes and counts are for a stage's update=, which is missing.")
 
 
 @dataclass(frozen=True)
@@ -144,15 +150,15 @@ def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
     return full
 
 
-def taken_apart(stage: Stage, made: Any) -> tuple[Any, Any, Any]:
-    """What a stage function returned, as its output, its module state and what it hands to the next slice."""
-    words = [word for word in ("state", "carry") if word in stage.asks]
+def taken_apart(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
+    """What a stage function returned, as its output and, by name, what it returned beside it: its module state, what it
+    hands to the next slice, what its update needs."""
+    words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
     if not words:
-        return made, None, None
+        return made, {}
     if not isinstance(made, tuple) or len(made) != 1 + len(words):
         raise TypeError(f"a stage that asks for {' and '.join(words)} returns (y, {', '.join(words)}).")
-    found = dict(zip(words, made[1:], strict=True))
-    return made[0], found.get("state"), found.get("carry")
+    return made[0], dict(zip(words, made[1:], strict=True))
 
 
 def refuse_odd_output(y: Any, who: str) -> None:

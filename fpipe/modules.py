@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fpipe.balance import balance
+from fpipe.batch_norm import names_of, noted, remembers, updated, updated_at_the_end
 from fpipe.graphs.alike import Same, alike
-from fpipe.models import Model, Reduction, from_functions
+from fpipe.models import Model, Reduction, Stage, from_functions
 from fpipe.params import same_keys
 
 Params = tuple[dict[str, Tensor], ...]
@@ -53,7 +54,7 @@ def from_sequential(
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name; per stage its module state, an empty dict so far.
+        first name; per stage its module state: the buffers that its batch norms write in training, by name.
 
     Raises:
         ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.
@@ -83,13 +84,13 @@ def from_sequential(
     runs = [StageModule(number, group, names[number]) for number, group in enumerate(groups)]
     model = from_functions(runs, loss, reduction=reduction)
     cut = tuple(
-        replace(stage, name=", ".join(group), names=run.names, within=run.within)
+        replace(stage, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)
     )
     return (
         replace(model, stages=cut),
         tuple({leaf[0]: tensors[leaf[0]] for leaf in stage} for stage in names),
-        tuple({} for _ in groups),
+        tuple(run.state() for run in runs),
     )
 
 
@@ -99,47 +100,61 @@ class StageModule:
     The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
     """
 
-    def __init__(self, number: int, children: Mapping[str, nn.Module], names: Names) -> None:
-        self.number, self.children, self.names = number, dict(children), names
+    def __init__(self, number: int, children: Mapping[str, nn.Module], names: Names, deferred: bool = False) -> None:
+        self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
         self.bound = _Bound(children)
         modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.modules = modules
         self.moody = [(path, module) for path, module in modules if isinstance(module, _DEPEND_ON_MODE)]
         self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
         self.lock = threading.RLock()
+        self.norms = [(path, module) for path, module in modules if remembers(module)]
         trained = {name for leaf in names for name in leaf}
         fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        fixed += [path for path, _ in self.bound.named_buffers(remove_duplicate=False)]
-        owners = [path.rpartition(".") for path in fixed]
-        self.fixed = [(path, self.bound.get_submodule(o), n) for path, (o, _, n) in zip(fixed, owners, strict=True)]
+        written = {id(buffer) for _, module in self.norms for buffer in module.buffers(recurse=False)}
+        named = self.bound.named_buffers(remove_duplicate=False)
+        fixed += [path for path, buffer in named if id(buffer) not in written]
+        self.fixed = [(path, *place) for path, place in self._places(fixed)]
+        self.swapped = [[path for path, _ in self._places(leaf)] for leaf in names]
+
+    def _places(self, paths: Iterable[str]) -> list[tuple[str, tuple[nn.Module, str]]]:
+        """Each place where a tensor is, as its module and name, under the first of its paths.
+
+        A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.
+        """
+        first: dict[tuple[nn.Module, str], str] = {}
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            first.setdefault((self.bound.get_submodule(owner), name), path)
+        return [(path, place) for place, path in first.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names)
+        return StageModule, (self.number, self.children, self.names, self.deferred)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
-        """The stage's output."""
-        return self.within(params, partial(self._through, x))
+        """The stage's output; with norms that remember, also what their update needs."""
+        return self.within(params, partial(self._through, x), noting=bool(self.norms))
 
     def _through(self, x: Any) -> Any:
         for module in self.children.values():
             x = module(x)
         return x
 
-    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
+    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any], noting: bool = False) -> Any:
         """Do something while `params` are in the modules' place.
 
         A backward pass needs this where a module runs again in it: torch.utils.checkpoint recomputes with whatever
         parameters the modules hold by then.
         """
         same_keys(params, [leaf[0] for leaf in self.names], f"params of stage {self.number}")
-        for path, module in self.moody:  # the mode may have changed since the stage was made
-            _refuse_impure(path, module)
-        own = {name: params[leaf[0]] for leaf in self.names for name in leaf}
+        self._refuse_changed()
+        own = {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
         with self.lock:
             buffers = _Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
-                made = torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+                with noted(self.norms, self.deferred) as notes:
+                    made = torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
                     vars(module).update(attributes)
@@ -149,7 +164,19 @@ class StageModule:
                 f"stage {self.number} wrote buffer {written[0]!r} of its module as it ran (it is put back): buffers "
                 "that a stage writes are not supported yet. Switch the writing off, say by .eval()."
             )
-        return made
+        return (made, notes) if noting else made
+
+    def _refuse_changed(self) -> None:
+        """The mode may have changed since the stage was made."""
+        norms = {path for path, _ in self.norms}
+        for path, module in self.moody:
+            _refuse_impure(path, module)
+            if remembers(module) != (path in norms):
+                was, now = ("training", "eval") if path in norms else ("eval", "training")
+                raise ValueError(
+                    f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is "
+                    f"in {now} now: what it remembers is part of the program. Call from_sequential again."
+                )
 
     def constants(self) -> list[Tensor]:
         """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
@@ -158,18 +185,31 @@ class StageModule:
 
     def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any) -> Any:
         """The stage's output as a function of all that it reads, `params` in the order of its names."""
-        for path, module in self.moody:
-            _refuse_impure(path, module)
-        own = {name: tensor for leaf, tensor in zip(self.names, params, strict=True) for name in leaf}
+        self._refuse_changed()
+        own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
         with self.lock:
             kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
-                return torch.func.functional_call(self.bound, own, (partial(self._through, x),), tie_weights=False)
+                with noted(self.norms, self.deferred) as notes:
+                    through = (partial(self._through, x),)
+                    made = torch.func.functional_call(self.bound, own, through, tie_weights=False)
+                return (made, notes) if self.norms else made
             finally:  # as it was: whatever a module notes now is without data
                 for (_, module), attributes in zip(self.modules, kept, strict=True):
                     vars(module).clear()
                     vars(module).update(attributes)
+
+    def state(self) -> dict[str, Tensor]:
+        """The buffers that the stage's norms write, by name, as they are now."""
+        return {name: self.bound.get_buffer(name).detach() for name in names_of(self.norms)}
+
+    def remembering(self) -> dict[str, Any]:
+        """What a `Stage` says about its state: nothing without norms that remember."""
+        if not self.norms:
+            return {}
+        update = updated_at_the_end if self.deferred else updated
+        return {"update": partial(update, self.norms), "notes": True, "counts": self.deferred}
 
     def modes(self) -> list[bool]:
         """Which modules are in training."""
@@ -185,7 +225,7 @@ class StageModule:
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(_twin(module, odd) for module in self.children.values())
-        return tuple(short), fixed, twins, Same(self) if odd else None
+        return tuple(short), fixed, twins, self.deferred, Same(self) if odd else None
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:
@@ -328,7 +368,7 @@ def _refuse_impure(path: str, module: nn.Module) -> None:
     if getattr(module, "max_norm", None) is not None:
         raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
     if _writes(module):
-        raise ValueError(f"{who}: buffers written in training are not supported yet; call .eval().")
+        raise ValueError(f"{who}: buffers written in training that the output reads are not supported; call .eval().")
 
 
 def _draws(module: nn.Module) -> bool:
@@ -345,8 +385,6 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _writes(module: nn.Module) -> bool:
-    if isinstance(module, _NormBase):
-        return module.training and module.track_running_stats and module.running_mean is not None
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
     spectral = (isinstance(module, _SpectralNorm) and hasattr(module, "_u")) or any(
         isinstance(hook, SpectralNorm) for hook in hooks
@@ -365,3 +403,38 @@ def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) 
                 f"{first!r} in stage {there} and {name!r} in stage {here} share their memory; from_sequential cannot "
                 "share a parameter between stages. Choose sizes= that keep them in one, or from_functions with ties=."
             )
+
+
+def deferred_batch_norm(model: Model) -> Model:
+    """The model with batch norms that update their running statistics once a step, with those of the whole batch.
+
+    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. What
+    it remembers for evaluation need not: a deferred one gathers mean and squared deviations over the microbatches, in
+    float64, and updates at the last of them, as it would on a batch that is not cut.
+
+    Args:
+        model: made by `from_sequential`; it stays as it is.
+
+    Returns:
+        Another model for the same params and state. Without batch norms that remember it is the same.
+
+    Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    >>> model, params, state = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
+    >>> model = fpipe.deferred_batch_norm(model)
+    >>> step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    >>> batch = torch.randn(8, 2), torch.randn(8, 3)
+    >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
+    tensor(1)
+    """
+    return replace(model, stages=tuple(map(_deferred, model.stages)))
+
+
+def _deferred(stage: Stage) -> Stage:
+    run = stage.forward
+    if not isinstance(run, StageModule) or not any(isinstance(module, _BatchNorm) for _, module in run.norms):
+        return stage
+    later = StageModule(run.number, run.children, run.names, deferred=True)
+    return replace(stage, forward=later, within=later.within, **later.remembering())

@@ -20,7 +20,7 @@ The names that the front doors use for values (any lower-case word is a value na
 
     inputs target params state key      what a caller hands in: the batch's two halves, and per stage or step the rest
     x t w                               SPLIT's slices of inputs and target, and the microbatch's weight in the mean
-    y loss count carry                  what F writes: the output, the loss and what it counts, what a slice hands on
+    y loss count carry seen             what F writes: output, loss and its count, what a slice hands on, what U needs
     res wres                            residuals: what B or I reads, and what I leaves for W
     dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum

@@ -115,7 +115,7 @@ def over_parts(
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(_leaf, carries)
             with torch.enable_grad(), unchanged(piece, "a stage"), without_random("a stage"):
-                each, count, output, carries = _forward(model, own, piece, states, taken, index, key)
+                each, count, output, carries = _forward(model, own, piece, states, taken, index, len(parts), key)
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
             graphs.append(_Graph(own, taken, weighted, carries))
             loss = loss + weighted.detach() if losses else weighted.detach()
@@ -176,6 +176,7 @@ def _forward(
     states: list[Any],
     carries: list[Any],
     index: int,
+    count: int,
     key: int | None,
 ) -> tuple[Tensor, Any, Any, list[Any]]:
     """Loss, count, output and what is handed on, of one microbatch (or slice), as one graph over all stages."""
@@ -189,13 +190,14 @@ def _forward(
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
         said = {"state": states[number], "key": key, "microbatch": index, "carry": carries[number]}
         made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
-        y, state, carry = taken_apart(stage, made)
+        y, beside = taken_apart(stage, made)
         values.append(y)
-        carried.append(carry)
+        carried.append(beside.get("carry"))
         if "state" in stage.asks:
-            states[number] = tree.tree_map(_detached, state)
+            states[number] = tree.tree_map(_detached, beside["state"])
         if stage.update is not None:
-            states[number] = stage.update(states[number], tree.tree_map(_detached, x))
+            counted = {"index": index, "count": count} if stage.counts else {}
+            states[number] = stage.update(states[number], tree.tree_map(_detached, beside.get("seen", x)), **counted)
     output = values[-1]
     return (*loss_of(model, output, target), output, carried)
 

@@ -209,15 +209,16 @@ class Traces:
             if isinstance(one.forward, StageModule):
                 order = _positions(one.forward, call)
                 params = [given["params"][at] for at in order]
-                return written({"y": one.forward.pure(params, given.get("const", []), x)})
+                y, beside = taken_apart(one, one.forward.pure(params, given.get("const", []), x))
+                return written({"y": y} | beside)
             own = whole(given, "params")
             ties = [leaf for _, _, leaf in model.tied(call.stage)]
             more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
             said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
             said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
             made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
-            y, state, carry = taken_apart(one, made)
-            return written({"y": y} | {w: v for w, v in (("state", state), ("carry", carry)) if w in one.asks})
+            y, beside = taken_apart(one, made)
+            return written({"y": y} | beside)
 
         def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
             if "y" in made:

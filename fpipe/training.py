@@ -129,13 +129,17 @@ class _Writer:
                 writes.append(Value("count", stage, 0))
         if self.asks(stage, "state"):
             writes.append(Value("state", stage, 0))
+        if self.model.stages and self.model.stages[stage].notes:
+            writes.append(Value("seen", stage, 0))
         return Op("F", stage, 0, None, 0, tuple(reads), (*writes, Value("res", stage, 0)))
 
     def backward(self, stage: int) -> list[Op]:
         ops: list[Op] = []
         if self.has_update(stage):
-            reads = (Value("state", stage), *self.taken(stage))
-            ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),)))
+            own = self.model.stages[stage]
+            reads = (Value("state", stage), *((Value("seen", stage, 0),) if own.notes else self.taken(stage)))
+            how = (("index", 0), ("count", 1)) if own.counts else ()
+            ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
         cotangents = tuple(Value("dx", reader, 0, port=k) for reader, k in sorted(self.readers[stage], reverse=True))
         if len(cotangents) > 1:
             summed = Value("dy", stage, 0)

@@ -42,7 +42,10 @@ def handed_in(
         None,
     )
     if missing is not None:
-        raise ValueError(f"this program reads {missing}: hand it in as step(..., {missing.name}=...).")
+        what = f"{missing}"
+        if missing.name == "state" and missing.stage is not None and model.stages[missing.stage].name:
+            what += f", the module state of stage {missing.stage} ({model.stages[missing.stage].name})"
+        raise ValueError(f"this program reads {what}: hand it in as step(..., {missing.name}=...).")
     return {end.value: found[end.value] for end in program.inputs}
 
 

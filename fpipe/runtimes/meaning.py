@@ -92,10 +92,10 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     saved: list[Tensor] = []
     with torch.enable_grad(), _watching(saved) if run.watch_saved else nullcontext():
         with unchanged((given.taken, given.said.get("state")), given.who), without_random(given.who):
-            y, state, carried = taken_apart(stage, stage.forward(params, given.x, **given.said))
+            y, beside = taken_apart(stage, stage.forward(params, given.x, **given.said))
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
-    outputs = tree.leaves(y)
+    outputs, carried = tree.leaves(y), beside.get("carry")
     if given.versions != [leaf._version for leaf in given.watched]:
         raise RuntimeError(
             f"{given.who} changed its parameters in place, and they stay so; a stage is a pure function."
@@ -108,7 +108,8 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     made = {
         "y": lambda: tree.tree_map(_same_leaf, y),
         "again": lambda: tree.tree_map(_same_leaf, y),
-        "state": lambda: tree.tree_map(detached, state),
+        "state": lambda: tree.tree_map(detached, beside["state"]),
+        "seen": lambda: tree.tree_map(detached, beside["seen"]),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
         "loss": lambda: _apart(loss),
         "count": lambda: detached(count),
@@ -254,14 +255,15 @@ def _whole_sequences(
 
 
 def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
-    """U: the module state after a microbatch, from the state before and the stage's input."""
-    change = run.model.stages[op.stage or 0].update
+    """U: the module state after a microbatch, from the state before and the stage's input, or what F noted."""
+    stage = run.model.stages[op.stage or 0]
+    change = stage.update
     assert change is not None, f"stage {op.stage} has no update"
     state, *taken = args
-    x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) else taken[0]
+    x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
     who = f"the update of stage {op.stage}"
     with unchanged(state, who), without_random(who):
-        return [change(state, tree.tree_map(detached, x))]
+        return [change(state, tree.tree_map(detached, x), **(dict(op.how) if stage.counts else {}))]
 
 
 def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

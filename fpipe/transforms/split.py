@@ -204,6 +204,8 @@ def _column(form: _Form, values: list[list[Value]], rules: list[tuple[tuple[str,
     place = (repeat(form.kind), repeat(form.stage), at, repeat(form.slice), repeat(form.rank))
     reads, writes = map(_getter(form.reads), values), map(_getter(form.writes), values)
     said = rules if form.kind == "SPLIT" else repeat(form.how)
+    if form.kind == "U" and form.how:  # an update that counts its microbatches
+        said = [(("index", index), ("count", many)) for index in range(many)]
     return map(_new, repeat(Op), zip(*place, reads, writes, repeat(()), said, strict=False))
 
 

@@ -1,0 +1,129 @@
+"""Batch normalisation as a pure function: what it normalises by is the batch's own, what it remembers is a value.
+
+    y = norm(x), buffers written        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
+
+The output of a batch norm in training does not read its running statistics, so forwards may come in any order; the
+updates are ops of their own, one microbatch after the other. A deferred one updates once a step instead, with the
+statistics of the whole batch, as one device does on a batch that is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+
+Norms = Sequence[tuple[str, Any]]
+Notes = Mapping[str, Sequence[Any]]
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def remembers(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm that writes its running statistics now."""
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+def names_of(norms: Norms) -> list[str]:
+    """The names of the buffers that norms write."""
+    return [f"{path}.{name}" for path, module in norms for name in _BUFFERS if getattr(module, name) is not None]
+
+
+@contextmanager
+def noted(norms: Norms, deferred: bool) -> Generator[dict[str, tuple[Any, ...]]]:
+    """While it lasts these norms have no buffers, and what their updates need of each call is noted by their names.
+
+    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too.
+    """
+    notes: dict[str, tuple[Any, ...]] = {path: () for path, _ in norms}
+
+    def meet(path: str, module: Any, x: Tensor) -> None:
+        type(module)._check_input_dim(module, x)
+        later = deferred and isinstance(module, _BatchNorm)
+        notes[path] = (*notes[path], statistics(x.detach()) if later else x.detach())
+
+    kept = [{name: module._buffers[name] for name in _BUFFERS} for _, module in norms]
+    try:
+        for path, module in norms:
+            module._buffers.update(dict.fromkeys(_BUFFERS))
+            vars(module)["_check_input_dim"] = partial(meet, path, module)
+        yield notes
+    finally:
+        for (_, module), buffers in zip(norms, kept, strict=True):
+            module._buffers.update(buffers)
+            vars(module).pop("_check_input_dim", None)
+
+
+def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """The running statistics after the calls that were noted: what the modules would have written, bit by bit."""
+    made = {name: held.clone() if isinstance(held, Tensor) else held for name, held in state.items()}
+    for path, module in norms:
+        for x in notes[path]:
+            mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
+            if isinstance(module, _BatchNorm):
+                torch.batch_norm_update_stats(x, mean, var, _count(path, module, made))
+            else:
+                rows = x.unsqueeze(0) if x.dim() == module._get_no_batch_dim() else x
+                F.instance_norm(rows, mean, var, None, None, True, module.momentum or 0.0, module.eps)
+    return made
+
+
+def updated_at_the_end(
+    norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
+) -> dict[str, Any]:
+    """The state after microbatch `index` of `count`: statistics are gathered, and enter at the last of them."""
+    later = [(path, module) for path, module in norms if isinstance(module, _BatchNorm)]
+    made = updated([norm for norm in norms if norm not in later], state, notes)
+    for path, module in later:
+        for call, found in enumerate(notes[path]):
+            name = f"{path}.gathered.{call}"
+            found = found if index == 0 else together(made.pop(name), found)
+            if index < count - 1:
+                made[name] = found
+                continue
+            rows, mean, squares = found
+            factor = _count(path, module, made)
+            for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
+                before = made[f"{path}.{buffer}"]
+                made[f"{path}.{buffer}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
+    return made
+
+
+def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Rows, mean and sum of squared deviations of each channel, in float64: a mean of 1e4 leaves the deviations 1e-12.
+
+    >>> statistics(torch.tensor([[1.0], [3.0]]))
+    (2, tensor([2.], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    rows = x.numel() // x.shape[1]
+    var, mean = torch.var_mean(x.double(), dims, correction=0)
+    return rows, mean, var * rows
+
+
+def together(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
+    """The statistics of two sets of rows as those of one (Chan, Golub and LeVeque 1979).
+
+    >>> together(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
+    (3, tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
+    """
+    (n, mean, squares), (m, fresh, more) = one, other
+    apart = fresh - mean
+    return n + m, mean + apart * (m / (n + m)), squares + more + apart * apart * (n * m / (n + m))
+
+
+def _count(path: str, module: Any, state: Mapping[str, Tensor]) -> float:
+    """Count a batch, and how much it weighs in the running statistics."""
+    batches = state.get(f"{path}.num_batches_tracked")
+    if batches is not None:
+        batches.add_(1)
+    if module.momentum is not None:
+        return module.momentum
+    # A tensor without data has no number; no shape depends on it.
+    return 0.0 if batches is None else 1.0 if isinstance(batches, FakeTensor) else 1.0 / float(batches)
