@@ -23,6 +23,10 @@ class HasStorages(Protocol):
         """The storages of a value."""
         ...
 
+    def size(self, value: Value) -> float:
+        """Its bytes when it travels."""
+        ...
+
 
 Bytes = Mapping[str, PerStage] | Callable[[Value], float] | HasStorages
 
@@ -138,8 +142,9 @@ class Costs:
         return self.size(value) / _rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
 
     def size(self, value: Value) -> float:
-        """Bytes of a value."""
-        return sum(self.storages(value).values())
+        """Bytes of a value when it travels."""
+        given: Any = self.bytes
+        return given.size(value) if hasattr(given, "storages") else sum(self.storages(value).values())
 
     def storages(self, value: Value) -> Storages:
         """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""

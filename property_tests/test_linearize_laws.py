@@ -320,8 +320,9 @@ def test_what_was_traced_once_is_traced_no_more(run: Run):
 @given(runs())
 def test_sizes_are_those_of_the_run(run: Run):
     params, batch = run.given
-    found = fpipe.sizes(run.program, run.stack.model(), params, batch).peak
-    assert found == run.step(record=True)(params, batch).timeline.peak
+    found = fpipe.sizes(run.program, run.stack.model(), params, batch)
+    assert found.peak == run.step(record=True)(params, batch).timeline.peak
+    assert found.peak == fpipe.simulate(run.program, fpipe.Costs(bytes=found)).peak
 
 
 @few(8)

@@ -173,3 +173,4 @@ def frees(program: Program) -> Program:
 def test_freeing_takes_no_time(plan: Plan, costs: fpipe.Costs):
     one, other = (fpipe.simulate(program, costs) for program in (plan.program, frees(plan.program)))
     assert (one.makespan, one.transfers) == (other.makespan, other.transfers)
+

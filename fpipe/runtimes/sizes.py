@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fpipe.graphs.ambient import Untraceable
@@ -27,6 +28,24 @@ class Sizes:
 
     bytes: Mapping[Value, int]
     peak: tuple[int, ...]
+    where: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
+    wire: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
+
+    def storages(self, value: Value) -> Storages:
+        """The storages that a value lies in, params and batch aside. Values that share memory share a storage; a
+        gradient that its backward adds in place to a sum is in none of its own."""
+        return self.where[self._known(value)]
+
+    def size(self, value: Value) -> int:
+        """Bytes of a value's tensors when they travel, those of params and batch too."""
+        return self.wire[self._known(value)]
+
+    def _known(self, value: Value) -> Value:
+        """A value, or for a copy that another program makes the value it is of."""
+        found = value if value in self.wire else value._replace(at="")
+        if found not in self.wire:
+            raise ValueError(f"the bytes of {value} are not known: these are the sizes of a program without it.")
+        return found
 
     def __str__(self) -> str:
         lines = [f"rank {rank}: {size / 2**20:.2f} MiB at most" for rank, size in enumerate(self.peak)]
@@ -64,13 +83,22 @@ def sizes(
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     things = lowered.things
-    account = Account(program.ranks, lowered.given)
+    own = {value: _storages(thing.leaves, lowered.given) for value, thing in things.items()}
+    account = Account(program.ranks)
+    where: dict[Value, Storages] = {value: {} for value in things}
     for call in lowered.calls:
-        account.note(call.ops[0].rank, [(value, _storages(things[value].leaves)) for value in call.written], call.dead)
-    found = {value: _storages(thing.leaves) for value, thing in things.items()}
-    own = {value: sum(size for s, size in each.items() if s not in lowered.given) for value, each in found.items()}
-    return Sizes({value: size for value, size in own.items() if value in program.writer}, tuple(account.peak))
+        written = {value: own[value] for value in call.written}
+        account.note(call.ops[0].rank, written.items(), call.dead)
+        where.update(written)
+    known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
+    wire = {value: sum(map(_travelling, thing.leaves)) for value, thing in things.items()}
+    return Sizes(known, tuple(account.peak), where, wire)
 
 
-def _storages(leaves: Iterable[Any]) -> Storages:
-    return {leaf.storage: leaf.bytes for leaf in leaves if isinstance(leaf, Fact)}
+def _storages(leaves: Iterable[Any], given: Collection[int]) -> Storages:
+    found = (leaf for leaf in leaves if isinstance(leaf, Fact) and leaf.storage not in given)
+    return {leaf.storage: leaf.bytes for leaf in found}
+
+
+def _travelling(leaf: Any) -> int:
+    return math.prod(leaf.aval.shape) * leaf.aval.dtype.itemsize if isinstance(leaf, Fact) else 0
