@@ -111,10 +111,8 @@ def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]
     found: list[tuple[float, float]] = []
     for when, group in moments:
         values = [amount for _, amount in group]
-        if max(values) > values[-1]:
-            found.append((when, max(values)))
-        found.append((when, values[-1]))
-    return found
+        found += [(when, amount) for amount in dict.fromkeys((max(values), values[-1]))]
+    return [now for now, before in zip(found, [(0.0, 0.0), *found], strict=False) if now[1] != before[1]]
 
 
 def peaks_of(steps: Steps, ranks: int) -> list[float]:

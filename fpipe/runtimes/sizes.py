@@ -85,13 +85,14 @@ def sizes(
     things = lowered.things
     own = {value: _storages(thing.leaves, lowered.given) for value, thing in things.items()}
     account = Account(program.ranks)
-    where: dict[Value, Storages] = {value: {} for value in things}
+    where: dict[Value, Storages] = {value: {} for value in (*program.writer, *things)}
     for call in lowered.calls:
         written = {value: own[value] for value in call.written}
         account.note(call.ops[0].rank, written.items(), call.dead)
         where.update(written)
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
-    wire = {value: sum(map(_travelling, thing.leaves)) for value, thing in things.items()}
+    wire = dict.fromkeys(where, 0)  # what has no leaves, too
+    wire.update((value, sum(map(_travelling, thing.leaves))) for value, thing in things.items())
     return Sizes(known, tuple(account.peak), where, wire)
 
 

@@ -1,0 +1,77 @@
+"""Memory is told before anything runs: what a simulation holds is what the local runtime holds, to the byte."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.program import Program, ProgramError
+from tests.test_conformance import Row, every_row, loss, served, tanh_stage
+
+POLICIES: dict[str, Callable[[Program], Program]] = {
+    "never": fpipe.identity(),
+    "always": fpipe.checkpoint("always"),
+    "except_last": fpipe.checkpoint("except_last"),
+    "split": fpipe.split_backward(),
+    "always, split": fpipe.chain(fpipe.split_backward(), fpipe.checkpoint("always")),
+    "transfers": fpipe.communicate(),
+    "always, transfers": fpipe.chain(fpipe.checkpoint("always"), fpipe.communicate()),
+    "split, transfers, freed": fpipe.chain(fpipe.split_backward(), fpipe.communicate(), fpipe.free()),
+}
+
+
+@every_row
+@pytest.mark.parametrize("policy", POLICIES)
+def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy: str):
+    ranks, microbatches = max(
+        ((p, m) for p, m in served(row) if p <= 3 and m >= p), key=lambda size: (size[0], -size[1])
+    )
+    try:
+        program = POLICIES[policy](row.program(ranks, microbatches))
+    except ProgramError as error:
+        pytest.skip(str(error))
+    params = tuple({"w": torch.eye(4) + stage} for stage in range(program.stages))
+    batch = torch.ones(2 * microbatches, program.slices, 4), torch.zeros(2 * microbatches, program.slices, 4)
+    model = fpipe.from_functions([tanh_stage] * program.stages, loss)
+    costs = fpipe.Costs(bytes=fpipe.sizes(program, model, params, batch))
+    held = fpipe.build(program, model, record=True)(params, batch).timeline.peak
+    assert fpipe.simulate(program, costs).peak == held
+    assert max(held) > 0
+
+
+@pytest.fixture
+def costs() -> fpipe.Costs:
+    return fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
+
+
+def test_bytes_by_name_and_stage(costs: fpipe.Costs):
+    timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
+    assert timeline.peak == (10 + 100, 10 + 1 + 200 + 10 + 5)
+
+
+def test_a_curve_of_bytes(costs: fpipe.Costs):
+    timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
+    assert timeline.held(1) == [(1, 211), (2, 226), (4, 26), (6, 16)]
+
+
+def offloaded() -> Program:
+    """Two stages on one rank; the residuals of the first are on the host between."""
+    lines = str(fpipe.program(2)).splitlines()
+    after = next(k for k, line in enumerate(lines) if "F[0,0]" in line) + 1
+    lines.insert(after, "res[0,0]@host = OFFLOAD[0,0] res[0,0] @ 0")
+    before = next(k for k, line in enumerate(lines) if "B[0,0]" in line)
+    lines[before] = lines[before].replace("res[0,0]", "res[0,0]@host@0")
+    lines.insert(before, "res[0,0]@host@0 = LOAD[0,0] res[0,0]@host @ 0")
+    return Program.parse("\n".join(lines))
+
+
+def test_what_is_offloaded_is_not_held():
+    timeline = fpipe.simulate(offloaded(), fpipe.Costs(offload=0.5, load=0.75))
+    assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
+    assert timeline.peak == (1,)
+
+
+def test_offloaded_bytes_are_not_held():
+    costs = fpipe.Costs(bytes=lambda value: 100 if value.name == "res" else 0)
+    assert fpipe.simulate(offloaded(), costs).peak == (100,)
