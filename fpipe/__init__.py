@@ -5,6 +5,7 @@ from types import ModuleType
 
 from fpipe import interop, schedules
 from fpipe.balance import balance
+from fpipe.bounds import Bounds, bounds
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
@@ -38,6 +39,7 @@ from fpipe.transforms.split_backward import merge_backward, split_backward
 from fpipe.verify import GradientMismatch, Report, verify
 
 __all__ = [
+    "Bounds",
     "Chunk",
     "Costs",
     "GradientMismatch",
@@ -59,6 +61,7 @@ __all__ = [
     "assign_grads",
     "balance",
     "boundary",
+    "bounds",
     "build",
     "chain",
     "check",

@@ -47,17 +47,15 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
             assert isinstance(transfer, int | float)
             starts, ends = walk_plain(program, costs, transfer, known)
             moved, delivered = None, _delivered(program, ends, transfer)
-            last = (max(max(ends, default=0.0), delivered),)
             events = tuple(map(_new, repeat(Event), zip(program.ops, starts, ends, strict=True)))
         else:
             rounds = list(walk(program, costs, iterations))
             starts, ends = rounds[0].starts, rounds[0].ends
             moved = tuple(tuple(made.transfers) for made in rounds)
             delivered = max(rounds[-1].results.values(), default=0.0)
-            last = tuple(max([0.0, *made.ends, *made.results.values()]) for made in rounds)
             spans = chain.from_iterable(zip(program.ops, made.starts, made.ends, strict=True) for made in rounds)
             events = tuple(map(_new, repeat(Event), spans))
-        more = (delivered, last, program, costs, moved)
+        more = (delivered, iterations, program, costs, moved)
         if costs.bytes is not None:
             peak, steps = bytes_held(program, costs.storages, starts, ends)
             return Timeline(events, program.ranks, peak, peak, *more, steps)

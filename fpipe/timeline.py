@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,12 +23,12 @@ class Timeline(Shown):
     microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
     the end of W or of a full backward; `peak_released` lets go of them at the end of I. With `Costs(bytes=...)`, and in
     a measured timeline (`build(record=True)`), peaks are bytes: of distinct storages alive, as a walk down the program
-    holds them. `delivered`: when the last result reached its last home, if that is away; sums
-    that ranks exchange for it take no rank's time.
+    holds them. `delivered`: when the last result reached its last home, if that is away; sums that ranks exchange for
+    it take no rank's time.
 
     Attributes:
         events: (op, start, end) of every op, in the order of the program, one iteration after the other.
-        iterations: when each iteration ends.
+        rounds: how many iterations these are.
         program, costs: what was simulated; a measured timeline has none.
 
     >>> import fpipe
@@ -40,7 +41,7 @@ class Timeline(Shown):
     peak: tuple[float, ...]
     peak_released: tuple[float, ...]
     delivered: float = 0.0
-    iterations: tuple[float, ...] = ()
+    rounds: int = 1
     program: Program | None = field(default=None, repr=False, compare=False)
     costs: Costs | None = field(default=None, repr=False, compare=False)
     moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
@@ -49,14 +50,7 @@ class Timeline(Shown):
     @cached_property
     def _busy(self) -> list[tuple[float, float, float]]:
         """Per rank: work, first start, last end."""
-        found = [[0.0, float("inf"), 0.0] for _ in range(self.ranks)]
-        for op, start, end in self.events:
-            if kind_of(op.kind).lane == "main" and end > start:
-                row = found[op.rank]
-                row[0] += end - start
-                row[1] = min(row[1], start)
-                row[2] = max(row[2], end)
-        return [(work, min(first, last), last) for work, first, last in found]
+        return _work_of(self.events, self.ranks)
 
     @cached_property
     def makespan(self) -> float:
@@ -89,6 +83,13 @@ class Timeline(Shown):
         return sum(working) / len(working) if working else 0.0
 
     @cached_property
+    def iterations(self) -> tuple[float, ...]:
+        """When the work of each iteration ends, in seconds."""
+        size = len(self.events) // self.rounds
+        works = [_work_of(self.events[size * n : size * (n + 1)], self.ranks) for n in range(self.rounds)]
+        return tuple(max((last for _, _, last in each), default=0.0) for each in works)
+
+    @cached_property
     def steady(self) -> float:
         """Seconds from the end of the last iteration but one to the end of the last: what an iteration takes in a long
         row of them. Of one iteration alone, its makespan.
@@ -99,8 +100,7 @@ class Timeline(Shown):
         >>> fpipe.simulate(program).steady, fpipe.simulate(program, iterations=3).steady  # the span
         (10.0, 9.0)
         """
-        ends = self.iterations or (self.makespan,)
-        return ends[-1] - (ends[-2] if len(ends) > 1 else 0.0)
+        return self.makespan if self.rounds == 1 else self.iterations[-1] - self.iterations[-2]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -116,7 +116,7 @@ class Timeline(Shown):
     def _moved(self) -> tuple[tuple[Transfer, ...], ...]:
         if self.moved is not None or self.program is None or self.costs is None:
             return self.moved or ()
-        return tuple(tuple(made.transfers) for made in walk(self.program, self.costs, len(self.iterations) or 1))
+        return tuple(tuple(made.transfers) for made in walk(self.program, self.costs, self.rounds))
 
     @cached_property
     def _waiting(self) -> Waiting:
@@ -170,5 +170,17 @@ class Timeline(Shown):
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{peak:g}" for peak in self.peak)
-        row = f"{len(self.iterations)} iterations, each {self.steady:g}, " if len(self.iterations) > 1 else ""
+        row = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
         return f"{row}makespan {self.makespan:g}, span {self.span:g}, bubble {self.bubble:.1%}, peak per rank [{peaks}]"
+
+
+def _work_of(events: Sequence[Event], ranks: int) -> list[tuple[float, float, float]]:
+    """Per rank: work, first start, last end."""
+    found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
+    for op, start, end in events:
+        if end > start and kind_of(op.kind).lane == "main":
+            row = found[op.rank]
+            row[0] += end - start
+            row[1] = min(row[1], start)
+            row[2] = max(row[2], end)
+    return [(work, min(first, last), last) for work, first, last in found]

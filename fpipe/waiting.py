@@ -173,13 +173,13 @@ class Waiting:
 
     def path(self) -> tuple[Step, ...]:
         """The chain of causes that ends last, from the start on."""
-        ends: list[tuple[float, int | Transfer]] = [
-            (event.end, at) for at, event in enumerate(self.events) if event.op.kind not in ("SEND", "RECV")
+        work = [
+            at for at, (op, start, end) in enumerate(self.events) if end > start and kind_of(op.kind).lane == "main"
         ]
-        ends += [(one.end, one) for each in self.moved for one in each.values()]
-        if not ends:
+        if not work:
             return ()
-        end, node = max(ends, key=lambda pair: pair[0])
+        node = max(work, key=lambda at: self.events[at].end)
+        end = self.events[node].end
         steps: list[Step] = []
         current: int | Transfer | None = node
         while current is not None:
@@ -194,8 +194,7 @@ class Waiting:
         """Each time that a rank's main lane does nothing, rank by rank."""
         rows: list[list[tuple[float, float, int | None]]] = [[] for _ in range(ranks)]
         for at, (op, start, end) in enumerate(self.events):
-            known = kind_of(op.kind)
-            if known.lane == "main" and (end > start or known.time or known.place == "table"):
+            if end > start and kind_of(op.kind).lane == "main":
                 rows[op.rank].append((start, end, at))
         if self.busy:
             for one in self.sent.values():
@@ -214,7 +213,9 @@ class Waiting:
     def _whom(self, at: int | None) -> tuple[Op | None, Op | None, int | None]:
         if at is None:
             return None, None, None
-        op, node = self.events[at].op, self.cause(at).node
+        op, (_, node, why) = self.events[at].op, self.cause(at)
+        while why == "rank" and isinstance(node, int):  # an op that took no time waited in its place
+            _, node, why = self.cause(node)
         # A measured timeline has SEND and RECV but no transfers: it is what they carry that is waited for.
         while isinstance(node, int) and self.events[node].op.kind in ("RECV", "SEND"):
             node = self.writer.get(self.events[node].op.reads[0])

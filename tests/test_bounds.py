@@ -1,0 +1,116 @@
+"""Lower bounds: the formulas where stages are alike, and nothing below them anywhere."""
+
+import pytest
+
+import fpipe
+from fpipe.program import Program
+from tests.test_conformance import Row, every_row, served, share_costs
+
+F, B, W, C = 3.0, 4.0, 2.0, 0.5
+UNIFORM = fpipe.Costs(F, B, W, transfer=C)
+T = F + B + W
+SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 8, 11)]
+
+
+def linear(p: int, m: int, split: bool) -> Program:
+    backward = fpipe.split_backward() if split else fpipe.identity()
+    return fpipe.chain(fpipe.split(m), fpipe.schedules.one_f_one_b(p), backward, fpipe.merge())(fpipe.program(p))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_head_is_the_formula(p: int, m: int):
+    assert fpipe.bounds(linear(p, m, True), UNIFORM).head.makespan == pytest.approx((p - 1) * (F + C) + m * T)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_fused_is_the_formula(p: int, m: int):
+    found = fpipe.bounds(linear(p, m, False), UNIFORM).fused.makespan
+    assert found == pytest.approx((m + p - 1) * T + 2 * (p - 1) * C)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_drain_is_the_formula(p: int, m: int):
+    found = fpipe.bounds(linear(p, m, True), UNIFORM).drain.makespan
+    assert found == pytest.approx((m + p - 1) * (F + B) + W + 2 * (p - 1) * C)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_warm_up_is_the_formula(p: int, m: int, k: int):
+    if k > m:
+        return
+    found = fpipe.bounds(linear(p, m, True), UNIFORM, memory_cap=k).warm_up.spans
+    formula = [m * T + max(0, (p - 1 - r) * (B + 2 * C) + (p - r - k) * F) for r in range(p)]
+    assert found == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_lifespan_is_the_formula(p: int, m: int, k: int):
+    found = fpipe.bounds(linear(p, m, True), UNIFORM, memory_cap=k).lifespan.ranks[0]
+    life = p * F + p * B + W + 2 * (p - 1) * C
+    assert found == pytest.approx(life * (1 + (m - 1) // k))
+
+
+@pytest.mark.parametrize("policy", ["looped", "v"])
+def test_the_head_of_chunks_is_the_formula(policy: str):
+    p, m, v = 4, 5, 2
+    program = fpipe.chain(fpipe.split(m), fpipe.place(policy, ranks=p))(fpipe.program(p * v))
+    costs = fpipe.Costs(F / v, B / v, W / v, transfer=C)
+    assert fpipe.bounds(program, costs).head.makespan == pytest.approx((p - 1) * (F / v + C) + m * T)
+
+
+def test_the_head_of_two_ways_is_the_formula():
+    p, m = 6, 8
+    program = fpipe.chain(fpipe.split(m), fpipe.schedules.chimera(p))(fpipe.program(p))
+    assert fpipe.bounds(program, UNIFORM).head.makespan == pytest.approx((p / 2 - 1) * (F + C) + m * T)
+
+
+def test_stages_that_are_not_alike_have_their_own_window():
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2))
+    found = fpipe.bounds(program, fpipe.Costs([1, 5], [1, 5], [1, 5], transfer={(0, 1): 2, (1, 0): 3}))
+    assert found.fused.ranks == (6, (1 + 2) + 2 * 15 + (3 + 2))
+    assert (found.binding.name, found.binding.rank) == ("fused", 1)
+
+
+@every_row
+@pytest.mark.parametrize("transfer", [0.0, 0.5])
+def test_no_schedule_is_below_a_bound(row: Row, transfer: float):
+    for ranks, microbatches in served(row):
+        if ranks * row.stages_per_rank * microbatches <= 40:
+            costs = share_costs(row, {"F": F, "B": B, "W": W, "comm": transfer})
+            program = row.program(ranks, microbatches)
+            found, timeline = fpipe.bounds(program, costs), fpipe.simulate(program, costs)
+            assert timeline.makespan >= found.makespan - 1e-9
+            assert timeline.span >= found.span - 1e-9
+
+
+def test_zb_h2_has_the_least_span():
+    program = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4))(fpipe.program(4))
+    assert fpipe.bounds(program).gap(fpipe.simulate(program), "span") == 0
+
+
+def test_a_gap_is_a_share_of_the_bound():
+    slow = fpipe.chain(fpipe.split(2), fpipe.place("linear"))(fpipe.program(2))
+    assert fpipe.bounds(slow, memory_cap=2).gap(fpipe.simulate(slow)) == pytest.approx(12 / 9 - 1)
+
+
+def test_the_five_print_as_a_table():
+    assert str(fpipe.bounds(linear(4, 8, True), memory_cap=2)).splitlines() == [
+        "bound     makespan  rank",
+        "head            27     3",
+        "fused           27     3",
+        "drain           23     3",
+        "warm-up         29     0",
+        "lifespan        36     0  binds",
+    ]
+
+
+def test_a_cap_below_one_op_is_refused():
+    with pytest.raises(ValueError, match=r"memory_cap is 0\.4 microbatches on rank 0, where one op alone holds 0\.5"):
+        fpipe.bounds(fpipe.place("looped", ranks=2)(fpipe.program(4)), memory_cap=0.4)
+
+
+def test_a_cap_for_each_rank():
+    with pytest.raises(ValueError, match="memory_cap lists 2 caps for 3 ranks; give one a rank"):
+        fpipe.bounds(linear(3, 2, False), memory_cap=[1, 2])
