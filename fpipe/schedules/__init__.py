@@ -9,6 +9,7 @@ from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
 from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_table
+from fpipe.schedules.v_shape import one_f_one_b_v
 from fpipe.schedules.waves import chimera, hanayo
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -32,6 +33,7 @@ __all__ = [
     "looped_bfs",
     "names",
     "one_f_one_b",
+    "one_f_one_b_v",
     "register",
     "roundpipe",
     "seq1f1b",
