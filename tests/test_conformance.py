@@ -210,6 +210,34 @@ ROWS = [
         options={"slices": 4},
         idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W) / 4,
     ),
+    Row(
+        "zb_auto",
+        ("ZB-auto 2p",),
+        exact=False,
+        costs=True,
+        idle=lambda p, m, v, F, B, W: (p - 1) * F,
+        idle_costs=((1, 1, 1),),
+    ),
+    Row(
+        "zb_auto",
+        ("ZB-auto 1p",),
+        exact=False,
+        costs=True,
+        options={"memory_cap": lambda p: p},
+        idle=filled,
+        idle_costs=((1, 1, 1),),
+    ),
+    Row(
+        "zbv",
+        ("ZB-V", "ZBVZeroBubble v=2"),
+        exact=False,
+        stages_per_rank=2,
+        costs=True,
+        idle=lambda p, m, v, F, B, W: (p - 1) * F / 2,
+        idle_costs=((1, 1, 1),),
+    ),
+    Row("v_half", ("V-Half (greedy)",), exact=False, stages_per_rank=2, costs=True),
+    Row("v_min", ("V-Min (greedy)",), exact=False, stages_per_rank=2, costs=True),
 ]
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5) for microbatches in (1, 2, 3, 5, 8, 11)]
 

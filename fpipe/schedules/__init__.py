@@ -7,6 +7,7 @@ from fpipe.schedules.interleaved import group_interleaved, interleaved, interlea
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
+from fpipe.schedules.searched import v_half, v_min, zb_auto, zbv
 from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_table
 from fpipe.schedules.v_shape import one_f_one_b_v
@@ -37,6 +38,10 @@ __all__ = [
     "register",
     "roundpipe",
     "seq1f1b",
+    "v_half",
+    "v_min",
+    "zb_auto",
     "zb_h1",
     "zb_h2",
+    "zbv",
 ]

@@ -1,117 +1,161 @@
-"""A schedule as a building block: when one microbatch does what, repeated at an interval, and pulled tight.
+"""The building block: when one microbatch does what, repeated at an interval, is a whole schedule.
 
-Where the interval is as long as a rank's work on a microbatch and no two ops of the block meet in it, the middle of the
-schedule has no idle tick (Qi et al. 2024, arXiv 2405.15362). Its two ends have some. So every op moves to the first gap
-in which it fits and for which its rank has room, in the order of their starts: once with time and the roles of forward
-and backward turned round, which tightens the end, and once as they are.
+A block gives each lane of a line (see line.py) an offset in seconds; microbatch i does what microbatch 0 did, i
+intervals later. Sorted by these times the ops of a rank are its word, and no two need collide: the order is what
+matters, and running it as early as it goes squeezes the gaps out.
+
+    one block, p=2      f f . F . b . B w w        f F forwards of the first and second chunk, b B their backwards
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from fpipe.transforms.cells import Key
-
-Block = Mapping[tuple[str, int], int]
-"""The tick at which the first microbatch starts ("F", stage) and ("B", stage)."""
+from fpipe.schedules.engine import NOTHING, Run, Work, run
+from fpipe.schedules.line import Line, Word
 
 
-class _Starts(NamedTuple):
-    """When every op starts: for F and B, stage by stage, microbatch by microbatch; and how long both take."""
+class Block(NamedTuple):
+    """Offsets of the F and I lanes of one microbatch, and the interval after which the next one follows."""
 
-    forward: list[list[int]]
-    backward: list[list[int]]
-    ticks: tuple[int, int]
-
-    @property
-    def end(self) -> int:
-        """The last tick."""
-        return max(row[-1] for row in self.backward) + self.ticks[1]
-
-    def turned(self) -> _Starts:
-        """The same in a mirror: time runs backwards, and so forwards are backwards."""
-        end, (forward, backward) = self.end, self.ticks
-        return _Starts(
-            [[end - backward - tick for tick in reversed(row)] for row in self.backward],
-            [[end - forward - tick for tick in reversed(row)] for row in self.forward],
-            (backward, forward),
-        )
+    offsets: tuple[float, ...]
+    interval: float
 
 
-def in_blocks(
-    block: Block, interval: int, ticks: tuple[int, int], placement: Sequence[int], microbatches: int
-) -> list[list[Key]]:
-    """The rows of a block that is repeated at an interval.
+def words_of(line: Line, block: Block) -> list[Word]:
+    """Each rank's F and I, in the order of a repeated block."""
+    offsets, interval = block
+    count = range(line.microbatches)
+    words: list[Word] = []
+    for own in line.lanes:
+        lanes = [*own, *(line.stages + stage for stage in own)]
+        timed = [(offsets[lane] + interval * index, lane) for lane in lanes for index in count]
+        timed.sort()
+        words.append([lane for _, lane in timed])
+    return words
 
-    Args:
-        block: the first tick of each op of a microbatch.
-        interval: ticks from one microbatch to the next.
-        ticks: how long a forward and a backward take.
-        placement: the rank of each stage.
-        microbatches: how many.
+
+@lru_cache(maxsize=32)
+def lattice(ranks: int, hops: int = 6) -> list[tuple[int, ...]]:
+    """All blocks on a V whose legs have equal hops of 1 to `hops` cells and in which no two ops meet.
+
+    A cell is the op of one chunk, and a rank has six for each microbatch: F, I and W of two chunks. A leg is one chunk
+    going down or up the ranks: F down, F up, I down, I up. Gives the offsets of the F and I lanes in cells, the blocks
+    that hold least first.
     """
+    legs = [[*range(ranks)], [*reversed(range(ranks))]] * 2
+    found: list[tuple[int, ...]] = []
 
-    def times(kind: str) -> list[list[int]]:
-        return [
-            [block[kind, stage] + index * interval for index in range(microbatches)] for stage in range(len(placement))
-        ]
+    def go(leg: int, used: list[int], time: int, cells: list[int]) -> None:
+        if leg == 4:
+            down, up, back, home = (cells[at : at + ranks] for at in range(0, 4 * ranks, ranks))
+            found.append((*down, *up, *reversed(home), *reversed(back)))
+            return
+        for hop in range(1, hops + 1):
+            for start in range(time, time + (6 if leg else 1)):
+                now, at = used[:], start
+                for rank in legs[leg]:
+                    if now[rank] >> at % 6 & 1:
+                        break
+                    now[rank] |= 1 << at % 6
+                    at += hop
+                else:
+                    go(leg + 1, now, at - hop + 1, cells + [start + hop * step for step in range(ranks)])
+            if ranks == 1:
+                break
 
-    starts = _Starts(times("F"), times("B"), ticks)
-    room = most_held(block, interval, ticks, placement)
-    starts = _pulled(_pulled(starts.turned(), placement, room).turned(), placement, room)
-    rows: list[list[tuple[int, Key]]] = [[] for _ in range(1 + max(placement))]
-    for kind, found in (("F", starts.forward), ("B", starts.backward)):
-        for stage, row in enumerate(found):
-            rows[placement[stage]] += [(tick, (kind, stage, index, None)) for index, tick in enumerate(row)]
-    return [[key for _, key in sorted(row)] for row in rows]
-
-
-def most_held(block: Block, interval: int, ticks: tuple[int, int], placement: Sequence[int]) -> int:
-    """The most forwards that wait on a rank for the end of their backwards, once the block has come round often."""
-    held = [[0] * interval for _ in range(1 + max(placement))]
-    for stage, rank in enumerate(placement):
-        for tick in range(block["F", stage], block["B", stage] + ticks[1]):
-            held[rank][tick % interval] += 1
-    return max(map(max, held))
+    go(0, [0] * ranks, 0, [])
+    return sorted(found, key=lambda cells: (most_held(cells, ranks), cells))
 
 
-def _pulled(starts: _Starts, placement: Sequence[int], room: int) -> _Starts:
-    """Every op in the first gap of its rank after what it needs; forwards only where there is room for them."""
-    forward, backward, ticks = starts
-    count, end = len(forward[0]), starts.end
-    busy = [bytearray(end) for _ in range(1 + max(placement))]
-    held = [[0] * (end + 1) for _ in busy]
-    for stage, rank in enumerate(placement):
-        for index in range(count):
-            first, last = forward[stage][index], backward[stage][index]
-            busy[rank][first : first + ticks[0]] = b"\1" * ticks[0]
-            busy[rank][last : last + ticks[1]] = b"\1" * ticks[1]
-            for tick in range(first, last + ticks[1]):
-                held[rank][tick] += 1
-    todo = sorted(
-        (row[index], kind, stage, index)
-        for kind, rows in enumerate((forward, backward))
-        for stage, row in enumerate(rows)
-        for index in range(count)
-    )
-    for old, kind, stage, index in todo:
-        rank, long, row = placement[stage], ticks[kind], (forward, backward)[kind][stage]
-        own, load = busy[rank], held[rank]
-        first = row[index - 1] + long if index else 0
-        if kind == 0 and stage:
-            first = max(first, forward[stage - 1][index] + ticks[0])
-        if kind == 1:
-            first = max(first, forward[stage][index] + ticks[0])
-            if stage + 1 < len(placement):
-                first = max(first, backward[stage + 1][index] + long)
-        own[old : old + long] = bytes(long)
-        if kind == 0:
-            full = (tick for tick in range(old - 1, first - 1, -1) if load[tick] >= room)
-            first = next(full, first - 1) + 1
-        new = own.find(bytes(long), first)
-        own[new : new + long] = b"\1" * long
-        for tick in range(new, old) if kind == 0 else range(new + long, old + long):
-            load[tick] += 1 if kind == 0 else -1
-        row[index] = new
-    return starts
+def most_held(cells: Sequence[int], ranks: int) -> float:
+    """The activations that the fullest rank holds when a block of the lattice is repeated, W aside."""
+    stages = 2 * ranks
+    life = [cells[stages + stage] - cells[stage] for stage in range(stages)]
+    return max(life[rank] + life[stages - 1 - rank] for rank in range(ranks)) / 6
+
+
+def v_blocks(line: Line) -> Iterator[Block]:
+    """The blocks of the lattice that fit under the caps of a line, those that hold most first."""
+    room = min(line.caps)
+    for cells in reversed(lattice(line.ranks)):
+        if most_held(cells, line.ranks) <= room:
+            yield v_block(line, cells)
+
+
+def v_block(line: Line, cells: Sequence[int]) -> Block:
+    """A block of the lattice in seconds."""
+    return Block(tuple(cell * line.work / 6 for cell in cells), line.work)
+
+
+class Follower:
+    """Runs a line by a block as by a plan: the ready op that the block has first goes first, and nothing waits for its
+    turn; but microbatches enter at the block's interval, and a forward leaves room for what is older."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        stages, count = line.stages, line.microbatches
+        readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * stages * count)]
+        needs = [0] * len(readers)
+        edges = [(lane, after, line.ways[after]) for lane, after in enumerate(line.after) if after >= 0]
+        edges += [(stages + stage, 2 * stages + stage, 0.0) for stage in range(stages)]
+        for lane, after, way in edges:
+            for index in range(count):
+                readers[lane * count + index].append((after * count + index, way))
+                needs[after * count + index] += 1
+        for index in range(1, count):
+            readers[index - 1].append((index, 0.0))
+            needs[index] += 1
+        ranks = [rank for _ in range(3) for rank in line.placement for _ in range(count)]
+        seconds = [second for second in line.seconds for _ in range(count)]
+        self.work = Work(line.ranks, ranks, seconds, readers, needs)
+
+    def order(self, block: Block, late: float, ahead: float) -> tuple[tuple[float, float], list[Word]]:
+        """Makespan and span, and the word of each rank, its W among the rest.
+
+        Args:
+            late: how many intervals after its I a W stands in the plan.
+            ahead: how many intervals before its turn a microbatch may enter.
+        """
+        line, count, stages = self.line, self.line.microbatches, self.line.stages
+        offsets, interval = block
+        weights = [offsets[stages + one] + line.seconds[stages + one] + late * interval for one in range(stages)]
+        turn = [offset + interval * index for offset in (*offsets, *weights) for index in range(count)]
+        enters = [max(0.0, interval * (index - ahead)) for index in range(count)]
+        found = self._run(turn, [*enters, *([0.0] * (len(turn) - count))])
+        first = [found.start[row[0]] for row in found.rows]
+        last = [found.start[row[-1]] + self.work.seconds[row[-1]] for row in found.rows]
+        span = max(end - begin for begin, end in zip(first, last, strict=True))
+        return (max(last), span), [[op // count for op in row] for row in found.rows]
+
+    def _run(self, turn: list[float], enters: list[float]) -> Run:
+        line, count = self.line, self.line.microbatches
+        caps, kept, own = line.caps, line.kept, line.lanes
+        forwards, inputs = line.stages * count, 2 * line.stages * count
+        held, begun = [0.0] * line.ranks, [0] * line.stages
+
+        def pick(rank: int, time: float, ready: list[int]) -> int:
+            best, first = NOTHING, float("inf")
+            for op in ready:
+                if turn[op] < first:
+                    if op < forwards:
+                        if held[rank] + 1 > caps[rank]:
+                            continue
+                        oldest = min([begun[stage] for stage in own[rank]])
+                        if op % count > oldest:  # the oldest microbatch that is not all here keeps its room
+                            younger = sum([max(0, begun[stage] - oldest - 1) for stage in own[rank]])
+                            if younger + 1 + len(own[rank]) > caps[rank]:
+                                continue
+                    best, first = op, turn[op]
+            if best >= inputs:
+                held[rank] -= kept
+            elif best >= forwards:
+                held[rank] -= 1 - kept
+            elif best >= 0:
+                held[rank] += 1
+                begun[best // count] += 1
+            return best
+
+        return run(self.work, pick, enters)

@@ -46,8 +46,10 @@ class Run(NamedTuple):
     stuck: list[list[int]]
 
 
-def run(work: Work, pick: Pick) -> Run:
+def run(work: Work, pick: Pick, earliest: Sequence[float] | None = None) -> Run:
     """Let every rank go on as far as `pick` lets it; ops that are ready in the end and were never picked are `stuck`.
+
+    No op starts before its `earliest` time.
 
     >>> line = Work(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
     >>> run(line, lambda rank, time, ready: ready[0])
@@ -55,15 +57,18 @@ def run(work: Work, pick: Pick) -> Run:
     """
     ranks, rank_of, seconds, readers, _ = work
     needs = list(work.needs)
-    start, arrival = [0.0] * len(needs), [0.0] * len(needs)
+    start, arrival = [0.0] * len(needs), [0.0] * len(needs) if earliest is None else list(earliest)
     free = [0.0] * ranks
     rows: list[list[int]] = [[] for _ in range(ranks)]
     ready: list[list[int]] = [[] for _ in range(ranks)]
-    for op, count in enumerate(needs):
-        if not count:
-            ready[rank_of[op]].append(op)
     same = 1e-6 * min([second for second in seconds if second], default=0.0)  # times that rounding has set apart
     events: list[tuple[float, int]] = []  # (when, an op that is ready then, or the complement of a rank that is free)
+    for op, count in enumerate(needs):
+        if not count:
+            if arrival[op] > 0:
+                heappush(events, (arrival[op], op))
+            else:
+                ready[rank_of[op]].append(op)
     awake, patient = set(range(ranks)), set[int]()
     now = 0.0
     while True:

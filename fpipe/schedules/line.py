@@ -1,0 +1,246 @@
+"""A pipeline as a line of numbers, and how long an order of it takes: the reading that a search calls a thousand times.
+
+The ops of a chain of S stages are lanes: lane s is the forward of stage s, lane S+s its input gradient, lane 2S+s its
+weight gradient. Each lane takes the microbatches in turn, so the order of a rank is a *word* of lanes and no more:
+
+    rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 S 2S S 2S
+
+A word may leave its W out. They fill the gaps then: a W runs where the rank would wait (or, with patience below 1,
+would wait for a part of it), and where the next forward finds no room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fpipe.costs import Costs
+from fpipe.program import Op, Program, ProgramError
+from fpipe.transforms.cells import Key
+
+Word = list[int]
+NEVER = (math.inf, math.inf)
+"""The makespan and span of an order that does not come to an end."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A chain of stages, its costs and its memory.
+
+    Args:
+        placement: the rank of each stage.
+        microbatches: how many.
+        seconds: of each lane's op, 3S numbers.
+        ways: seconds that what a lane's op reads takes to its rank; 2S numbers, since a W reads what is there.
+        caps: the most activations each rank may hold; the forward of one stage makes 1.
+        kept: the share of an activation that a W still needs after its I.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    seconds: tuple[float, ...]
+    ways: tuple[float, ...]
+    caps: tuple[float, ...]
+    kept: float = 1.0
+
+    @property
+    def stages(self) -> int:
+        """How many stages."""
+        return len(self.placement)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks."""
+        return 1 + max(self.placement)
+
+    @cached_property
+    def lanes(self) -> list[list[int]]:
+        """The stages of each rank."""
+        return [[stage for stage, rank in enumerate(self.placement) if rank == own] for own in range(self.ranks)]
+
+    @cached_property
+    def path(self) -> list[int]:
+        """The forwards and input gradients that a microbatch goes through, in turn."""
+        stages = self.stages
+        return [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+
+    @cached_property
+    def before(self) -> list[int]:
+        """The lane that each lane reads from, -1 for the first."""
+        found = [-1] * (2 * self.stages)
+        for lane, reader in zip(self.path, self.path[1:], strict=False):
+            found[reader] = lane
+        return found
+
+    @cached_property
+    def after(self) -> list[int]:
+        """The lane that reads from each lane, -1 for the last."""
+        found = [-1] * (2 * self.stages)
+        for lane, reader in zip(self.path, self.path[1:], strict=False):
+            found[lane] = reader
+        return found
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds that the busiest rank needs for one microbatch."""
+        seconds, stages = self.seconds, self.stages
+        return max(sum(seconds[kind * stages + one] for kind in range(3) for one in own) for own in self.lanes)
+
+    def with_microbatches(self, microbatches: int) -> Line:
+        """The same line with another number of microbatches."""
+        return Line(self.placement, microbatches, self.seconds, self.ways, self.caps, self.kept)
+
+
+def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float, kept: float, name: str) -> Line:
+    """The chain of a program's stages as numbers, on the ranks of a placement.
+
+    Args:
+        cap: the most microbatches a rank may hold.
+        kept: see `Line`.
+        name: of the schedule, for errors.
+
+    Raises:
+        ProgramError: sequence slices; a cap below the minimum.
+    """
+    if any(op.slice is not None for op in program.ops):
+        raise ProgramError(f"{name}: this program has sequence slices, which this schedule does not order.")
+    stages, microbatches = len(placement), program.microbatches
+    redone = {op.stage for op in program.ops if op.kind == "R"}
+
+    def cost(kind: str, stage: int) -> float:
+        return costs.seconds(Op(kind, stage, 0, None, placement[stage], (), ()))
+
+    seconds = [cost(kind, stage) for kind in "FIW" for stage in range(stages)]
+    for stage in redone:
+        if stage is not None:
+            seconds[stages + stage] += cost("R", stage)
+    bare = Line(tuple(placement), microbatches, tuple(seconds), (), (), kept)
+    ways = [0.0] * (2 * stages)
+    for lane, source in enumerate(bare.before):
+        if source >= 0:
+            ways[lane] = way(costs, placement[source % stages], placement[lane % stages])
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or math.isnan(cap):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"memory_cap is a number of microbatches, found {cap!r}.")
+    if cap < 1:
+        raise ProgramError(
+            f"{name}: memory_cap is {cap:g}, below the minimum: one microbatch by itself holds 1 on each rank. Say a "
+            "cap of at least 1."
+        )
+    most = min(cap, microbatches)
+    caps = tuple(most * len(own) + 1e-6 for own in bare.lanes)
+    return Line(bare.placement, microbatches, bare.seconds, tuple(ways), caps, kept)
+
+
+def way(costs: Costs, source: int, target: int) -> float:
+    """Seconds on the way from one rank to another."""
+    return costs.transfer if source != target else 0.0
+
+
+def cells_of(line: Line, words: Sequence[Sequence[int]]) -> list[list[Key]]:
+    """Words as the rows of a table: the microbatch of a lane's op is how often the lane came before."""
+    stages = line.stages
+    rows: list[list[Key]] = []
+    for word in words:
+        turn = [0] * (3 * stages)
+        row: list[Key] = []
+        for lane in word:
+            row.append(("FIW"[lane // stages], lane % stages, turn[lane], None))
+            turn[lane] += 1
+        rows.append(row)
+    return rows
+
+
+def play(
+    line: Line,
+    words: Sequence[Word],
+    patience: Sequence[float],
+    full: list[Word] | None = None,
+    times: list[list[float]] | None = None,
+) -> tuple[float, float]:
+    """Makespan and span of words without W; `NEVER` if they wait for each other or for room that never comes.
+
+    Args:
+        patience: for each rank the share of a W that has to fit into a gap for it to run there: with 1 it never delays
+            what comes next, with 0 it runs in any gap.
+        full: a word for each rank, to which the words with their W are written.
+        times: a list for each F and I lane, to which the ends of its ops are written.
+
+    >>> line = Line((0, 1), 2, (1.0,) * 6, (0.0,) * 4, (2.0, 2.0))
+    >>> full = [[], []]
+    >>> play(line, [[0, 0, 2, 2], [1, 3, 1, 3]], [1, 1], full), full
+    ((7.0, 7.0), [[0, 0, 2, 4, 2, 4], [1, 3, 1, 3, 5, 5]])
+    """
+    stages, ranks, placement = line.stages, line.ranks, line.placement
+    seconds, before, after, ways, caps, kept = line.seconds, line.before, line.after, line.ways, line.caps, line.kept
+    ends: list[list[float]] = [[] for _ in range(2 * stages)] if times is None else times
+    none: list[float] = []
+    read = [ends[lane] if lane >= 0 else none for lane in before]
+    place, free, held, first = [0] * ranks, [0.0] * ranks, [0.0] * ranks, [-1.0] * ranks
+    waiting: list[list[int]] = [[] for _ in range(ranks)]  # the W that could run, as lanes
+    done = [0] * ranks  # and how many of them have
+    todo = list(range(ranks))
+    while todo:
+        rank = todo.pop()
+        word, time, holds, cap = words[rank], free[rank], held[rank], caps[rank] - 1
+        queue, head, share = waiting[rank], done[rank], patience[rank]
+        at = len(word)
+        for turn in range(place[rank], len(word)):
+            lane = word[turn]
+            own = ends[lane]
+            ready = 0.0
+            if lane:
+                there = read[lane]
+                if len(own) >= len(there):
+                    at = turn
+                    break
+                ready = there[len(own)] + ways[lane]
+            if lane < stages:
+                while holds > cap and head < len(queue):
+                    if full is not None:
+                        full[rank].append(queue[head])
+                    time += seconds[queue[head]]
+                    head += 1
+                    holds -= kept
+                if holds > cap:
+                    return NEVER
+            while time < ready and head < len(queue):
+                longer = seconds[queue[head]]
+                if time + longer * share > ready + 1e-9 * ready:
+                    break
+                if full is not None:
+                    full[rank].append(queue[head])
+                time += longer
+                head += 1
+                holds -= kept
+            if ready > time:
+                time = ready
+            if first[rank] < 0:
+                first[rank] = time
+            if full is not None:
+                full[rank].append(lane)
+            time += seconds[lane]
+            own.append(time)
+            if lane < stages:
+                holds += 1
+            else:
+                queue.append(lane + stages)
+                holds -= 1 - kept
+            reader = after[lane]
+            if reader >= 0:
+                other = placement[reader % stages]
+                if other != rank and place[other] < len(words[other]) and words[other][place[other]] == reader:
+                    todo.append(other)
+        place[rank], free[rank], held[rank], done[rank] = at, time, holds, head
+    makespan = span = 0.0
+    for rank in range(ranks):
+        if place[rank] < len(words[rank]):
+            return NEVER
+        rest = waiting[rank][done[rank] :]
+        if full is not None:
+            full[rank] += rest
+        end = free[rank] + sum([seconds[lane] for lane in rest])
+        makespan = max(makespan, end)
+        span = max(span, end - first[rank])
+    return makespan, span

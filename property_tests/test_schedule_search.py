@@ -1,0 +1,94 @@
+"""Orders searched by cost, and priorities: legal, complete and under the cap, whatever the sizes and costs."""
+
+import math
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.program import Op, ProgramError
+from fpipe.schedules.by_cost import linear_order, v_order
+from fpipe.schedules.hillclimb import floor
+from fpipe.schedules.line import Line, cells_of
+from fpipe.schedules.priority import Now
+from fpipe.transforms.reorder import in_rows
+
+seconds = st.one_of(st.integers(0, 4).map(float), st.floats(0.01, 10))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes, chunks a rank, costs of each stage, a cap and what stays for W."""
+    ranks, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    stages = ranks * chunks
+    each = st.lists(seconds, min_size=stages, max_size=stages)
+    return {
+        "ranks": ranks,
+        "chunks": chunks,
+        "microbatches": draw(st.integers(1, 7)),
+        "costs": fpipe.Costs(draw(each), draw(each), draw(each), transfer=draw(seconds)),
+        "cap": draw(st.sampled_from([1, 1.5, 2, 2.5, 3, 5, 20])),
+        "kept": draw(st.sampled_from([1.0, 0.5, 0.0])),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
+    ranks, chunks, costs, cap = case["ranks"], case["chunks"], case["costs"], case["cap"]
+    placement = "linear" if chunks == 1 else "v"
+    found: list[Line] = []
+
+    def rows(program: fpipe.Program, where: list[int]) -> Any:
+        stages = len(where)
+        seconds = tuple(
+            float(one[at])
+            for one in (costs.forward, costs.backward_input, costs.backward_weight)
+            for at in range(stages)
+        )
+        bare = Line(tuple(where), program.microbatches, seconds, (), (), case["kept"])
+        ways = tuple(
+            costs.transfer if source >= 0 and where[source % stages] != where[lane % stages] else 0.0
+            for lane, source in enumerate(bare.before)
+        )
+        caps = (min(cap, program.microbatches) * chunks + 1e-6,) * ranks
+        line = Line(bare.placement, bare.microbatches, seconds, ways, caps, case["kept"])
+        found.append(line)
+        return cells_of(line, (linear_order if chunks == 1 else v_order)(line, 10_000))
+
+    program = fpipe.chain(fpipe.split(case["microbatches"]), in_rows(placement, ranks, rows), fpipe.merge())(
+        fpipe.program(ranks * chunks)
+    )
+    fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
+    timeline = fpipe.simulate(program, costs)
+    if case["kept"] == 1:
+        assert max(timeline.peak) <= cap + 1e-6
+    makespan, span = floor(found[0])
+    assert timeline.makespan >= makespan - 1e-6
+    if min(found[0].seconds) > 0:  # a span is told from ops that take time
+        assert timeline.span >= span - 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), weights=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
+def test_a_priority_ends_in_a_program_under_the_cap_or_in_a_sentence(case: dict[str, Any], weights: list[int]):
+    """Whatever the rule says, nothing hangs."""
+    kind, stage, index, wait = weights
+
+    def key(op: Op, now: Now) -> float:
+        if op.kind == "F" and now.held > wait + 3:
+            return math.inf
+        return kind * "FIW".index(op.kind) + stage * (op.stage or 0) + index * (op.microbatch or 0)
+
+    placement = "linear" if case["chunks"] == 1 else "v"
+    order = fpipe.schedules.from_priority(key, case["ranks"], placement=placement, cap=case["cap"], costs=case["costs"])
+    base = fpipe.program(case["ranks"] * case["chunks"])
+    sentence = "a dead end: after "
+    try:
+        program = fpipe.chain(fpipe.split(case["microbatches"]), fpipe.split_backward(), order)(base)
+    except ProgramError as error:
+        sentence = str(error)
+    else:
+        assert max(fpipe.simulate(program, case["costs"]).peak) <= case["cap"]
+    assert sentence.startswith("a dead end: after ")
