@@ -177,9 +177,10 @@ def test_words_that_wait_for_each_other_or_for_room_never_end():
 
 def test_a_longer_step_goes_on_as_the_middle_of_a_short_one():
     short, longer = v_line(4, 8, 4), v_line(4, 20, 4)
-    block = next(v_blocks(short))
-    order = played(short, words_of(short, block), 0.5)
+    order, block = min(
+        ((played(short, words_of(short, block), 0.5), block) for block in v_blocks(short)), key=lambda one: one[0].value
+    )
     found = played(longer, stretched(short, order, longer), 0.5)
     assert [sorted(word) for word in found.words] == [sorted(word) for word in words_of(longer, block)]
-    assert found.value[0] - order.value[0] == pytest.approx(12 * short.work)
+    assert 12 * short.work <= found.value[0] - order.value[0] <= 12 * short.work * 1.05
     assert found.value >= floor(longer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fpipe.schedules.blocks import Follower, lattice, v_block, v_blocks, words_of
-from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
+from fpipe.schedules.hillclimb import at_floor, climb, loosen, played, stretched
 from fpipe.schedules.line import NEVER, Line, Word
 
 Found = tuple[tuple[float, float], list[Word]]
@@ -30,17 +30,20 @@ def linear_order(line: Line, effort: int) -> list[Word]:
     there_and_back = mean[0] + mean[1] + sum(line.ways) / max(1, line.ranks - 1)
     most = there_and_back / mean[0] if mean[0] else line.microbatches
     steps = 6 if effort < 500_000 else 24
-    found: list[tuple[Order, float, int, float]] = []
-    for step in range(steps + 1):
-        per_hop = 1 + (most + 0.3 - 1) * step / steps
-        for more in (0, 1, 2):
-            words = _ahead(short, per_hop, more)
-            found += [(played(short, words, patience), per_hop, more, patience) for patience in (0.0, 0.5, 1.0)]
-        if effort < 500_000 and at_floor(short, min(one[0].value for one in found)):
+    likely = min(most, max(line.caps) / line.ranks)  # the cap is full when the first input gradient arrives
+    hops = sorted((1 + (most - 0.7) * step / steps for step in range(steps + 1)), key=lambda hop: abs(hop - likely))
+    family = [(hop, more) for hop in hops for more in (0, 1, 2)]
+    found: list[tuple[tuple[float, float], float, int, float]] = []
+    for per_hop, more in family:
+        words = _ahead(short, per_hop, more)
+        found += [(played(short, words, patience).value, per_hop, more, patience) for patience in (0.5, 0.0, 1.0)]
+        if at_floor(short, min(found)[0]):
             break
-    found.sort(key=lambda one: (one[0].value, one[1:]))
-    orders = [played(line, _ahead(line, *one[1:3]), one[3]) for one in found[: 3 if line is not short else 1]]
-    best = min(orders, key=lambda order: order.value)
+    found.sort()
+    best = played(line, _ahead(line, *found[0][1:3]), found[0][3])
+    for _, per_hop, more, patience in found[1:3]:
+        if not at_floor(line, best.value):
+            best = min(best, played(line, _ahead(line, per_hop, more), patience), key=lambda order: order.value)
     ops = 3 * line.stages * line.microbatches
     plays = max(0, effort - len(found) * 3 * short.stages * short.microbatches) // ops
     return climb(line, best, min(plays, 20 * ops)).full(line)
