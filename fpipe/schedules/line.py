@@ -135,7 +135,7 @@ def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float
 
 def way(costs: Costs, source: int, target: int) -> float:
     """Seconds on the way from one rank to another."""
-    return costs.transfer if source != target else 0.0
+    return costs.latency(source, target) if source != target else 0.0
 
 
 def cells_of(line: Line, words: Sequence[Sequence[int]]) -> list[list[Key]]:

@@ -1,10 +1,10 @@
-"""Down the ranks and back up: the first and the last stage share a rank, and with them the longest life and the shortest."""
+"""Down the ranks and back up: the first and the last stage share a rank, so the longest life and the shortest do."""
 
 from __future__ import annotations
 
 from fpipe.program import Program
-from fpipe.schedules.blocks import Block, in_blocks
 from fpipe.schedules.cadence import whole
+from fpipe.schedules.first_fit import Block, in_blocks
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
