@@ -31,6 +31,7 @@ from fpipe.transforms.communicate import communicate
 from fpipe.transforms.forward_only import forward_only
 from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
+from fpipe.transforms.offload import offload
 from fpipe.transforms.place import place
 from fpipe.transforms.reorder import reorder
 from fpipe.transforms.slice_sequence import slice_sequence
@@ -80,6 +81,7 @@ __all__ = [
     "linearize",
     "merge",
     "merge_backward",
+    "offload",
     "pair",
     "place",
     "plot",

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from itertools import chain, count
 from operator import ge, itemgetter
 
-from fpipe.program import ENTRY_RULES, NOWHERE, Op, Program, ProgramError, Value, building, kind_of, pair, the_program
+from fpipe.program import (
+    ENTRY_RULES,
+    NOWHERE,
+    Op,
+    Program,
+    ProgramError,
+    Value,
+    building,
+    kind_of,
+    memory_of,
+    pair,
+    the_program,
+)
 
 _PHRASES = {
     "y": "the output of {s}F{m}",
@@ -137,6 +149,11 @@ def _odd(op: Op, whole: Op) -> str | None:
             return f"does not read {'a value and write it' if op.kind == 'SEND' else 'what is'} in flight"
         if op.kind == "SEND" and after.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
             return "sends to its own rank"
+    if op.kind in ("OFFLOAD", "LOAD"):
+        if len(op.reads) != 1 or len(op.writes) != 1 or op.reads[0][:5] != op.writes[0][:5]:
+            return "does not move one value"
+        if (memory_of(op.writes[0], op.rank) == op.rank) != (op.kind == "LOAD"):
+            return f"moves {op.reads[0]} {'out of' if op.kind == 'LOAD' else 'into'} the memory of its own rank"
     return None
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, compress, groupby, repeat
 from operator import itemgetter
 
 from fpipe.lanes import Columns, Transfer
-from fpipe.program import Program, Value, kind_of, parts_of
+from fpipe.program import Program, Value, kind_of, memory_of, parts_of
 
 Steps = list[tuple[float, float, int, float]]
 """Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""
@@ -28,23 +28,26 @@ class Account:
 
     def note(
         self, rank: int, written: Iterable[tuple[Value, Mapping[Hashable, int]]], dead: Iterable[Value]
-    ) -> tuple[int, list[tuple[int, int]]]:
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """An op on a rank: what it writes is there before what it reads last is gone.
 
         Returns:
             The bytes it adds, and the bytes that are gone, each with their rank.
         """
-        before = self.now[rank]
+        added, gone = list[tuple[int, int]](), list[tuple[int, int]]()
         for value, found in written:
-            if value.at.endswith("@host"):
+            there = memory_of(value, rank)
+            if there is None:
                 continue
             own = {storage: size for storage, size in found.items() if storage not in self.given}
-            self.known[value] = (rank, own)
+            self.known[value] = (there, own)
             for storage, size in own.items():
-                self.held[rank][storage] += 1
-                self.now[rank] += size if self.held[rank][storage] == 1 else 0
-        self.peak[rank] = max(self.peak[rank], self.now[rank])
-        added, gone = self.now[rank] - before, list[tuple[int, int]]()
+                self.held[there][storage] += 1
+                if self.held[there][storage] == 1:
+                    self.now[there] += size
+                    added.append((there, size))
+        for there, _ in added:
+            self.peak[there] = max(self.peak[there], self.now[there])
         for value in dead:
             where, found = self.known.pop(value, (0, {}))
             for storage, size in found.items():
@@ -69,7 +72,7 @@ def bytes_held(
     account, steps = Account(program.ranks), Steps()
     for row, (op, at) in enumerate(rows):
         added, gone = account.note(op.rank, [(value, storages(value)) for value in op.writes], dead.get(row, ()))
-        steps.append((starts[at], row, op.rank, added))
+        steps += [(starts[at], row, rank, size) for rank, size in added]
         steps += [(ends[at], row + 0.5, rank, -size) for rank, size in gone]
     return tuple(map(float, account.peak)), steps
 
@@ -179,10 +182,11 @@ def unit_steps(
     for op, at in rows:
         for value in _residuals(op.writes):
             made[value] = at
-            if op.kind not in ("RECV", "SEND") and not value.at.endswith("@host"):
-                begins[value, op.rank] = (starts[at], at)
+            there = memory_of(value, op.rank)
+            if op.kind not in ("RECV", "SEND") and there is not None:
+                begins[value, there] = (starts[at], at)
         for value in _residuals(op.reads):
-            key = landed.get(value, (value, op.rank))
+            key = landed.get(value, (value, memory_of(value, op.rank) or 0))
             first.setdefault(key, at)
             if op.kind in ("SEND", "RECV", "FREE"):
                 continue

@@ -21,7 +21,9 @@ from itertools import compress
 from fpipe.check import excerpt, phrase
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
 
-_ANCHORED = 1 << 24  # levels within one tick: first the ops that are there at once, then those just before a reader
+# Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
+# LOAD in the same lane is waited for.
+_ANCHORED = 1 << 24
 
 
 def scheduled_kinds() -> frozenset[str]:
@@ -279,7 +281,9 @@ class _Clock:
         for position in self.instant:
             now = start[position]
             before = self.sources[position]
-            level = _ANCHORED if position in self.anchor else 0
+            level = (
+                _ANCHORED if position in self.anchor else 2 * _ANCHORED if self.ops[position].kind == "OFFLOAD" else 0
+            )
             if not level and not self.is_loose[position]:
                 rank = self.ops[position].rank
                 before = (*before, last.get(rank, -1))

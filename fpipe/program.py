@@ -8,7 +8,7 @@ The whole language, as a grammar::
     op      ::= value* = KIND[stage,microbatch.slice] value* {how} @ rank
               | { op ; op } @ rank                                a PAIR: its parts may not read each other
     value   ::= name[stage,microbatch.slice]:port at              every bracket part and the port may be missing
-    at      ::= (nothing) | @rank | >rank | @host                 itself, its copy on a rank, in flight, offloaded
+    at      ::= (nothing) | @rank | >rank | @host                 itself, in a rank's memory, in flight, on the host
     cell    ::= 2F0 | 2F0.1 | (0F7;7B3) | KIND(value)             how tables, grids and errors name an op
 
 Four rules make a list of ops a program. (1) *Single assignment*: every value is written once. (2) *Order is meaning*:
@@ -447,6 +447,18 @@ def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
     except (SyntaxError, ValueError, AssertionError, TypeError):
         raise ProgramError(f"{{{text}}} is not a list of name=literal, each of a value that can be hashed") from None
     return how
+
+
+def memory_of(value: Value, rank: int) -> int | None:
+    """The rank in whose memory a value is that an op on `rank` wrote; None if it is on the host.
+
+    >>> memory_of(Value("y", 0, 0), 2), memory_of(Value("y", 0, 0, at="@1"), 0), memory_of(Value("y", at="@host"), 0)
+    (2, 1, None)
+    """
+    place = value.at.rpartition("@")[2]
+    if not place or ">" in place:
+        return rank
+    return None if place == "host" else int(place.partition(".")[0])
 
 
 def the_program(found: object) -> Program:

@@ -209,6 +209,21 @@ ROWS = [
         ("Seq1F1B Q=4",),
         options={"slices": 4},
         idle=lambda p, m, v, F, B, W: (p - 1) * (F + B + W) / 4,
+        idle_sizes=lambda p, m: m >= p,
+        peak=lambda p, m, v, r: min(m, (p - r - 1 + 4) / 4),
+    ),
+    Row("bpipe", idle=fused, idle_sizes=lambda p, m: True),
+    Row(
+        "pipe_offload",
+        stages_per_rank=2,
+        idle=lambda p, m, v, F, B, W: (p - 1) * (F + B) / v,
+        idle_sizes=whole_rounds,
+    ),
+    Row(
+        "pipe_offload",
+        options={"cap": 2},
+        idle=lambda p, m, v, F, B, W: (p - 1) * (F + B),
+        idle_sizes=enough,
     ),
     Row(
         "zb_auto",

@@ -35,9 +35,9 @@ class Book:
         span = started - self.began, time.perf_counter() - self.began
         self.events += [Event(op, *span) for op in ops]
         found = [(value, storages(leaves)) for value, leaves in written]
-        rank, row = ops[0].rank, len(self.events)
-        added, gone = self.account.note(rank, found, dead)
-        self.steps.append((span[0], row, rank, added))
+        row = len(self.events)
+        added, gone = self.account.note(ops[0].rank, found, dead)
+        self.steps += [(span[0], row, where, size) for where, size in added]
         self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]
 
     def timeline(self) -> Timeline:

@@ -4,6 +4,7 @@ from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b
 from fpipe.schedules.dual import dualpipe, dualpipev
 from fpipe.schedules.generator import from_generator
 from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs
+from fpipe.schedules.offloading import bpipe, pipe_offload
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
@@ -17,6 +18,7 @@ from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 __all__ = [
     "Schedule",
     "about",
+    "bpipe",
     "chimera",
     "dualpipe",
     "dualpipev",
@@ -35,6 +37,7 @@ __all__ = [
     "names",
     "one_f_one_b",
     "one_f_one_b_v",
+    "pipe_offload",
     "register",
     "roundpipe",
     "seq1f1b",

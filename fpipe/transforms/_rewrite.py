@@ -105,6 +105,11 @@ def keep_to_data(
         kind, stage = op[0], op[1]
         if kind in _BACKWARD:  # most ops: they stay, and read nothing of the batch
             continue
+        if kind == "OFFLOAD" and not op.reads[0].at and where.made(op.reads[0]) not in (None, op.rank):
+            raise ProgramError(
+                f"{op.cell} is on rank {op.rank}, and what it reads moves to rank {where.made(op.reads[0])}: put "
+                "fpipe.offload() after what places the program."
+            )
         if kind not in table and stage is not None and KINDS[kind].lane == "main":
             if op.kind == "SPLIT":
                 rank = where.reader("F", op)

@@ -1,0 +1,78 @@
+"""Schedules that hold less: what waits long for its backward waits in another rank's memory, or on the host."""
+
+from __future__ import annotations
+
+from fpipe.schedules.basic import one_f_one_b
+from fpipe.schedules.cadence import even_chunks
+from fpipe.schedules.interleaved import group_interleaved
+from fpipe.schedules.registry import published
+from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.chain import chain
+from fpipe.transforms.offload import offload
+
+
+@published(
+    "BPipe",
+    "Kim et al. 2023 (ICML), section 3",
+    idle="(p-1)T",
+    peak="min(m, p-r), ceil((p+2)/2) at most",
+)
+def bpipe(ranks: int) -> Transform:
+    """1F1B in which rank r lends memory to rank p-1-r, so that all hold about half of what the first held (ICML 2023).
+
+    In 1F1B rank r holds p-r microbatches, so ranks r and p-1-r together hold p+1. A rank that would hold more than
+    ceil((p+2)/2) evicts to its partner what it wants last, as soon as that is written, and has it loaded just before
+    its backward. Evictions are OFFLOADs to the partner's memory, one-sided, in the copy lane: the partner does nothing.
+    As long as one takes no longer than a forward, the time is that of 1F1B.
+
+    >>> import fpipe
+    >>> eight = fpipe.split(8)(fpipe.program(4))
+    >>> print(fpipe.simulate(fpipe.schedules.one_f_one_b(4)(eight)))
+    makespan 33, span 33, bubble 27.3%, peak per rank [4, 3, 2, 1]
+    >>> program = fpipe.schedules.bpipe(4)(eight)
+    >>> print(fpipe.simulate(program, fpipe.Costs(offload=1)))
+    makespan 33, span 33, bubble 27.3%, peak per rank [3, 3, 2, 3]
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0F1 0F2 0F3  .   .   .  0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4  .  0B5  .  0B6  .  0B7
+    rank 1 |  .  1F0 1F1 1F2  .   .  1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5  .  1B6  .  1B7  .
+    rank 2 |  .   .  2F0 2F1  .  2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6  .  2B7  .   .
+    rank 3 |  .   .   .  3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7  .   .   .
+    >>> print(*(cell for cell in program.table(comms=True)[0][3:15] if "SPLIT" not in cell))
+    0F1 OFFLOAD(res[0,1]@3) 0F2 0F3 OFFLOAD(res[0,3]@3) 0B0 0F4 LOAD(res[0,1]@3@0) 0B1
+    """
+    return chain(one_f_one_b(ranks), offload(cap=(ranks + 3) // 2, to=lambda rank: ranks - 1 - rank))
+
+
+@published(
+    "PipeOffload",
+    "Wan et al. 2025, arXiv 2503.01328, section 3",
+    idle="(p-1)(F+B)/v, p divides m",
+    peak="2/v, or `cap`",
+    accepts="stages a multiple of p; any m",
+    stages_per_rank=2,
+    refuses=even_chunks,
+)
+def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = None, lead: int = 0) -> Transform:
+    """Group-interleaved 1F1B with a lane to the host: what waits for its backward waits there (2503.01328).
+
+    A microbatch's residuals leave behind its forward and come back beside the op before its backward. While a copy
+    takes no longer than a forward (and p divides m), the time is that of the base, and a rank with v chunks holds 2/v
+    microbatches, whatever the depth: a chunk that comes or goes beside the one that is worked on.
+
+    Args:
+        ranks: how many.
+        group: of `group_interleaved`, the base.
+        cap: the microbatches a rank may hold. As few as keep to it leave, those first that wait longest (the paper's
+            selective offload); by default all that would be away for an op of their rank (its full offload).
+        lead: how many ops earlier a LOAD starts than beside the op before its reader; each costs a chunk held.
+
+    >>> import fpipe
+    >>> eight, costs = fpipe.split(8)(fpipe.program(8)), fpipe.Costs(0.5, 0.5, 0.5, offload=0.5)
+    >>> print(fpipe.simulate(fpipe.schedules.group_interleaved(4)(eight), costs))
+    makespan 27, span 27, bubble 11.1%, peak per rank [4, 3.5, 3, 2.5]
+    >>> print(fpipe.simulate(fpipe.schedules.pipe_offload(4)(eight), costs))
+    makespan 27, span 27, bubble 11.1%, peak per rank [1, 1, 1, 1]
+    >>> print(fpipe.simulate(fpipe.schedules.pipe_offload(4, cap=2)(eight), costs))
+    makespan 27, span 27, bubble 11.1%, peak per rank [2, 2, 2, 2]
+    """
+    return chain(group_interleaved(ranks, group), offload("worthwhile", cap=cap, lead=lead))

@@ -1,0 +1,175 @@
+"""What waits for its backward waits elsewhere: the same bits, less held, and no more time while copies are hidden."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe.program import Program
+from property_tests.strategies import Net, plain_autograd
+
+split, offload, schedules = fpipe.split, fpipe.offload, fpipe.schedules
+NET = Net(("mlp", "attention", "mlp", "linear"), ("batch", 0, 1, 2))
+POLICIES: dict[str, Callable[[], Callable[[Program], Program]]] = {
+    "all": lambda: offload(),
+    "what is worth it": lambda: offload("worthwhile"),
+    "a stage": lambda: offload(lambda stage, microbatch: stage == 1),
+    "every other microbatch, early": lambda: offload(lambda stage, microbatch: microbatch % 2 == 0, lead=2),
+    "as few as needed": lambda: offload(cap=2),
+    "to a partner": lambda: offload(cap=2, to=lambda rank: 3 - rank),
+    "in halves": lambda: fpipe.chain(fpipe.split_backward(), offload(values=("res", "wres"))),
+    "recomputed, after communicate": lambda: fpipe.chain(
+        fpipe.checkpoint(), fpipe.communicate(), offload(values=("y", "res"))
+    ),
+    "twice": lambda: fpipe.chain(offload(lambda stage, microbatch: stage == 0), offload()),
+}
+
+
+def program_of(policy: str, *last: Callable[[Program], Program]) -> Program:
+    steps = (split(4), schedules.one_f_one_b(4), POLICIES[policy](), fpipe.merge(), *last)
+    return fpipe.chain(*steps)(fpipe.program(NET.model))
+
+
+@pytest.mark.parametrize("last", [(), (fpipe.communicate(), fpipe.free())], ids=["", "sent and freed"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloading_changes_no_bits(policy: str, last: tuple[Any, ...]):
+    if last and "communicate" in policy:
+        last = last[1:]
+    program = program_of(policy, *last)
+    fpipe.check(program)
+    assert Program.parse(str(program)) == program
+    assert any(op.kind == "OFFLOAD" for op in program.ops)
+    loss, grads = plain_autograd(NET, NET.params(), NET.batch(9), 4)
+    found = fpipe.build(program, NET.model)(NET.params(), NET.batch(9))
+    assert torch.equal(found.loss, loss)
+    assert all(
+        torch.equal(found.grads[number][name], leaf)
+        for number, stage in enumerate(grads)
+        for name, leaf in stage.items()
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_bytes_held_are_those_told_before(policy: str):
+    program, params, batch = program_of(policy), NET.params(), NET.batch(9)
+    ran = fpipe.build(program, NET.model, record=True)(params, batch).timeline
+    assert tuple(map(int, ran.peak)) == fpipe.sizes(program, NET.model, params, batch).peak
+
+
+def test_what_is_on_the_host_is_not_held():
+    params, batch = NET.params(), NET.batch(64)
+    base = fpipe.chain(split(8), schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(NET.model))
+    held = [
+        fpipe.sizes(program, NET.model, params, batch).peak
+        for program in (base, offload("worthwhile")(base), offload(cap=4)(base), offload(cap=2)(base))
+    ]
+    assert held[0][0] > held[2][0] > held[3][0] >= held[1][0]
+
+
+def test_a_partner_holds_what_it_takes():
+    params, batch = NET.params(), NET.batch(64)
+    base = fpipe.chain(split(8), schedules.one_f_one_b(4), fpipe.merge(outputs=False))(fpipe.program(NET.model))
+    before, after = (
+        fpipe.sizes(program, NET.model, params, batch).peak
+        for program in (base, offload(cap=2, to=lambda rank: 3 - rank)(base))
+    )
+    assert after[0] < before[0]
+    assert after[3] > before[3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
+def test_bpipe_holds_about_half_of_the_deepest_rank_in_the_same_time(ranks: int, microbatches: int, seconds: float):
+    costs = fpipe.Costs(offload=seconds)
+    base, found = (
+        fpipe.simulate(fpipe.chain(split(microbatches), make(ranks))(fpipe.program(ranks)), costs)
+        for make in (schedules.one_f_one_b, schedules.bpipe)
+    )
+    assert max(found.peak) <= math.ceil((ranks + 2) / 2)
+    assert found.makespan == base.makespan
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_pipe_offload_holds_two_chunks_in_the_same_time(ranks: int, chunks: int, rounds: int):
+    program = split(rounds * ranks)(fpipe.program(ranks * chunks))
+    makes = (schedules.group_interleaved(ranks), schedules.pipe_offload(ranks), schedules.pipe_offload(ranks, cap=2))
+    for seconds in (0.0, 0.5, 1.0):
+        costs = fpipe.Costs(offload=seconds)
+        base, found, capped = (fpipe.simulate(make(program), costs) for make in makes)
+        assert max(found.peak) <= 2 / chunks + 1e-9
+        assert max(capped.peak) <= 2
+        assert found.makespan == capped.makespan == base.makespan
+
+
+def test_a_lane_that_is_too_slow_costs_time():
+    times = [
+        fpipe.simulate(fpipe.schedules.about("pipe_offload").program(4, 8), fpipe.Costs(offload=seconds)).makespan
+        for seconds in (1, 2, 3)
+    ]
+    assert times == sorted(set(times))
+
+
+def test_a_load_may_come_earlier():
+    base = fpipe.chain(split(6), schedules.gpipe(1))(fpipe.program(1))
+    rows = [offload("worthwhile", lead=lead)(base).table(comms=True)[0] for lead in range(3)]
+    before = [row[row.index("LOAD(res[0,3]@host@0)") :].index("0B3") for row in rows]
+    assert [
+        sum("B" in cell and cell[0] == "0" for cell in row[row.index("LOAD(res[0,3]@host@0)") :]) for row in rows
+    ] == [3, 4, 5]
+    assert before[0] < before[1] < before[2]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a policy": (lambda: offload("sometimes"), "policy is 'always', 'worthwhile' or f(stage, microbatch) -> bool"),  # type: ignore[arg-type]
+    "a cap": (lambda: offload(cap=0), "cap is a number of microbatches above 0, found 0"),
+    "a lead": (lambda: offload(lead=-1), "lead is a whole number of ops, at least 0; found -1"),
+    "a place": (lambda: offload(to="disk"), "to is 'host' or f(rank) -> rank, found 'disk'"),  # type: ignore[arg-type]
+    "a cap of activations": (lambda: offload(cap=2, values=("y",)), 'values=("res",) goes with it'),
+    "too small a cap": (
+        lambda: fpipe.chain(split(4), schedules.one_f_one_b(2), offload(cap=1))(fpipe.program(2)),
+        "cap=1 is less than rank 0 can keep to in this order: the least is 2 microbatches.",
+    ),
+    "to itself": (
+        lambda: fpipe.chain(split(4), schedules.gpipe(2), offload(to=lambda rank: rank))(fpipe.program(2)),
+        "to(0) is another rank that takes what rank 0 offloads, found 0",
+    ),
+    "before the schedule": (
+        lambda: fpipe.chain(split(4), offload(), schedules.gpipe(2))(fpipe.program(2)),
+        "put fpipe.offload() after what places the program",
+    ),
+    "freed": (
+        lambda: fpipe.chain(split(4), fpipe.free(), offload())(fpipe.program(2)),
+        "apply fpipe.free() last",
+    ),
+    "an OFFLOAD of two things": (
+        lambda: Program.parse(
+            "inputs @ 0\ntarget @ 0\ninputs@host = OFFLOAD[] inputs target @ 0\nloss = inputs@host @ 0"
+        ),
+        "does not move one value",
+    ),
+    "an OFFLOAD to its own rank": (
+        lambda: Program.parse("inputs @ 0\ninputs@0 = OFFLOAD[] inputs @ 0\nloss = inputs@0 @ 0"),
+        "moves inputs into the memory of its own rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_offloaded_is_refused_with_the_way_out(name: str):
+    refused, sentence = REFUSALS[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        refused()
