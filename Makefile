@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 export PYRIGHT_PYTHON_GLOBAL_NODE := 0
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test lint bench
+.PHONY: help demo docs test lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -15,6 +15,9 @@ help: ## Show this list
 
 demo: $(INSTALLED) ## Run examples/demo.py
 	$(BIN)/python examples/demo.py
+
+docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
+	$(BIN)/python docs/schedules.py
 
 test: lint ## Lint, then tests, property tests, doctests and the code blocks of the documentation
 	$(BIN)/python -m pytest

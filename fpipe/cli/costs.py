@@ -32,8 +32,9 @@ class Said:
     shares: bool
 
     def of(self, program: Program) -> Costs:
-        """The costs of a program's ops."""
-        return self.at(program.stages, program.ranks, program.slices)
+        """The costs of a program's ops; a rank that computes nothing, as a host, has no share."""
+        ranks = {rank for where in program.placement for rank in (where if isinstance(where, tuple) else (where,))}
+        return self.at(program.stages, max(1, len(ranks)), program.slices)
 
     def at(self, stages: int, ranks: int, slices: int = 1) -> Costs:
         """The costs at a size: with v stages a rank and Q slices a stage's op takes a share's 1/(vQ)."""
