@@ -13,7 +13,7 @@ import torch
 
 import fpipe
 from fpipe.interop import from_json, to_json, torch_pipelining
-from fpipe.program import Program, ProgramError
+from fpipe.program import Program, ProgramError, parts_of
 from tests import torch_runtime
 
 DATA = Path(__file__).parent / "data"
@@ -242,3 +242,20 @@ def test_torchs_runtime_computes_what_ours_does():
     params = tuple({"w": net.weight.detach(), "b": net.bias.detach()} for net in nets)
     ours = fpipe.build(program, model)(params, torch_runtime.batch(program.microbatches)).grads
     assert torch.equal(torchs, torch.stack([stage["w"] for stage in ours]))
+
+
+@pytest.mark.parametrize("name", fpipe.schedules.names())
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+def test_every_schedule_goes_to_torch_and_back_or_is_refused(name: str, format: str):
+    """What torch cannot run: replicas, slices, recompute, offload."""
+    program = fpipe.schedules.about(name).program(2, 4)
+    refused = {
+        op.kind for op in parts_of(program.ops) if op.kind in ("R", "LOAD", "OFFLOAD") or op.slice is not None
+    } or any(isinstance(ranks, tuple) for ranks in program.placement)
+    if refused:
+        with pytest.raises(ProgramError, match=r"torch's (tables|runtime)"):
+            torch_pipelining.to_csv(program, format=format)
+        return
+    found = torch_pipelining.from_csv(torch_pipelining.to_csv(program, format=format), format=format)
+    assert found.table() == program.table()
+    assert format == "compute_comms" or found == program

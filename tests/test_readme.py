@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fpipe.schedules import registry
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,7 +22,8 @@ def rstripped(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)  # blocks may write files
+    monkeypatch.chdir(tmp_path)  # blocks may write files, and register schedules
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     namespace = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
         # Empty lines in front keep the page's line numbers, so a traceback shows the line of the page.
