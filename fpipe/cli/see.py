@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fpipe.bounds import bounds
 from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of
 from fpipe.cli.output import complain, number, table
 from fpipe.cli.what import is_file
@@ -69,7 +70,9 @@ def show(
         print(f"{about(what).title}: {about(what).source}")
     print(sizes(program))
     print(plot(program, costs=seconds) if costs.text else plot(program))
-    print(simulate(program, seconds))
+    found, least = simulate(program, seconds), bounds(program, seconds)
+    print(found)
+    print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
     for file in (svg, png, html, perfetto):
         if file is not None:
             print(f"wrote {plot(program, costs=seconds, file=file, names=[what])}")
@@ -103,6 +106,8 @@ def compare(
     span      the longest any rank takes from its first op to its last
     bubble    the idle share of each
     peak      the most microbatches held on a rank (a whole rank's share is 1)
+    bound     no order in this placement and memory takes less time
+    above     how far above that this one is
     \b
     Examples:
       python -m fpipe compare gpipe one_f_one_b chimera --ranks 4 --microbatches 8
@@ -121,7 +126,7 @@ def compare(
         kept[each] = program
         rows.append((each, *_numbers(program, costs.of(program))))
     if rows:
-        table(("schedule", "makespan", "span", "bubble", "bubble of span", "peak"), rows)
+        table(("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above"), rows)
     for file in (svg, png):
         if file is not None and kept:
             timelines = [simulate(program, costs.of(program)) for program in kept.values()]
@@ -133,6 +138,7 @@ def compare(
 
 
 def _numbers(program: Program, costs: Costs) -> tuple[str, ...]:
-    found = simulate(program, costs)
+    found, least = simulate(program, costs), bounds(program, costs)
     bubbles = (f"{found.bubble:.1%}", f"{found.bubble_span:.1%}")
-    return (number(found.makespan), number(found.span), *bubbles, number(max(found.peak)))
+    floor = (number(least.makespan), f"{least.gap(found):.1%}")
+    return (number(found.makespan), number(found.span), *bubbles, number(max(found.peak)), *floor)

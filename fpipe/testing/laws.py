@@ -10,10 +10,13 @@ from typing import NamedTuple, NoReturn, TypeVar
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from fpipe.bounds import bounds
 from fpipe.check import check
+from fpipe.costs import Costs
 from fpipe.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.schedules.registry import about
+from fpipe.simulate import simulate
 from fpipe.testing.drawn_models import Net, models
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
@@ -26,6 +29,7 @@ from fpipe.transforms.split import split
 from fpipe.verify import verify
 
 T = TypeVar("T")
+COSTS = (Costs(), Costs(forward=2, backward_input=3, backward_weight=1, transfer=0.5))
 POLICIES: tuple[Policy, ...] = ("never", "except_last", "always")
 
 
@@ -56,7 +60,7 @@ class Checked:
     """What `check_schedule` has tried: the sizes, and how many models.
 
     >>> print(Checked((Size(1, 1, 1), Size(1, 2, 1)), 50))
-    2 sizes complete and legal, 50 models with the gradients of plain autograd, bit by bit
+    2 sizes complete, legal and within bounds, 50 models with the gradients of plain autograd, bit by bit
     """
 
     sizes: tuple[Size, ...]
@@ -64,8 +68,8 @@ class Checked:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.sizes)} sizes complete and legal, {self.models} models with the gradients of plain autograd, "
-            "bit by bit"
+            f"{len(self.sizes)} sizes complete, legal and within bounds, {self.models} models with the gradients of "
+            "plain autograd, bit by bit"
         )
 
 
@@ -81,8 +85,8 @@ def check_schedule(
     """Take a schedule of your own through every law.
 
     At every size: it makes a program; the program has each F and each backward once and all results; it is legal with
-    transfers and frees. On drawn sizes and models (skips, ties, dropped residuals and transfers among them) its loss
-    and gradients are bitwise those of plain autograd.
+    transfers and frees; it takes no less time than a lower bound. On drawn sizes and models (skips, ties, recompute and
+    transfers among them) its loss and gradients are bitwise those of plain autograd.
 
     Args:
         schedule: `f(ranks) -> Transform`, or the name of a registered schedule.
@@ -100,7 +104,7 @@ def check_schedule(
 
     >>> import fpipe
     >>> print(check_schedule(fpipe.schedules.one_f_one_b, ranks=[1, 2], microbatches=[1, 3], examples=5))
-    4 sizes complete and legal, 5 models with the gradients of plain autograd, bit by bit
+    4 sizes complete, legal and within bounds, 5 models with the gradients of plain autograd, bit by bit
     """
     found = about(schedule) if isinstance(schedule, str) else None
     factory = schedule if callable(schedule) else about(schedule).factory
@@ -147,6 +151,11 @@ class _Schedules:
             self.broken(size, "it uses every rank", f"the program is on {program.ranks} ranks.", program)
         full = chain(merge(), communicate(), free())
         self.kept(size, "it is legal with transfers and frees", lambda: check(full(program)), program)
+        for costs in COSTS:
+            found, least = simulate(program, costs), bounds(program, costs)
+            if found.makespan < least.makespan - 1e-9 or found.span < least.span - 1e-9:
+                why = f"{found} with {costs}, but the bounds are\n{least}"
+                self.broken(size, "it takes no less time than a lower bound", why, program)
 
     def gradients(self, sizes: list[Size], examples: int) -> None:
         """Loss and gradients on drawn models at drawn sizes."""
