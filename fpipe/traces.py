@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ from fpipe.params import same_keys
 Spec = Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
 
@@ -42,6 +43,29 @@ class Call:
     reads: tuple[tuple[str, tuple[Any, ...]], ...]
     specs: tuple[tuple[str, Spec], ...]
     microbatch: int | None = None
+
+    @cached_property
+    def _parts(self) -> Any:
+        """What is compared. 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers."""
+        leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
+        kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
+        keys = tuple(None if spec is None else tree.odd_keys(spec) for _, spec in self.specs)
+        return self.stage, self.reads, self.specs, self.microbatch, kinds, keys
+
+    @property
+    def odd(self) -> Any:
+        """What tells it apart from calls that Python takes to be equal."""
+        return self._parts[-2:]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Call) and self._parts == other._parts)
 
     def differentiable(self) -> Call:
         """The same call as if a gradient of every input that can have one were wanted."""
@@ -102,32 +126,46 @@ class Traces:
     def __init__(self, model: Model, known_only: bool = False) -> None:
         self.model, self.known_only = model, known_only
         self._places: dict[Call, tuple[Store, Any]] = {}
+        self._outlines: dict[Call, Outline] = {}
+        self._graphs: dict[Any, Graph] = {}
+        self._shared: dict[Call, Call] = {}
         self._twins: dict[int, Any] = {}
         self._stores: dict[int, tuple[Store, int]] = {}
 
     def outline(self, call: Call) -> Outline:
         """What a call writes, by running it once on tensors without data."""
-        store, key = self._place(call)
-        if key not in store.outlines:
-            self._refuse_new()
-            specs: dict[str, Spec] = {}
-            reads, writes, ran = outline(self._flat(call, specs), dict(call.reads))
-            store.outlines[key] = Outline(reads, writes, specs, ran)
-        return store.outlines[key]
+        if call not in self._outlines:
+            store, key = self._place(call)
+            made = store.outlines.get(key)
+            if made is None:
+                self._refuse_new()
+                specs: dict[str, Spec] = {}
+                reads, writes, ran = outline(self._flat(call, specs), dict(call.reads))
+                made = store.outlines[key] = Outline(reads, writes, specs, ran)
+            self._outlines[call] = made
+        return self._outlines[call]
 
     def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        known = (call, *seeds.items())
+        if known not in self._graphs:
+            self._graphs[known] = self._traced(call, seeds)
+        return self._graphs[known]
+
+    def _traced(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _the_loss_itself(call, seeds)
-        store, key = self._place(call)
-        if (key, *seeds.items()) not in store.graphs:
+        store, own = self._place(call)
+        key = (own, *seeds.items())
+        found = store.graphs.get(key)
+        if found is None:
             self._refuse_new()
-            made = trace(self._flat(call, {}), dict(call.reads), seeds)
+            found = trace(self._flat(call, {}), dict(call.reads), seeds)
             ran = self.outline(call).ran
-            if made.ran[: len(ran)] != ran:
+            if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
-            store.graphs[key, *seeds.items()] = made
-        return store.graphs[key, *seeds.items()]
+            store.graphs[key] = found
+        return found
 
     def _refuse_new(self) -> None:
         if self.known_only:
@@ -138,8 +176,10 @@ class Traces:
 
         So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
         """
-        other = call.differentiable()
-        return other if self.outline(other).ran == self.outline(call).ran else call
+        if call not in self._shared:
+            other = call.differentiable()
+            self._shared[call] = other if self.outline(other).ran == self.outline(call).ran else call
+        return self._shared[call]
 
     def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
         """The last stage and the loss, each traced apart, as one graph."""
@@ -161,12 +201,10 @@ class Traces:
         odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
         if odd is not None:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
-        # 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers.
-        kinds = tuple((type(leaf), None if isinstance(leaf, Aval) else repr(leaf)) for leaf in _leaves(call))
-        around = (kinds, call.reads, ambient())
+        around = (call.odd, call.reads, ambient())
         if call.stage is None:
             store, own = self._store(self.model.loss)
-            return store, (own, "loss", self.model.reduction, call.specs, repr(call.specs), *around)
+            return store, (own, "loss", self.model.reduction, call.specs, *around)
         stage = self.model.stages[call.stage]
         names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
         how = (frozenset(stage.asks), names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
@@ -175,9 +213,9 @@ class Traces:
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
             twin = self._twins[call.stage], _positions(stage.forward, call)
-            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, repr(specs), *around)
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
-        return store, (own, how, call.specs, repr(call.specs), *around)
+        return store, (own, how, call.specs, *around)
 
     def _store(self, function: Any) -> tuple[Store, int]:
         """The traces of a function, and which of those are of the function as it is."""

@@ -546,6 +546,10 @@ class Recipe:
         return any(LAYERS[name].in_place for name in _flat(self.layers) if name in LAYERS)
 
     @property
+    def recomputes(self) -> bool:
+        return "checkpoint" in _flat(self.layers)
+
+    @property
     def function(self) -> Callable[[Any, Any], Any]:
         """The same object each time, so that its traces are shared."""
         return _function(self)

@@ -453,3 +453,31 @@ def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
     with pytest.warns(UserWarning, match="a leaf cannot be compared .*unhashable type: 'set'"):
         found = step(params, ({"x": x, "names": {1, 2}}, target))
     assert same(found, fpipe.reference(model, params, ({"x": x, "names": {1, 2}}, target)))
+
+
+def test_one_and_true_are_not_one_input():
+    def kind(p: dict[str, Tensor], x: Tensor, *, microbatch: int) -> object:
+        return x @ p["w"], (1, True)[microbatch]
+
+    def reads(p: dict[str, Tensor], x: tuple[Tensor, object]) -> Tensor:
+        return x[0] * p["w"] if x[1] is True else x[0].tanh() * p["w"]
+
+    stages = fpipe.Stage(kind, asks=frozenset({"microbatch"})), fpipe.Stage(reads)
+    model = fpipe.Model(stages, squares, ("batch", 0))
+    params, batch = ({"w": torch.randn(4, 4)}, {"w": torch.randn(4)}), (torch.randn(4, 4), torch.randn(4, 4))
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
+    found = fpipe.build(pipeline(fpipe.program(model)), model)(params, batch)
+    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_are_merged_as_one_after_the_other_and_as_large_as_told(reduction, m: int, dtype: torch.dtype):
+    model = fpipe.from_functions([smooth], loss=squares, reduction=reduction)
+    params = ({"w": torch.randn(4, 4, dtype=dtype)},)
+    batch = torch.randn(7, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype)
+    one = program(model, m=m)
+    found = fpipe.build(one, model, record=True)(params, batch)
+    assert same(found, fpipe.reference(model, params, batch, microbatches=m))
+    assert found.timeline.peak == fpipe.sizes(one, model, params, batch).peak

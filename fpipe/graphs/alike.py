@@ -29,10 +29,10 @@ def alike(value: Any, odd: list[Any] | None = None) -> Any:
 
 
 def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
     if isinstance(value, float | complex):
         return type(value), repr(value)  # -0.0 is not 0.0
-    if value is None or isinstance(value, bool | int | str | bytes | torch.dtype | torch.device | CodeType):
-        return type(value), value
     if id(value) in within:
         return "above", within.index(id(value))
     inner = (*within, id(value))
@@ -51,6 +51,9 @@ def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
     if not isinstance(value, type | BuiltinFunctionType):
         odd.append(value)
     return Same(value)
+
+
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, CodeType)
 
 
 def _content(cell: CellType) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -47,15 +48,17 @@ class Fact(NamedTuple):
     lazy: tuple[bool, bool] = (False, False)
 
 
-class Node(NamedTuple):
-    """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
-
+class _Call(NamedTuple):
     name: Name
     op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @property
+
+class Node(_Call):
+    """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
+
+    @cached_property
     def reads(self) -> list[Name]:
         """The values it reads, in order."""
         return [*_names(self.args), *_names(self.kwargs.values())]

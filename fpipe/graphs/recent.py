@@ -36,7 +36,7 @@ class Recent(Generic[K, V]):
             self._kept.move_to_end(key)
         return found
 
-    def get(self, key: K, default: D) -> V | D:
+    def get(self, key: K, default: D = None) -> V | D:
         """The value of a key, or the default."""
         try:
             return self[key]

@@ -101,6 +101,7 @@ class _Writer:
     def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
         self.program, self.ops, self.shapes, self.things = program, ops, shapes, shapes.things
         self.given = frozenset(given)
+        self.kernels = kernels()
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
@@ -158,7 +159,7 @@ class _Writer:
         copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
         labels = tuple(label_of(value) for value in op.writes)
         adding_to = tuple(map(label_of, adds))
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, kernels())
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, self.kernels)
         first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied))
         named = self.shapes.labels(op) | {
             "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
@@ -252,7 +253,14 @@ def _code(
     graph = owned(graph, copied) if copied else graph
     graph = adding(graph, adds) if adds else graph
     first, rest = prepared(graph)
-    return (compiled(first, "prepare"), first), compiled(rest, kind), rest
+    return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
+
+
+def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
+    """What a graph without ops does: it hands on what it reads."""
+    places = {name: (k, at) for k, leaves in enumerate(graph.reads.values()) for at, name in enumerate(leaves)}
+    picked = [places[name] for name in graph.writes["ready"]]
+    return lambda *lists: ([lists[k][at] for k, at in picked],)
 
 
 def _pass_on(*lists: Leaves) -> Sequence[Leaves]:

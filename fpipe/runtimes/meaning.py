@@ -23,6 +23,8 @@ from fpipe.program import Op, kind_of
 
 Leaves = list[Any]
 
+_torch: Any = torch
+
 
 @dataclass
 class Run:
@@ -227,15 +229,14 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     named: dict[str, list[Any]] = {}
     for value, arg in zip(op.reads, args, strict=True):
         named.setdefault(value.name, []).append(arg)
-    losses = named["loss"]
-    if run.model.reduction == "mean":
-        losses = [loss * weight for loss, weight in zip(losses, named["w"], strict=True)]
-    loss = sum(losses[1:], losses[0])
     made: dict[str, Any] = {}
+    wanted = {value.name for value in op.writes}
     if "count" in named:
-        made["count"] = count = sum(named["count"][1:], named["count"][0])
-        loss = loss / _or_one(count)
-    made["loss"] = loss
+        made["count"] = sum(named["count"][1:], named["count"][0])
+    if "loss" in wanted:
+        losses = _weighed(named["loss"], named["w"]) if run.model.reduction == "mean" else named["loss"]
+        loss = sum(losses[1:], losses[0])
+        made["loss"] = loss / _or_one(made["count"]) if "count" in made else loss
     if "y" in named:
         how = dict(op.how)
         parts, weights = named["y"], named["w"]
@@ -252,6 +253,13 @@ def _whole_sequences(
     starts = range(0, len(parts), slices)
     wholes = [join(parts[at : at + slices], weights[at : at + slices], Chunk(dim)) for at in starts]
     return wholes, [sum(weights[at : at + slices]) for at in starts]
+
+
+def _weighed(losses: list[Any], weights: list[float]) -> Sequence[Any]:
+    """Losses times weights; of tensors in one call, which runs the same op on each."""
+    if all(isinstance(loss, Tensor) for loss in losses):
+        return _torch._foreach_mul(losses, weights)
+    return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
 
 def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

@@ -9,7 +9,9 @@ stages are traced with the cotangents that come, so from the last one back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +80,8 @@ class Shapes:
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
         self.cuts: dict[Place, Cut] = {}
+        self.first: dict[Call, Call] = {}
+        self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
         self.seed = fresh_storage()
         self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
@@ -98,7 +102,8 @@ class Shapes:
                 if read in self.things:  # what a forward leaves is known when its backward is
                     self.things[written] = self.things[read]
         elif op.kind != "W":
-            made = self.add(op) if op.kind == "ADD" else self.abstractly(op)
+            how = {"ADD": self.add, "MERGE": self.merge}.get(op.kind, self.abstractly)
+            made = how(op)
             self.things.update(zip(op.writes, made, strict=True))
 
     def is_plain(self, op: Op) -> bool:
@@ -114,7 +119,7 @@ class Shapes:
         loss = None
         if "target" in given:
             pair = {"x": made["y"], "target": given["target"]}
-            loss = Call(None, *_described(pair))
+            loss = self.known(Call(None, *_described(pair)))
             made |= self.outlined(loss, pair)
             made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
         self.calls[op[1:4]] = (call, loss, op)
@@ -143,7 +148,14 @@ class Shapes:
             raise Untraceable("it asks for a random key")
         groups = {label: self.things[value] for label, value in self.labels(op).items() if label != "target"}
         reads, specs = _described(groups | self.constants(op.stage))
-        return Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None)
+        return self.known(Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None))
+
+    def known(self, call: Call) -> Call:
+        """The first of calls that are equal: what is found by it is found without comparing much."""
+        try:
+            return self.first.setdefault(call, call)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
 
     def constants(self, stage: int | None) -> dict[str, Thing]:
         """What a module reads besides its parameters."""
@@ -152,6 +164,11 @@ class Shapes:
 
     def labels(self, op: Op) -> dict[str, Value]:
         """The values an op reads by the label that graphs have for them."""
+        if id(op) not in self._labels:
+            self._labels[id(op)] = op, self._labelled(op)
+        return self._labels[id(op)][1]
+
+    def _labelled(self, op: Op) -> dict[str, Value]:
         found: dict[str, Value] = {}
         counts: dict[str, int] = {}
         for value in op.reads:
@@ -244,10 +261,11 @@ class Shapes:
                 tuple(_placed(graph.facts[leaf] if isinstance(leaf, Name) else leaf, places) for leaf in leaves)
             )
 
-        made = {label: thing(cut.written(label)) for label in graph.writes}
-        made |= {"res": thing(cut.residuals), "wres": thing(cut.weight_residuals)}
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
-        gradients = [value for value in gradients if label_of(value) in made]
+        gradients = [value for value in gradients if label_of(value) in graph.writes]
+        written = {label_of(value) for value in (*op.writes, *gradients)} - {"wres"}
+        made = {label: thing(cut.written(label)) for label in graph.writes if label in written}
+        made |= {"res": thing(cut.residuals)} | ({"wres": thing(cut.weight_residuals)} if op.kind == "I" else {})
         read = next(value for value in op.reads if value.name == "res")
         source = self.origin.get(read, read)
         residuals = [source, *(copy for copy, original in self.origin.items() if original == source)]
@@ -268,20 +286,39 @@ class Shapes:
                 return self.abstractly(op)
         return [Thing(tuple(leaves))]
 
+    def merge(self, op: Op) -> list[Thing]:
+        """The loss of all is as that of each, where these are alike."""
+        losses = [self.things[value] for value in op.reads if value.name == "loss"]
+        alike = {(leaf.aval, thing.spec) for thing in losses for leaf in thing.leaves if isinstance(leaf, Fact)}
+        itself = len(losses) == 1 and self.model.reduction == "sum"
+        if len(alike) != 1 or itself or self.model.reduction == "count":
+            return self.abstractly(op)
+        aval, spec = alike.pop()
+        rest = [value for value in op.writes if value.name != "loss"]
+        made = dict(zip(rest, self.abstractly(op._replace(writes=tuple(rest))), strict=True))
+        return [made[value] if value in made else Thing((apart(aval),), spec) for value in op.writes]
+
     def abstractly(self, op: Op) -> list[Thing]:
         """What an op writes, by running its rule on tensors without data."""
         homes: dict[int, int] = {}
-        with self.fake:
+        # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
+        device = "meta" if op.kind == "SPLIT" else None
+        with self.fake if device is None else nullcontext():
             things = [self.things[value] for value in op.reads]
-            args = [whole(thing, [_fake(leaf, homes) for leaf in thing.leaves]) for thing in things]
+            args = [whole(thing, [_fake(leaf, homes, device) for leaf in thing.leaves]) for thing in things]
             try:
                 made = RULES[op.kind](op, args, self.run)
             except Exception as error:
                 raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
+        devices = {
+            leaf.storage: leaf.aval.device for thing in things for leaf in thing.leaves if isinstance(leaf, Fact)
+        }
         found: list[Thing] = []
         for result in made:
             leaves, spec = tree.flatten(result)
             facts = (fact(leaf, homes) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            if device is not None:
+                facts = (_on(leaf, devices) for leaf in facts)
             found.append(Thing(tuple(facts), None if is_list(op, result) else spec))
         return found
 
@@ -292,7 +329,12 @@ _BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy"
 
 def label_of(value: Value) -> str:
     """What graphs call a value: its name and port."""
-    return ("y" if value.name == "again" else value.name) + (f":{value.port}" if value.port else "")
+    return _label(value.name, value.port)
+
+
+@cache
+def _label(name: str, port: int) -> str:
+    return ("y" if name == "again" else name) + (f":{port}" if port else "")
 
 
 def _aval(leaf: Any) -> Any:
@@ -309,7 +351,10 @@ def _placed(leaf: Any, places: dict[int, int]) -> Any:
     """A fact in the memory that `places` has for its own."""
     if not isinstance(leaf, Fact):
         return leaf
-    return leaf._replace(storage=places.setdefault(leaf.storage, fresh_storage()))
+    aval, storage, size, offset, lazy = leaf
+    if storage not in places:
+        places[storage] = fresh_storage()
+    return Fact(aval, places[storage], size, offset, lazy)
 
 
 def dense(fact: Fact) -> bool:
@@ -323,11 +368,16 @@ def dense(fact: Fact) -> bool:
     return True
 
 
-def _fake(leaf: Any, homes: dict[int, int]) -> Any:
+def _on(leaf: Any, devices: Mapping[int, torch.device]) -> Any:
+    """A fact with the device that its memory is on."""
+    return leaf._replace(aval=leaf.aval._replace(device=devices[leaf.storage])) if isinstance(leaf, Fact) else leaf
+
+
+def _fake(leaf: Any, homes: dict[int, int], device: str | None) -> Any:
     if not isinstance(leaf, Fact):
         return leaf
     known = leaf.aval
-    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
+    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device or known.device)
     homes[storage_of(made)] = leaf.storage
     return made.requires_grad_(known.wants)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class Signatures:
         """
         modes = tuple(mode for module in self._modules for mode in module.modes())
         own = (leaf for module in self._modules for leaf in module.constants())
-        return ambient(), modes, containers, _odd_keys(containers), *map(_known, leaves), *map(_known, own)
+        return ambient(), modes, containers, tree.odd_keys(containers), *map(_known, leaves), *map(_known, own)
 
     def count(self, signature: Any, given: Any) -> None:
         """Note that a step was traced for a signature, and say what changes if that happens again and again."""
@@ -58,12 +57,6 @@ def _known(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, torch.get_default_device() if leaf.is_meta else leaf.device
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
-
-
-def _odd_keys(containers: tree.Spec) -> str | None:
-    """What tells apart containers that are equal: 1 and True are, as keys of dicts."""
-    kinds = {*map(type, chain.from_iterable(containers.paths()))}
-    return None if kinds <= {str, int} else repr(containers)
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:
