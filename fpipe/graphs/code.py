@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import chain, count
 from operator import getitem
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,8 +41,14 @@ def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
     ([tensor([2., 2.])],)
     """
     text, objects = _written(graph, name)
-    exec(compile(text, f"<{name}>", "exec"), objects)
+    exec(_code(text, name), objects)
     return objects[name]
+
+
+@lru_cache(maxsize=1024)
+def _code(text: str, name: str) -> CodeType:
+    """Equal stages differ in what their names stand for, and not in their text."""
+    return compile(text, f"<{name}>", "exec")
 
 
 def source(graph: Graph, name: str = "run") -> str:

@@ -277,7 +277,7 @@ class Shapes:
         leaves: list[Any] = []
         for column in zip(*parts, strict=True):
             facts = [leaf for leaf in column if leaf is not None]
-            alike = len({leaf.aval for leaf in facts}) == 1
+            alike = all(leaf.aval is facts[0].aval or leaf.aval == facts[0].aval for leaf in facts[1:])
             if not facts or len(facts) == 1:
                 leaves.append(facts[0] if facts else None)
             elif alike and dense(facts[0]):
