@@ -77,9 +77,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         for word in ("forward", "backward_input", "backward_weight", "recompute", "offload", "load"):
-            for cost in _numbers(getattr(self, word)):
-                _seconds(word, cost)
-        for cost in _numbers(self.transfer):
+            given = getattr(self, word)
+            if given is not None or word not in ("recompute", "load"):
+                for cost in _listed(given):
+                    _seconds(word, cost)
+        for cost in (None,) if self.transfer is None else _numbers(self.transfer):
             _seconds("transfer", cost)
         for word in ("bandwidth", "host_bandwidth"):
             for rate in _numbers(getattr(self, word)):
@@ -90,12 +92,12 @@ class Costs:
             raise ValueError(f'a sender is "free" or "busy", found {self.sender!r}.')
         if not callable(self.pair) and self.pair not in ("sum", "max"):
             raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
-        given: Any = self.bytes
+        given = self.bytes
         if given is not None and not (isinstance(given, Mapping) or callable(given) or hasattr(given, "storages")):
             raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(given).__name__}.")
         if isinstance(given, Mapping):
             for name, sizes in cast("Mapping[str, PerStage]", given).items():
-                for size in _numbers(sizes):
+                for size in _listed(sizes):
                     _count(f"the bytes of {name!r}", size)
 
     def seconds(self, op: Op) -> float:
@@ -189,13 +191,16 @@ def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     _EXTRA[kind] = seconds if callable(seconds) else _seconds(f"the cost of {kind}", seconds)
 
 
+def _listed(given: Any) -> Iterable[Any]:
+    """The numbers of a field: one, or one for each stage."""
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+
+
 def _numbers(given: Any) -> Iterable[Any]:
-    """The numbers in a field: one, one for each stage or one for each link; of a function none yet."""
+    """The numbers of a field: one, or one for each link; of a function none yet."""
     if given is None or callable(given):
         return ()
-    if isinstance(given, Mapping):
-        return given.values()
-    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    return given.values() if isinstance(given, Mapping) else (given,)
 
 
 def _seconds(word: str, cost: object) -> float:

@@ -1,0 +1,243 @@
+"""What things cost: links, senders, pairs, the lane beside the main one, several iterations; what is no cost."""
+
+import math
+import re
+
+import pytest
+
+import fpipe
+from fpipe import Costs
+from fpipe.program import KINDS, Program
+
+TWO = fpipe.place("linear")(fpipe.program(2))
+GPIPE = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2))
+BYTES = {"y": 4, "dx": 8}
+
+
+def size(value: fpipe.Value) -> float:
+    return BYTES.get(value.name, 0)
+
+
+def starts(program: Program, costs: Costs) -> dict[str, float]:
+    return {op.cell: start for op, start, _ in fpipe.simulate(program, costs).events}
+
+
+def trips(program: Program, costs: Costs) -> list[tuple[str, int, int, float, float]]:
+    return [(str(value), *rest) for value, *rest in fpipe.simulate(program, costs).transfers]
+
+
+@pytest.mark.parametrize("way", [{(0, 1): 2, (1, 0): 5}, lambda source, target: 2 if source < target else 5])
+def test_each_link_has_its_latency(way):
+    assert trips(TWO, Costs(transfer=way)) == [("y[0,0]", 0, 1, 1, 3), ("dx[1,0]", 1, 0, 6, 11)]
+
+
+def test_a_value_takes_its_bytes_over_the_bandwidth_and_then_the_latency():
+    costs = Costs(transfer=1, bandwidth={(0, 1): 2, (1, 0): 4}, bytes=size)
+    assert trips(TWO, costs) == [("y[0,0]", 0, 1, 1, 4), ("dx[1,0]", 1, 0, 7, 10)]
+
+
+def test_what_shares_a_link_waits_for_it():
+    costs = Costs(transfer=1, bandwidth=1, bytes=size)
+    found = [trip for trip in trips(GPIPE, costs) if trip[0].startswith("y")]
+    assert found == [("y[0,0]", 0, 1, 1, 6), ("y[0,1]", 0, 1, 5, 10), ("y[0,2]", 0, 1, 9, 14)]
+
+
+def test_a_free_sender_goes_on_and_a_busy_one_waits_until_it_has_arrived():
+    free, busy = (starts(GPIPE, Costs(transfer=10, sender=sender)) for sender in ("free", "busy"))
+    assert [found["0F1"] for found in (free, busy)] == [1, 11]
+    assert [found["1F0"] for found in (free, busy)] == [11, 11]
+
+
+@pytest.mark.parametrize(("pair", "seconds"), [("sum", 6), ("max", 4), (lambda op: 5 if op.kind == "PAIR" else 0, 5)])
+def test_a_pair_costs_the_sum_the_maximum_or_what_is_said(pair, seconds: float):
+    base = fpipe.split(2)(fpipe.program(1))
+    program = fpipe.schedules.from_table([["0F0", "(0F1;0B0)", "0B1"]])(base)
+    events = fpipe.simulate(program, Costs(2, 3, 1, pair=pair)).events
+    assert [end - start for op, start, end in events if op.kind == "PAIR"] == [seconds]
+
+
+def on_host(microbatches: int) -> Program:
+    """All forwards, then all backwards; every microbatch's residuals are on the host in between."""
+    row = [[f"0F{m}" for m in range(microbatches)] + [f"0B{m}" for m in range(microbatches)]]
+    base = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.from_table(row))(fpipe.program(1))
+    lines: list[str] = []
+    for line in str(base).splitlines():
+        made, used = re.search(r"(res\[0,\d\]) = F", line), re.search(r"B.* (res\[0,\d\])", line)
+        if used:
+            lines.append(f"{used[1]}@host@0 = LOAD[0] {used[1]}@host @ 0")
+            line = line.replace(used[1], f"{used[1]}@host@0")
+        lines += [line, *([f"{made[1]}@host = OFFLOAD[0] {made[1]} @ 0"] if made else [])]
+    return Program.parse("\n".join(lines))
+
+
+def test_the_copy_lane_runs_beside_the_main_one_one_op_at_a_time():
+    events = fpipe.simulate(on_host(2), Costs(offload=3, load=1)).events
+    found = {op.cell: (start, end) for op, start, end in events if op.kind != "SPLIT"}
+    assert found == {
+        "0F0": (0, 1),
+        "OFFLOAD(res[0,0]@host)": (1, 4),
+        "0F1": (1, 2),
+        "OFFLOAD(res[0,1]@host)": (4, 7),
+        "LOAD(res[0,0]@host@0)": (7, 8),
+        "0B0": (8, 10),
+        "LOAD(res[0,1]@host@0)": (8, 9),
+        "0B1": (10, 12),
+    }
+
+
+def test_a_copy_starts_no_earlier_than_the_main_op_before_it():
+    """The second LOAD is told with the first backward, though its residuals have long been on the host."""
+    found = starts(on_host(2), Costs(5, 5, 0))
+    assert (found["LOAD(res[0,1]@host@0)"], found["0B0"]) == (10, 10)
+
+
+def test_the_way_to_the_host_has_a_bandwidth():
+    costs = Costs(offload=1, host_bandwidth=2, bytes=lambda value: 8 if value.name == "res" else 0)
+    ends = {op.cell: end - start for op, start, end in fpipe.simulate(on_host(1), costs).events}
+    assert ends["OFFLOAD(res[0,0]@host)"] == ends["LOAD(res[0,0]@host@0)"] == 5
+
+
+def test_what_is_saved_in_the_span_is_saved_in_each_iteration():
+    program = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge())(fpipe.program(4))
+    timeline = fpipe.simulate(program, iterations=4)
+    assert (timeline.iterations, timeline.steady) == ((27, 51, 75, 99), 24)
+    assert str(timeline).startswith("4 iterations, each 24, makespan 99")
+
+
+def test_a_forward_waits_for_the_update_of_its_parameters():
+    """Rank 1 is free at 3, and the parameters of stage 1 are new; those of stage 0 are not before 4."""
+    program = fpipe.chain(fpipe.place("linear"), fpipe.merge())(fpipe.program(2))
+    timeline = fpipe.simulate(program, iterations=2)
+    again = {event.op.cell: event.start for event in timeline.events[len(program.ops) :]}
+    assert (timeline.iterations[0], again["0F0"], again["1F0"]) == (6, 6, 7)
+
+
+def test_who_waits_for_whom():
+    waits = fpipe.simulate(GPIPE, Costs(transfer=1)).waits
+    told = [(w.rank, w.start, w.end, w.op and w.op.cell, w.on and w.on.cell, w.source) for w in waits]
+    assert told == [
+        (0, 3, 8, "0B0", "1B0", 1),
+        (1, 0, 2, "1F0", "0F0", 0),
+        (1, 11, 14, None, None, None),
+    ]
+
+
+def test_the_critical_path_says_why_each_step_could_not_start_before():
+    path = fpipe.simulate(GPIPE, Costs(transfer=1)).critical_path
+    cells = [step.what.cell if isinstance(step.what, fpipe.Op) else str(step.what.value) for step in path]
+    assert list(zip(cells, [step.why for step in path], strict=True)) == [
+        ("0F0", "start"),
+        ("y[0,0]", "data"),
+        ("1F0", "data"),
+        ("1F1", "rank"),
+        ("1F2", "rank"),
+        ("1B0", "rank"),
+        ("dx[1,0]", "data"),
+        ("0B0", "data"),
+        ("0B1", "rank"),
+        ("0B2", "rank"),
+    ]
+
+
+# Costs that are none
+
+
+@pytest.mark.parametrize("word", ["forward", "backward_input", "backward_weight", "recompute", "transfer", "offload"])
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "1", [1, -2], None, (lambda: 1), {"y": -1}])
+def test_a_time_is_a_number_from_0(word: str, bad: object):
+    if (word == "recompute" and bad is None) or (word == "transfer" and callable(bad)):
+        return  # as a forward; of each link
+    with pytest.raises(ValueError, match=f"{word} is a time in seconds, at least 0; found "):
+        Costs(**{word: bad})
+
+
+@pytest.mark.parametrize("bad", [0, -1, math.nan, {(0, 1): 0}])
+def test_a_bandwidth_is_more_than_0(bad: object):
+    with pytest.raises(ValueError, match="bandwidth is in bytes a second, more than 0; found "):
+        Costs(bandwidth=bad, bytes=size)
+
+
+REFUSALS = {
+    "a bandwidth needs the bytes of values; say bytes= too, such as fpipe.sizes(...).": {"bandwidth": 1},
+    'a sender is "free" or "busy", found \'blocking\'.': {"sender": "blocking"},
+    'a pair costs the "sum" or the "max" of its parts, or f(op); found \'mean\'.': {"pair": "mean"},
+    "the bytes of 'y' are a number, at least 0; found -4.": {"bytes": {"y": -4}},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSALS)
+def test_other_costs_are_refused(sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Costs(**REFUSALS[sentence])
+
+
+def test_bytes_are_of_a_kind_that_tells_them():
+    with pytest.raises(TypeError, match=r"bytes are \{name: bytes\}, f\(value\) or fpipe.sizes\(...\), found int."):
+        Costs(bytes=4)
+
+
+MISSING = {
+    "forward lists 1 costs, but the program has a stage 1; give one a stage.": Costs(forward=[1]),
+    "transfer says nothing of the link from rank 1 to rank 0, over which a value travels; add (1, 0).": Costs(
+        transfer={(0, 1): 1}
+    ),
+    "bandwidth says nothing of the link from rank 0 to rank 1, over which a value travels; add (0, 1).": Costs(
+        bandwidth={}, bytes=size
+    ),
+    "the bytes of y[0,0] are not known: bytes= has res; add 'y', 0 if it does not count.": Costs(bytes={"res": 3}),
+    "the bytes of y[0,0] are a number, at least 0; found nan.": Costs(bytes=lambda value: math.nan),
+    "transfer is a time in seconds, at least 0; found -1.": Costs(transfer=lambda source, target: -1),
+}
+
+
+@pytest.mark.parametrize("sentence", MISSING)
+def test_a_cost_that_a_program_needs_is_named(sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.simulate(TWO, MISSING[sentence])
+
+
+def test_sizes_of_another_program_are_not_guessed():
+    model = fpipe.from_functions([lambda p, x: x * p, lambda p, x: x * p], lambda y, t: (y - t).sum())
+    import torch
+
+    given = (torch.ones(()),) * 2, (torch.ones(4), torch.ones(4))
+    sizes = fpipe.sizes(fpipe.program(model), model, *given)
+    with pytest.raises(ValueError, match=re.escape("the bytes of x[0,0] are not known: these are the sizes of a")):
+        fpipe.simulate(fpipe.split(2)(fpipe.program(model)), Costs(bytes=sizes))
+
+
+def test_a_kind_of_ones_own_has_its_cost_said():
+    if "LEVY" not in KINDS:
+        fpipe.register_kind("LEVY", fpipe.Kind("after"))
+    lines = [line.replace("= g[0,0] @", "= paid[0] @") for line in str(fpipe.program(1)).splitlines()]
+    lines.insert(-3, "paid[0] = LEVY[0] g[0,0] @ 0")
+    with pytest.raises(ValueError, match=re.escape("LEVY has no cost; say fpipe.register_cost('LEVY', seconds), 0 if")):
+        fpipe.simulate(Program.parse("\n".join(lines)))
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, "1"])
+def test_the_cost_of_a_kind_is_a_time(bad: object):
+    with pytest.raises(ValueError, match="the cost of ADD is a time in seconds, at least 0; found "):
+        fpipe.register_cost("ADD", bad)
+
+
+@pytest.mark.parametrize("kind", ["F", "SEND", "LOAD"])
+def test_our_kinds_have_fields(kind: str):
+    with pytest.raises(ValueError, match=f"the cost of {kind} is a field of Costs."):
+        fpipe.register_cost(kind, 1)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True])
+def test_iterations_are_a_whole_number(bad: object):
+    with pytest.raises(ValueError, match="iterations is a whole number, at least 1; found "):
+        fpipe.simulate(TWO, iterations=bad)
+
+
+def test_a_rank_that_is_not_there_holds_nothing():
+    with pytest.raises(ValueError, match=re.escape("ranks are 0..1, found 2.")):
+        fpipe.simulate(TWO).held(2)
+
+
+def test_a_gap_is_of_makespan_or_span():
+    with pytest.raises(ValueError, match="found 'bubble'"):
+        fpipe.bounds(TWO).gap(fpipe.simulate(TWO), "bubble")
