@@ -161,7 +161,7 @@ def bounds(
 def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
     known, share = columns(program), shares(program)
-    if not residuals_stay(program, known) and _moves_residuals(program):
+    if not residuals_stay(program, known):
         return []
     if given is None:
         starts, ends, *_ = next(walk(program, costs))
@@ -181,15 +181,6 @@ def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None)
                 f"{1 / share[rank]:g}; give it at least that."
             )
     return caps
-
-
-def _moves_residuals(program: Program) -> bool:
-    ops = program.ops
-    for op, sources in zip(ops, program.sources, strict=True):
-        for value, source in zip(op.reads, sources, strict=True):
-            if value.name == "res" and (kind_of(op.kind).lane == "copy" or ops[source].rank != op.rank):
-                return True
-    return False
 
 
 def _makes(op: Op) -> bool:

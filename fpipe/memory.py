@@ -128,27 +128,34 @@ def peaks_of(steps: Steps, ranks: int) -> list[float]:
 
 
 def residuals_stay(program: Program, known: Columns) -> bool:
-    """Whether all ops of a stage are on one rank, and no residuals are copied."""
-    if any(kind == "PAIR" for kind, _, _ in known.firsts):
-        return False
+    """Whether residuals are only read where they are made, by backwards."""
     places = {(stage, rank) for kind, stage, rank in known.firsts if kind_of(kind).time}
-    copying = {kind for kind, _, _ in known.firsts if kind_of(kind).lane == "copy"}
-    return len({stage for stage, _ in places}) == len(places) and not (
-        copying and any(value.name == "res" for op in program.ops if op.kind in copying for value in op.reads)
+    alone = len({stage for stage, _ in places}) == len(places)
+    if alone and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts):
+        return True
+    ops = program.ops
+    return not any(
+        value[0] == "res" and (op[0] == "OFFLOAD" or op[0] == "SEND" or ops[source][4] != op[4])
+        for op, sources in zip(ops, program.sources, strict=True)
+        for value, source in zip(op[5], sources, strict=True)
     )
 
 
 def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[float]]:
     """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
-    changes = list(map({"F": 1, "R": 1, "B": -1, "W": -1}.get, known.kinds, repeat(0)))
+    ops, kinds, ranks = program.ops, known.kinds, known.ranks
+    if any(kind == "PAIR" for kind, _, _ in known.firsts):
+        ops = parts_of(ops)
+        kinds, ranks = list(map(itemgetter(0), ops)), list(map(itemgetter(4), ops))
+    changes = list(map({"F": 1, "R": 1, "B": -1, "W": -1}.get, kinds, repeat(0)))
     if sum(changes):  # some F, being recomputed, leave no residuals
-        made = zip(changes, program.ops, strict=True)
+        made = zip(changes, ops, strict=True)
         changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in made]
-    held = _peaks(known.ranks, changes, program.ranks)
-    if "I" not in known.kinds:
+    held = _peaks(ranks, changes, program.ranks)
+    if "I" not in kinds:
         return held, held
     sooner = {"I": -1, "W": 0}
-    return held, _peaks(known.ranks, list(map(sooner.get, known.kinds, changes)), program.ranks)
+    return held, _peaks(ranks, list(map(sooner.get, kinds, changes)), program.ranks)
 
 
 def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
