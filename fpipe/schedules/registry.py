@@ -138,9 +138,9 @@ def about(name: str) -> Schedule:
     Raises:
         ValueError: nothing has this name; the closest are offered.
 
-    >>> about("one_f_oen_b")
+    >>> about("looped_bsf")
     Traceback (most recent call last):
-    ValueError: there is no schedule 'one_f_oen_b'; did you mean one_f_one_b? fpipe.schedules.names() lists them all.
+    ValueError: there is no schedule 'looped_bsf'; did you mean looped_bfs? fpipe.schedules.names() lists them all.
     """
     if name not in _SCHEDULES:
         close = difflib.get_close_matches(str(name), _SCHEDULES, n=3, cutoff=0.5)

@@ -1,0 +1,153 @@
+"""Laws of the published schedules, whatever their sizes and costs. A schedule that is registered is under them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.program import Program, ProgramError, parts_of
+from fpipe.schedules import about
+
+NAMES = [name for name in fpipe.schedules.names() if about(name).source]
+every_schedule = pytest.mark.parametrize("name", NAMES)
+
+seconds = st.integers(1, 6).map(float)
+
+
+@functools.cache
+def served(name: str) -> list[tuple[int, int, int]]:
+    """Ranks, microbatches and stages a rank that the schedule says it serves; the last vary where its formulas do."""
+    schedule = about(name)
+    each = range(1, 5) if re.search(r"(?<![a-z])v(?![a-z])", schedule.idle) else (schedule.stages_per_rank,)
+    sizes = itertools.product(range(1, 7), range(1, 14), each)
+    small = [(p, m, v) for p, m, v in sizes if p * m * v <= 72 and schedule.refuses(p, p * v, m) is None]
+    assert small
+    return small
+
+
+@st.composite
+def programs(draw: st.DrawFn, name: str) -> Program:
+    """A program of sizes that the schedule serves."""
+    ranks, microbatches, each = draw(st.sampled_from(served(name)))
+    return about(name).program(ranks, microbatches, ranks * each)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn) -> fpipe.Costs:
+    return fpipe.Costs(draw(seconds), draw(seconds), draw(seconds), transfer=draw(st.sampled_from([0.0, 0.25, 2.0])))
+
+
+def program_or_why(name: str, ranks: int, microbatches: int, stages: int) -> Program | str:
+    try:
+        return about(name).program(ranks, microbatches, stages)
+    except ProgramError as error:
+        return str(error)
+
+
+@every_schedule
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 13), stages=st.integers(1, 13))
+def test_it_serves_its_sizes_and_says_why_not_the_others(name: str, ranks: int, microbatches: int, stages: int):
+    refusal = about(name).refuses(ranks, stages, microbatches)
+    made = program_or_why(name, ranks, microbatches, stages)
+    if isinstance(made, Program):
+        assert refusal is None
+        assert (made.stages, made.microbatches) == (stages, microbatches)
+        assert {op.rank for op in made.ops if op.kind in "FBI"} <= set(range(ranks))
+    else:
+        assert refusal or stages != ranks * about(name).stages_per_rank
+        assert re.match(rf"{name}: |{ranks} ranks for {stages} stages: ", made)
+
+
+@every_schedule
+@given(data=st.data())
+def test_every_forward_has_its_backward_once_and_transfers_and_frees_check(name: str, data: st.DataObject):
+    program = data.draw(programs(name))
+    done = Counter(op[:4] for op in parts_of(program.ops) if op.kind in "FBIW")
+    forwards = {key[1:] for key in done if key[0] == "F"}
+    assert set(done.values()) == {1}
+    assert {(stage, index) for stage, index, _ in forwards} == {
+        (stage, index) for stage in range(program.stages) for index in range(program.microbatches)
+    }
+    for key in forwards:
+        assert (("B", *key) in done) != (("I", *key) in done and ("W", *key) in done)
+    fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
+
+
+@every_schedule
+@given(data=st.data(), costs=costs_of())
+def test_it_takes_no_less_than_one_microbatch_and_one_rank(name: str, data: st.DataObject, costs: fpipe.Costs):
+    program = data.draw(programs(name))
+    found = fpipe.simulate(program, costs)
+    busy: Counter[int] = Counter()
+    alone: Counter[int] = Counter()
+    for op in program.ops:
+        busy[op.rank] += costs.seconds(op)
+    for op in parts_of(program.ops):
+        if op.kind in "FBI":
+            alone[op.microbatch or 0] += costs.seconds(op) / program.slices
+    assert found.makespan >= max(busy.values()) - 1e-9
+    assert found.makespan >= max(alone.values()) - 1e-9
+    assert found.span <= found.makespan + 1e-9
+
+
+Formula = list[str]
+CONDITIONS = (", p divides m", ", m >= 2p", ", g=p")
+
+
+def formula(text: str) -> Formula | None:
+    """The tokens of a formula of the registry, with its products written out; None if it is a sentence."""
+    for condition in CONDITIONS:
+        text = text.removesuffix(condition)
+    text = text.removeprefix("span: ").replace("[", "(").replace("]", ")").replace(" ", "")
+    tokens = re.findall(r"min|floor|[0-9]+|[pmvrFBWTc]|[-+*/(),]", text)
+    if not text or "".join(tokens) != text:
+        return None
+    out: Formula = []
+    for token in tokens:
+        if out and (out[-1].isalnum() or out[-1] == ")") and out[-1] not in ("min", "floor"):
+            out += ["*"] * (token.isalnum() or token == "(")
+        out.append(token)
+    return out
+
+
+def value(tokens: Formula, **letters: float) -> float:
+    return eval(" ".join(tokens), {"min": min, "floor": math.floor}, letters)
+
+
+def test_formulas_read_as_they_are_printed():
+    assert formula("in words") is None
+    assert value(formula("(p-1)T + [2(p-1)m/p + 2(p-2)]c") or [], p=4, T=9, m=8, c=1) == 43
+    assert value(formula("min(m, ((v-1)p + 2(p-1-r) + 1)/v)") or [], p=4, v=2, m=9, r=1) == 4.5
+
+
+IDLE = [name for name in NAMES if formula(about(name).idle)]
+PEAK = [name for name in NAMES if formula(about(name).peak)]
+
+
+@pytest.mark.parametrize("name", IDLE)
+@given(data=st.data(), F=seconds, B=seconds, less=st.integers(0, 5))
+def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, B: float, less: int):
+    p, m, v = data.draw(st.sampled_from([(p, m, v) for p, m, v in served(name) if 1 < p <= m // 2 and m % p == 0]))
+    W, c = max(1.0, min(F, B) - less), 0.01 if "c" in about(name).idle.partition(",")[0] else 0.0
+    found = fpipe.simulate(about(name).program(p, m, p * v), fpipe.Costs(F / v, B / v, W / v, transfer=c))
+    took = found.span if about(name).idle.startswith("span: ") else found.makespan
+    expected = value(formula(about(name).idle) or [], p=p, m=m, v=v, F=F, B=B, W=W, T=F + B + W, c=c)
+    assert took - m * (F + B + W) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", PEAK)
+@given(data=st.data())
+def test_no_rank_holds_more_than_its_formula_says(name: str, data: st.DataObject):
+    ranks, microbatches, each = data.draw(st.sampled_from(served(name)))
+    found = fpipe.simulate(about(name).program(ranks, microbatches, ranks * each)).peak
+    tokens = formula(about(name).peak) or []
+    for rank, held in enumerate(found):
+        assert held <= value(tokens, p=ranks, m=microbatches, v=each, r=rank) + 1e-9
