@@ -107,7 +107,7 @@ def formula(text: str) -> Formula | None:
     for condition in CONDITIONS:
         text = text.removesuffix(condition)
     text = text.removeprefix("span: ").replace("[", "(").replace("]", ")").replace(" ", "")
-    tokens = re.findall(r"min|floor|[0-9]+|[pmvrFBWTc]|[-+*/(),]", text)
+    tokens = re.findall(r"min|floor|[0-9]+|[pmvrFBWTc]|//|[-+*/(),]", text)
     if not text or "".join(tokens) != text:
         return None
     out: Formula = []
