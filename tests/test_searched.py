@@ -124,6 +124,14 @@ def test_the_same_costs_give_the_same_order():
     assert about.program(2, 5, costs=fpipe.Costs([1, 2, 1, 3], 2, 1, transfer=0.25)) == first
 
 
+def test_links_cost_what_the_costs_say():
+    """A slow link is known to the order: none made without it is faster."""
+    costs = fpipe.Costs(1, 1, 1, transfer={(0, 1): 3.0, (1, 0): 0.5}, bandwidth=4.0, bytes=lambda value: 4.0)
+    found = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6, costs=costs), costs)
+    blind = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6), costs)
+    assert found.makespan <= blind.makespan
+
+
 def test_recomputation_is_part_of_the_backward_it_serves():
     program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"), fpipe.schedules.zb_auto(2))(fpipe.program(2))
     fpipe.check(program)

@@ -113,7 +113,7 @@ class Follower:
         self.work = Work(line.ranks, ranks, seconds, readers, needs)
 
     def order(self, block: Block, late: float, ahead: float) -> tuple[tuple[float, float], list[Word]]:
-        """Makespan and span, and the word of each rank, its W among the rest.
+        """What the block is worth, and the word of each rank, its W among the rest.
 
         Args:
             late: how many intervals after its I a W stands in the plan.
@@ -128,7 +128,7 @@ class Follower:
         first = [found.start[row[0]] for row in found.rows]
         last = [found.start[row[-1]] + self.work.seconds[row[-1]] for row in found.rows]
         span = max(end - begin for begin, end in zip(first, last, strict=True))
-        return (max(last), span), [[op // count for op in row] for row in found.rows]
+        return line.worth((max(last), span)), [[op // count for op in row] for row in found.rows]
 
     def _run(self, turn: list[float], enters: list[float]) -> Run:
         line, count = self.line, self.line.microbatches

@@ -8,10 +8,12 @@ same costs give the same order on every machine.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 
 from fpipe.schedules.blocks import Follower, lattice, v_block, v_blocks, words_of
-from fpipe.schedules.hillclimb import at_floor, climb, loosen, played, stretched
+from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
 from fpipe.schedules.line import NEVER, Line, Word
 
 Found = tuple[tuple[float, float], list[Word]]
@@ -68,14 +70,13 @@ def v_order(line: Line, effort: int) -> list[Word]:
     Args:
         effort: how many ops may be played.
     """
-    for patience in (0.5, 0.0, 1.0):
-        order = played(line, _one_after_the_other(line), patience)
-        if at_floor(line, order.value):
-            return order.full(line)
-    short = line.with_microbatches(min(line.microbatches, 2 * line.ranks))
+    line, drawn = _no_longer_than_drawn(line)
+    if at_floor(line, drawn.value):
+        return drawn.full(line)
+    short, _ = _no_longer_than_drawn(line.with_microbatches(min(line.microbatches, 2 * line.ranks)))
     plays = max(40, min(effort // 200, effort // (3 * short.stages * short.microbatches)))
-    drawn = [_serial(short), _one_after_the_other(short)]
-    orders = [(played(short, words, patience), None) for words in drawn for patience in (0.0, 0.5, 1.0)]
+    fixed = [_serial(short), _without_weights(short, _one_after_the_other(short))]
+    orders = [(played(short, words, patience), None) for words in fixed for patience in (0.0, 0.5, 1.0)]
     blocks = [block for block, _ in zip(v_blocks(line), range(plays // 8), strict=False)]
     orders += [(played(short, words_of(short, block), 0.5), block) for block in blocks]
     orders.sort(key=lambda one: one[0].value)
@@ -105,13 +106,21 @@ def v_order(line: Line, effort: int) -> list[Word]:
     if line.microbatches > short.microbatches:
         best = [played(line, stretched(short, order, line), order.patience) for order in best]
         best += [played(line, words_of(line, block), 0.5) for block in blocks[-2:]]
-        best += [
-            played(line, words, one) for words in (_serial(line), _one_after_the_other(line)) for one in (0.0, 0.5)
-        ]
+        best += [drawn, played(line, _serial(line), 0.0)]
         follower = Follower(line)
     found = [(order.value, order.full(line)) for order in best]
     found += [follower.order(*plan[1:]) for plan in plans[:2]]
     return min(found, key=lambda one: one[0])[1]
+
+
+def _no_longer_than_drawn(line: Line) -> tuple[Line, Order]:
+    """A line on which an order with a longer span than the published one of ZB-V is worth little; and that order."""
+    drawn, line = _one_after_the_other(line), replace(line, span=math.inf)
+    published = played(line, drawn, 1.0)
+    bare = _without_weights(line, drawn)
+    orders = [published, *(played(line, bare, patience) for patience in (0.5, 0.0, 1.0))]
+    line = replace(line, span=published.value[1])
+    return line, min(orders, key=lambda order: line.worth(order.value))
 
 
 def _serial(line: Line) -> list[Word]:
@@ -122,14 +131,17 @@ def _serial(line: Line) -> list[Word]:
 
 
 def _one_after_the_other(line: Line) -> list[Word]:
-    """The order of ZB-V: first chunks until the first second chunk is back, then each forward with a backward."""
+    """ZB-V as published: first chunks until the first second chunk is back, then each forward with a whole backward,
+    and in the end input gradients first."""
     ranks, count, stages = line.ranks, line.microbatches, line.stages
     words: list[Word] = []
     for rank in range(ranks):
-        down, up = rank, stages - 1 - rank
-        turns = [down] * (2 * (ranks - rank) - 1) + [up, down] * rank + [up, stages + up] * (ranks - rank)
-        turns += [down, stages + down, up, stages + up] * count + [stages + up, stages + down] * count
-        left = dict.fromkeys((down, up, stages + down, stages + up), count)
+        down, up, weight = rank, stages - 1 - rank, 2 * stages
+        back, home = stages + up, stages + down
+        turns = [down] * (2 * (ranks - rank) - 1) + [up, down] * rank + [up, back, weight] * (ranks - rank)
+        turns += [down, home, weight, up, back, weight] * max(0, count - ranks)
+        turns += [up] * count + [home, back] * rank + [home, weight] * (ranks - rank) + [back, home] * count
+        left = {down: count, up: count, back: count, home: count, weight: 2 * count}
         word: Word = []
         for lane in turns:
             if left[lane]:

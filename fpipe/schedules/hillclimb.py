@@ -29,7 +29,7 @@ class Order(NamedTuple):
 def played(line: Line, words: list[Word], patience: float | Sequence[float]) -> Order:
     """Words and what they are worth."""
     each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * line.ranks
-    return Order(play(line, words, each), words, each)
+    return Order(line.worth(play(line, words, each)), words, each)
 
 
 def floor(line: Line) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def climb(line: Line, order: Order, plays: int, seed: int = 0) -> Order:
             moved = word[:]
             moved.insert(put, moved.pop(take))
             words[rank] = moved
-        found = play(line, words, patience)
+        found = line.worth(play(line, words, patience))
         if found <= value:
             value = found
         else:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fpipe.costs import Costs
-from fpipe.program import Op, Program, ProgramError
+from fpipe.program import Op, Program, ProgramError, Value
 from fpipe.transforms.cells import Key
 
 Word = list[int]
@@ -36,6 +36,7 @@ class Line:
         ways: seconds that what a lane's op reads takes to its rank; 2S numbers, since a W reads what is there.
         caps: the most activations each rank may hold; the forward of one stage makes 1.
         kept: the share of an activation that a W still needs after its I.
+        span: seconds beyond which a span is worth nothing, however short the makespan.
     """
 
     placement: tuple[int, ...]
@@ -44,6 +45,7 @@ class Line:
     ways: tuple[float, ...]
     caps: tuple[float, ...]
     kept: float = 1.0
+    span: float = math.inf
 
     @property
     def stages(self) -> int:
@@ -90,7 +92,12 @@ class Line:
 
     def with_microbatches(self, microbatches: int) -> Line:
         """The same line with another number of microbatches."""
-        return Line(self.placement, microbatches, self.seconds, self.ways, self.caps, self.kept)
+        return replace(self, microbatches=microbatches)
+
+    def worth(self, found: tuple[float, float]) -> tuple[float, float]:
+        """What a makespan and span are worth, the less the better: first the makespan, if the span is not too long."""
+        makespan, span = found
+        return found if span <= self.span * (1 + 1e-9) else (makespan + 100 * (span - self.span), span)
 
 
 def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float, kept: float, name: str) -> Line:
@@ -120,7 +127,8 @@ def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float
     ways = [0.0] * (2 * stages)
     for lane, source in enumerate(bare.before):
         if source >= 0:
-            ways[lane] = way(costs, placement[source % stages], placement[lane % stages])
+            value = Value("y" if source < stages - 1 else "dx", source % stages, 0)
+            ways[lane] = way(costs, value, placement[source % stages], placement[lane % stages])
     if isinstance(cap, bool) or not isinstance(cap, int | float) or math.isnan(cap):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"memory_cap is a number of microbatches, found {cap!r}.")
     if cap < 1:
@@ -133,9 +141,9 @@ def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float
     return Line(bare.placement, microbatches, bare.seconds, tuple(ways), caps, kept)
 
 
-def way(costs: Costs, source: int, target: int) -> float:
-    """Seconds on the way from one rank to another."""
-    return costs.latency(source, target) if source != target else 0.0
+def way(costs: Costs, value: Value, source: int, target: int) -> float:
+    """Seconds that a value takes from one rank to another, alone on its link."""
+    return costs.latency(source, target) + costs.carrying(value, source, target) if source != target else 0.0
 
 
 def cells_of(line: Line, words: Sequence[Sequence[int]]) -> list[list[Key]]:
@@ -159,7 +167,9 @@ def play(
     full: list[Word] | None = None,
     times: list[list[float]] | None = None,
 ) -> tuple[float, float]:
-    """Makespan and span of words without W; `NEVER` if they wait for each other or for room that never comes.
+    """Makespan and span of words; `NEVER` if they wait for each other or for room that never comes.
+
+    A W that a word names, by the lane of any W, is the next one that waits, if one does.
 
     Args:
         patience: for each rank the share of a W that has to fit into a gap for it to run there: with 1 it never delays
@@ -173,6 +183,7 @@ def play(
     ((7.0, 7.0), [[0, 0, 2, 4, 2, 4], [1, 3, 1, 3, 5, 5]])
     """
     stages, ranks, placement = line.stages, line.ranks, line.placement
+    weights = 2 * stages
     seconds, before, after, ways, caps, kept = line.seconds, line.before, line.after, line.ways, line.caps, line.kept
     ends: list[list[float]] = [[] for _ in range(2 * stages)] if times is None else times
     none: list[float] = []
@@ -188,6 +199,14 @@ def play(
         at = len(word)
         for turn in range(place[rank], len(word)):
             lane = word[turn]
+            if lane >= weights:
+                if head < len(queue):
+                    if full is not None:
+                        full[rank].append(queue[head])
+                    time += seconds[queue[head]]
+                    head += 1
+                    holds -= kept
+                continue
             own = ends[lane]
             ready = 0.0
             if lane:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fpipe.costs import Costs
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
+from fpipe.schedules.line import way
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule, place
 from fpipe.transforms.reorder import by_table
@@ -148,11 +149,10 @@ class _Desk:
             for value, source in zip(op.reads, sources, strict=True):
                 if source < 0:
                     continue
-                away = program.ops[source].rank
-                way = costs.carrying(value, away, op.rank) if away != op.rank else 0.0
+                road = way(costs, value, program.ops[source].rank, op.rank)
                 inner = {number[source]: 0.0} if source in number else reach[source]
                 for at, more in inner.items():
-                    found[at] = max(found.get(at, 0.0), more + way)
+                    found[at] = max(found.get(at, 0.0), more + road)
                 before += recomputes.get(source, ())
             if kind_of(op.kind).place != "table":
                 reach[position] = found
@@ -170,8 +170,8 @@ class _Desk:
             needs.append(found)
         readers: list[list[tuple[int, float]]] = [[] for _ in self.ops]
         for reader, found in enumerate(needs):
-            for source, way in found.items():
-                readers[source].append((reader, way))
+            for source, road in found.items():
+                readers[source].append((reader, road))
         return Work(program.ranks, [op.rank for op in self.ops], seconds, readers, list(map(len, needs)))
 
     def _least(self) -> list[float]:
