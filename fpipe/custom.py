@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.graph import Aval, aval
 
 Rules = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
@@ -87,6 +88,7 @@ class _Custom(torch.autograd.Function):
         shown += [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]]
         held = [*leaves[:count], *kept]
         ctx.rules, ctx.specs, ctx.count, ctx.shown = rules, specs, count, shown
+        ctx.given = [aval(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in held]
         ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in held))
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
@@ -101,14 +103,25 @@ class _Custom(torch.autograd.Function):
         made = ctx.rules[1](params, res, dy)
         if not isinstance(made, tuple) or len(made) != 2:
             raise ValueError(f"backward_input of a custom_stage returns (dx, wres), found {type(made).__name__}.")
-        dx = _like(ctx.specs[1], made[0], "backward_input", "x")
-        dparams = _like(ctx.specs[0], ctx.rules[2](params, made[1]), "backward_weight", "params")
+        who = f"custom_stage {getattr(ctx.rules[0], '__name__', 'custom')}"
+        dx = _like(ctx.specs[1], ctx.given[ctx.count :], made[0], f"backward_input of {who}", "x")
+        dparams = ctx.rules[2](params, made[1])
+        dparams = _like(ctx.specs[0], ctx.given[: ctx.count], dparams, f"backward_weight of {who}", "params")
         return (None, None, None, None, *dparams, *dx)
 
 
-def _like(spec: Any, gradient: Any, rule: str, what: str) -> list[Any]:
-    """The leaves of a gradient, which has one for each leaf of what it belongs to."""
+def _like(spec: Any, given: Sequence[Aval | None], gradient: Any, rule: str, what: str) -> list[Any]:
+    """The leaves of a gradient: one for each leaf of what it belongs to, and like it.
+
+    Autograd itself would sum one of a larger shape up, and cast one of another dtype.
+    """
     leaves, found = tree.flatten(gradient)
     if found != spec:
-        raise ValueError(f"{rule} of a custom_stage returns a gradient in the containers of {what}, found {found}.")
+        raise ValueError(f"{rule} returns a gradient in the containers of {what}, found {found}.")
+    for (place, leaf), known in zip(tree.paths(gradient), given, strict=True):
+        if leaf is None or known is None:
+            continue
+        if not isinstance(leaf, Tensor) or (*leaf.shape, leaf.dtype) != (*known.shape, known.dtype):
+            shown = aval(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+            raise ValueError(f"{rule} returns {shown} as the gradient of {what}{place}, which is {known}.")
     return leaves

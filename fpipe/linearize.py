@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, plainly
@@ -116,7 +116,8 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
         `Linearized`: functions for tensors of these shapes, dtypes and strides, and their text.
 
     Raises:
-        ValueError: the function cannot be traced; why.
+        TypeError: it is no function.
+        ValueError: it cannot be traced; why.
 
     >>> import fpipe, torch
     >>> params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
@@ -135,6 +136,11 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
         mm_1 = aten_mm(t, threshold_backward); del t, threshold_backward
         return [mm_1],
     """
+    if isinstance(function, nn.Module):
+        raise TypeError(
+            f"linearize takes a function f(params, x), found a module ({type(function).__name__}). Hand in "
+            "`lambda params, x: torch.func.functional_call(module, params, (x,))` and its named parameters."
+        )
     model = Model((Stage(function),), None, ("batch",))
     traces = Traces(model)
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}

@@ -370,8 +370,8 @@ layer(
     lambda: parametrizations.spectral_norm(nn.Linear(8, 6)),
     table,
     untraced="it changes what it is given in place (aten.div.out)",
-    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training are not supported "
-    "yet; call .eval().",
+    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training that the output "
+    "reads are not supported; call .eval().",
 )
 layer(
     "Dropout in training",

@@ -372,3 +372,46 @@ def test_except_last_is_about_microbatches():
 def test_a_stage_asks_for_what_there_is(asks):
     with pytest.raises(ValueError, match="asks is a set of 'state', 'key', 'microbatch' and 'carry'; found"):
         fpipe.Stage(lambda p, x: x, asks=asks)
+
+
+PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
+GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
+SIZED = {
+    "another model": ((PROGRAM, OTHER, PARAMS, BATCH), "the program has 2 stages and the model 1"),
+    "no model": ((PROGRAM, None, PARAMS, BATCH), "a Model is wanted, as from_functions makes it; found NoneType."),
+    "no program": ((None, NET.model, PARAMS, BATCH), "a Program is wanted here"),
+    "no params": (
+        (PROGRAM, NET.model, None, BATCH),
+        "params is a tuple with one pytree for each of the 2 stages, found NoneType.",
+    ),
+    "no batch": ((PROGRAM, NET.model, PARAMS, None), "a batch is a pair (inputs, target), found NoneType."),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), SIZED.values(), ids=SIZED.keys())
+def test_sizes_of_what_does_not_belong_together_are_refused(given, words: str):
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        fpipe.sizes(*given)
+
+
+@pytest.mark.parametrize(
+    ("example", "found"), [(3, "int"), ((PARAMS,), "a tuple of 1"), ({"params": PARAMS}, "dict")], ids=str
+)
+def test_an_example_is_what_a_step_takes(example, found: str):
+    with pytest.raises(ValueError, match=re.escape(GIVEN + found)):
+        fpipe.build(PROGRAM, NET.model, example=example)
+
+
+def test_a_module_is_no_function_of_params():
+    words = r"linearize takes a function f\(params, x\), found a module \(Linear\)"
+    with pytest.raises(TypeError, match=words):
+        fpipe.linearize(torch.nn.Linear(4, 4), EYE, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 5), "text"], ids=["shape", "type"])
+def test_a_mistake_is_raised_and_not_printed(x, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ValueError, match="cannot be written down as torch ops"):
+        fpipe.linearize(lambda params, x: torch.relu(x @ params["w"], 1), EYE, x)
+    with pytest.raises(ValueError, match="cannot be written down as torch ops"):
+        fpipe.linearize(lambda params, x: x @ params["w"], EYE, x)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []

@@ -92,7 +92,7 @@ BAD = {
     ),
     "another gradient": (
         (forward, backward_input, lambda p, wres: (wres[0], wres[1])),
-        "backward_weight of a custom_stage returns a gradient in the containers of params",
+        "backward_weight of custom_stage forward returns a gradient in the containers of params",
     ),
 }
 
@@ -103,6 +103,40 @@ def test_rules_that_return_something_else_are_refused(rules, words: str):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         fpipe.build(program(model), model)(PARAMS, BATCH)
     assert words in str(error.value)
+
+
+UNLIKE = {
+    "another shape": (
+        lambda g: g.expand(3, *g.shape),
+        "float32[3, 4, 4] as the gradient of params['w'], which is float32[4, 4]",
+    ),
+    "another dtype": (
+        lambda g: g.double(),
+        "float64[4, 4] as the gradient of params['w'], which is float32[4, 4]",
+    ),
+    "no tensor": (lambda g: 1.5, "1.5 as the gradient of params['w'], which is float32[4, 4]"),
+}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(("change", "words"), UNLIKE.values(), ids=UNLIKE.keys())
+def test_a_gradient_unlike_its_parameter_is_refused(change, words: str, trace: bool):
+    def unlike(params: Params, wres: tuple[Tensor, Tensor]) -> Params:
+        grads = backward_weight(params, wres)
+        return {**grads, "w": change(grads["w"])}
+
+    rules = fpipe.custom_stage(forward, backward_input, unlike)
+    model = fpipe.from_functions([plain, rules], loss=loss)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        fpipe.build(program(model), model, trace=trace)(PARAMS, BATCH)
+    assert f"backward_weight of custom_stage forward returns {words}." in str(error.value)
+    assert any("stage 1 (forward)" in note for note in error.value.__notes__)
+
+
+def test_a_gradient_unlike_its_input_is_refused():
+    rules = fpipe.custom_stage(forward, lambda p, res, dy: (dy[:1], (*res, dy)), backward_weight)
+    with pytest.raises(ValueError, match=r"returns float32\[1, 4\] as the gradient of x, which is float32\[7, 4\]"):
+        fpipe.linearize(rules, PARAMS[0], BATCH[0])
 
 
 def test_three_functions_are_wanted():

@@ -6,6 +6,8 @@ transposed data, whose gradient then is viewed where plain autograd copies. Who 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -27,12 +29,29 @@ def fake_mode() -> Any:
     return _mode()(allow_non_fake_inputs=True)
 
 
+class _Quiet(threading.local):
+    on = False
+
+
+_QUIET = _Quiet()
+
+
 @cache
 def _mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # A mistake in a stage is raised; torch would print it too, with its own stack.
+    logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
+
     class Mode(FakeTensorMode):
         """torch's own, whose tensors are put into the order that the ops really write."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before, _QUIET.on = _QUIET.on, True
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs or {})
+            finally:
+                _QUIET.on = before
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made: Any = super().dispatch(func, types, args, kwargs or {})

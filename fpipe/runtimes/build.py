@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fpipe.models import Model
-from fpipe.program import Op, Program, Value, parts_of, the_program
+from fpipe.program import Program
 from fpipe.runtimes.local import local
+from fpipe.runtimes.match import check_example, check_match
 from fpipe.runtimes.walk import Step
-from fpipe.training import program as program_of
 
 
 def build(
@@ -39,7 +39,8 @@ def build(
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
 
     Raises:
-        ValueError: the program is not one of this model, or the runtime is not known.
+        ValueError: the program is not one of this model, the example is not what a step takes, or the runtime is not
+            known.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -51,31 +52,6 @@ def build(
     """
     if runtime != "local":
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
-    _check_match(the_program(program), model)
-    return local(program, model, trace=trace, example=example, record=record, check_finite=check_finite)
-
-
-def _check_match(program: Program, model: Model) -> None:
-    if not isinstance(model, Model):
-        raise TypeError(f"a Model is wanted, as from_functions makes it; found {type(model).__name__}.")
-    if program.stages != len(model.stages):
-        raise ValueError(
-            f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
-            f"fpipe.program(model)."
-        )
-    wanted = {(op.kind, op.stage): _read(op) for op in program_of(model).ops}
-    for op in parts_of(program.ops):
-        mine = wanted.get(("B" if op.kind == "I" else op.kind, op.stage))
-        if op.kind in "FBI" and mine is not None and mine != _read(op):
-            raise ValueError(
-                f"stage {op.stage} of the model takes {' '.join(mine)}, in the program {op.cell} takes "
-                f"{' '.join(_read(op))}; start from fpipe.program(model)."
-            )
-
-
-def _read(op: Op) -> list[str]:
-    """What an op reads, whichever the microbatch and wherever the copy; not what a SPLIT or a slice adds."""
-    words = {"x": "inputs", "t": "target"}
-    whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
-    named = (Value(words[v.name]) if v.name in words else v for v in whole)
-    return [str(value) for value in named if value.name not in ("carry", "dcarry", "w")]
+    check_match(program, model)
+    given = None if example is None else check_example(example)
+    return local(program, model, trace=trace, example=given, record=record, check_finite=check_finite)

@@ -18,7 +18,7 @@ from fpipe.graphs.ambient import Untraceable, casts, plainly
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
 from fpipe.microbatch import check_batch, rows, spec_of
-from fpipe.models import Model, refuse_inference_mode
+from fpipe.models import Model, check_params, refuse_inference_mode
 from fpipe.modules import StageModule
 from fpipe.program import Program, Value
 from fpipe.result import Result
@@ -35,7 +35,7 @@ def local(
     model: Model,
     *,
     trace: bool = True,
-    example: tuple[Any, ...] | None = None,
+    example: tuple[Any, Any, Any] | None = None,
     record: bool = False,
     check_finite: bool = False,
 ) -> Step:
@@ -47,10 +47,8 @@ def local(
     known: Recent[Any, Prepared | None] = Recent(_MOST)
 
     if example is not None:
-        params, batch, state = (*example, None)[:3]
-        given = params, batch, state
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            known[signatures.of(*tree.flatten(given))] = Prepared(program, model, *given, None, Plain())
+            known[signatures.of(*tree.flatten(example))] = Prepared(program, model, *example, None, Plain())
 
     def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
         seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see)
@@ -135,6 +133,7 @@ class Prepared:
     def __init__(
         self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None, plain: Plain
     ) -> None:
+        check_params(model, params)
         check_batch(batch)
         self.plain = plain
         if state is not None and len(state) != len(model.stages):

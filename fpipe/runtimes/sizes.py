@@ -14,6 +14,7 @@ from fpipe.models import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
+from fpipe.runtimes.match import check_match
 from fpipe.runtimes.shapes import Plain
 
 
@@ -67,7 +68,7 @@ def sizes(
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
 
     Raises:
-        ValueError: a stage that cannot be traced, with the reason.
+        ValueError: a stage that cannot be traced, with the reason; a program that is not one of this model.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
@@ -78,6 +79,7 @@ def sizes(
     >>> found.bytes[fpipe.Value("y", 0, 0)]  # 256 rows, 256 wide, 4 bytes each
     262144
     """
+    check_match(program, model)
     try:
         lowered = Prepared(program, model, params, batch, state, None, Plain())
     except Untraceable as error:
