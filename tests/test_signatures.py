@@ -106,6 +106,23 @@ def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
 PARAMS, BATCH = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("trace", [True, False])
+def test_an_update_of_the_state_is_cast_as_the_forward_is(trace: bool):
+    def remember(state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        return {"m": state["m"] + (x.t() @ x).float()}
+
+    stage = fpipe.Stage(lambda p, x: smooth(p, x), update=remember)
+    model = fpipe.Model((stage,), squares, ("batch",))
+    one = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    state = ({"m": torch.zeros(4, 4)},)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fpipe.build(one, model, trace=trace)(PARAMS, BATCH, state=state)
+        expected = fpipe.reference(model, PARAMS, BATCH, microbatches=2, state=state)
+    plain = fpipe.reference(model, PARAMS, BATCH, microbatches=2, state=state)
+    assert torch.equal(found.state[0]["m"], expected.state[0]["m"])
+    assert not torch.equal(found.state[0]["m"], plain.state[0]["m"])
+
+
 def test_hooks_on_what_autograd_saves_see_it():
     _, step = built(smooth)
     plain, saved = step(PARAMS, BATCH), []

@@ -72,7 +72,10 @@ def kernels() -> tuple[Any, ...]:
     return (torch.get_num_threads(), *(flag() for flag in _FLAGS), *precisions, *_C._get_sdp_priority_order())
 
 
-def casts() -> tuple[Any, ...]:
+Casts = tuple[tuple[str, torch.dtype, bool], ...]
+
+
+def casts() -> Casts:
     """The kinds of device that autocast is on for, to which dtype, and whether it keeps what it has cast."""
     return tuple(
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -82,6 +85,15 @@ def casts() -> tuple[Any, ...]:
 
 
 _KINDS = ("cpu", "cuda")
+
+
+@contextmanager
+def casting(kinds: Casts) -> Generator[None]:
+    """Under autocast as it was when `kinds` were told."""
+    with ExitStack() as stack:
+        for kind, dtype, cached in kinds:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        yield
 
 
 @contextmanager

@@ -9,6 +9,7 @@ it empties, so that each tensor is gone after its last read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.add import adding, owned
-from fpipe.graphs.ambient import kernels
+from fpipe.graphs.ambient import Casts, casting, casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.graph import Fact, Graph, aval
@@ -101,7 +102,7 @@ class _Writer:
     def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
         self.program, self.ops, self.shapes, self.things = program, ops, shapes, shapes.things
         self.given = frozenset(given)
-        self.kernels = kernels()
+        self.kernels, self.casts = kernels(), casts()
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
@@ -204,7 +205,7 @@ class _Writer:
             if all(part is not None for part in plan):
                 return self.call(at, partial(_slice, plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
-        return self.call(at, partial(_by_rule, op, things, self.shapes.run), op.reads, op.writes)
+        return self.call(at, partial(_by_rule, op, things, self.shapes.run, self.casts), op.reads, op.writes)
 
     def slices(self, op: Op, value: Value) -> Any:
         """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
@@ -285,8 +286,10 @@ def _add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
     return [made]
 
 
-def _by_rule(op: Op, reads: Sequence[Thing], run: Run, *lists: Leaves) -> Sequence[Leaves]:
-    made = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, lists, strict=True)], run)
+def _by_rule(op: Op, reads: Sequence[Thing], run: Run, casts: Casts, *lists: Leaves) -> Sequence[Leaves]:
+    """What the walk would do: a graph holds its casts, a rule casts as the step does that it was lowered for."""
+    with casting(casts) if casts else nullcontext():
+        made = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, lists, strict=True)], run)
     _empty(lists)
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
