@@ -9,6 +9,7 @@ from fpipe.bounds import Bounds, bounds
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
+from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
 from fpipe.microbatch import Chunk, Replicate
@@ -70,6 +71,7 @@ __all__ = [
     "communicate",
     "custom_stage",
     "deferred_batch_norm",
+    "fold_in",
     "forward_only",
     "free",
     "from_functions",

@@ -151,6 +151,9 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))
         every = tuple(range(len(dict(reads)["x"])))
-        return Linearized(Cut(traces.graph(call, {"dy": dy}), (("dx", every),)), {**specs, **outline.specs})
+        graph = traces.graph(call, {"dy": dy})
+        if graph.devices:
+            raise Untraceable("it draws random numbers, for which only a step has a key")
+        return Linearized(Cut(graph, (("dx", every),)), {**specs, **outline.specs})
     except Untraceable as error:
         raise ValueError(f"this function cannot be written down as torch ops: {error}") from error

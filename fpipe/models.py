@@ -275,14 +275,10 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
     given = getattr(fn, "keywords", {})  # what functools.partial has filled in
     asked = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
     for name in asked:
-        if name in ("state", "key"):
-            what = "random keys for functions are" if name == "key" else "module state for functions is"
-            raise ValueError(f"{who} asks for {name!r}: {what} not supported yet.")
-        if name not in ("microbatch", "carry") and asked[name].default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{who} asks for {name!r}; a stage can ask for microbatch and carry, and nothing else yet."
-            )
-    return frozenset(asked) & {"microbatch", "carry"}
+        if name not in _MAY_ASK and asked[name].default is inspect.Parameter.empty:
+            words = "state, key, microbatch and carry"
+            raise ValueError(f"{who} asks for {name!r}; a stage can ask for {words}, and nothing else.")
+    return frozenset(asked) & _MAY_ASK
 
 
 def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:
@@ -322,18 +318,12 @@ def refuse_inference_mode() -> None:
         raise RuntimeError("fpipe computes gradients, which torch.inference_mode() switches off; leave it first.")
 
 
-@contextmanager
-def without_random(who: str) -> Generator[None]:
-    """Refuse a stage that draws from the global random numbers: a recompute would draw others, and every schedule its
-    own. The numbers are left as they were found."""
-    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
-        yield
-        return
-    before = torch.get_rng_state()
-    yield
-    if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
-        raise RuntimeError(f"{who} drew random numbers, which is not supported yet; switch it off, say by .eval().")
+def who_draws(model: Model, number: int) -> str:
+    """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
+    stage = model.stages[number]
+    who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
+    modules = getattr(stage.forward, "drawing", list[str])()
+    return f"{who}: {', '.join(modules)}" if modules else who
 
 
 @contextmanager

@@ -211,6 +211,10 @@ class StageModule:
         update = updated_at_the_end if self.deferred else updated
         return {"update": partial(update, self.norms), "notes": True, "counts": self.deferred}
 
+    def drawing(self) -> list[str]:
+        """The modules that draw random numbers as they are now."""
+        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if _draws(module)]
+
     def modes(self) -> list[bool]:
         """Which modules are in training."""
         return [module.training for _, module in self.modules]
@@ -363,8 +367,6 @@ def _refuse(net: nn.Module) -> None:
 def _refuse_impure(path: str, module: nn.Module) -> None:
     """A ValueError for a module that would draw random numbers or write its buffers."""
     who = f"module {path!r} ({type(module).__name__})"
-    if _draws(module):
-        raise ValueError(f"{who}: random numbers in training are not supported yet; call .eval() or set p=0.")
     if getattr(module, "max_norm", None) is not None:
         raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
     if _writes(module):

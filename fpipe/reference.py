@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.keys import drawing, seed_of
 from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join
-from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, with_ties, without_random
+from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, who_draws, with_ties
 from fpipe.result import Result
 
 
@@ -110,12 +111,13 @@ def over_parts(
         graphs: list[_Graph] = []
         weights: list[float] = []
         found: list[Any] = []
-        for piece, share in sliced.of(part):
+        for number, (piece, share) in enumerate(sliced.of(part)):
             own = [_aliases(full) for full in with_ties(model, params)]
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(_leaf, carries)
-            with torch.enable_grad(), unchanged(piece, "a stage"), without_random("a stage"):
-                each, count, output, carries = _forward(model, own, piece, states, taken, index, len(parts), key)
+            place = (index, number if sliced.slices > 1 else None)
+            with torch.enable_grad(), unchanged(piece, "a stage"):
+                each, count, output, carries = _forward(model, own, piece, states, taken, place, len(parts), key)
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
             graphs.append(_Graph(own, taken, weighted, carries))
             loss = loss + weighted.detach() if losses else weighted.detach()
@@ -175,12 +177,14 @@ def _forward(
     part: tuple[Any, Any],
     states: list[Any],
     carries: list[Any],
-    index: int,
+    place: tuple[int, int | None],
     count: int,
     key: int | None,
 ) -> tuple[Tensor, Any, Any, list[Any]]:
     """Loss, count, output and what is handed on, of one microbatch (or slice), as one graph over all stages."""
     inputs, target = part
+    index, last = place[0], len(model.stages) - 1
+    lost: Any = None
     values: list[Any] = []
     carried: list[Any] = []
     for number, stage in enumerate(model.stages):
@@ -188,9 +192,12 @@ def _forward(
             inputs if source == "batch" else tree.tree_map(_alias, values[source]) for source in model.sources(number)
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
-        said = {"state": states[number], "key": key, "microbatch": index, "carry": carries[number]}
-        made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
-        y, beside = taken_apart(stage, made)
+        seed = None if key is None else seed_of(key, number, *place)
+        said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
+        with drawing(seed, who_draws(model, number)):
+            made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
+            y, beside = taken_apart(stage, made)
+            lost = loss_of(model, y, target) if number == last else None
         values.append(y)
         carried.append(beside.get("carry"))
         if "state" in stage.asks:
@@ -198,8 +205,7 @@ def _forward(
         if stage.update is not None:
             counted = {"index": index, "count": count} if stage.counts else {}
             states[number] = stage.update(states[number], tree.tree_map(_detached, beside.get("seen", x)), **counted)
-    output = values[-1]
-    return (*loss_of(model, output, target), output, carried)
+    return (*lost, values[-1], carried)
 
 
 def _alias(leaf: Any) -> Any:

@@ -370,15 +370,8 @@ layer(
     lambda: parametrizations.spectral_norm(nn.Linear(8, 6)),
     table,
     untraced="it changes what it is given in place (aten.div.out)",
-    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training that the output "
-    "reads are not supported; call .eval().",
-)
-layer(
-    "Dropout in training",
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)),
-    table,
-    untraced="it draws random numbers (aten.bernoulli_.float)",
-    refused="module '1.1' (Dropout): random numbers in training are not supported yet; call .eval() or set p=0.",
+    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training that the output reads "
+    "are not supported; call .eval().",
 )
 layer("CosineSimilarity", lambda: Two(F.cosine_similarity), table)
 layer("PairwiseDistance, cdist", lambda: Two(distances), table)
@@ -1061,17 +1054,6 @@ def nonzero(p, x):
 )
 def to_numpy(p, x):
     return x @ p["w0"] * float(x.detach().numpy().sum())
-
-
-@pattern(
-    "random numbers",
-    weights((8, 8)),
-    rows(4, 8),
-    untraced="it draws random numbers (aten.bernoulli_.float)",
-    refused="stage 1 (random_numbers) drew random numbers, which is not supported yet; switch it off, say by .eval().",
-)
-def random_numbers(p, x):
-    return F.dropout(x @ p["w0"], 0.5)
 
 
 @pattern(

@@ -344,11 +344,11 @@ def test_outputs_come_back_in_microbatch_order():
     assert [loss.item() for loss in found.losses] == [loss.item() for loss in expected.losses]
 
 
-def test_a_stage_that_draws_random_numbers_is_refused_and_leaves_them_as_found():
+def test_a_stage_that_draws_without_a_key_is_refused_and_leaves_random_numbers_as_found():
     """A recompute would draw others, silently: verify said so, build alone did not."""
     step = step_of(lambda p, x: torch.nn.functional.dropout(x @ p["w"], 0.5))
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=r"stage 0 \(<lambda>\) drew random numbers, which is not supported yet"):
+    with pytest.raises(ValueError, match=r"stage 0 \(<lambda>\) draws random numbers: hand in key=, an int"):
         step((EYE,), NET.batch(6))
     assert torch.equal(before, torch.get_rng_state())
 

@@ -28,6 +28,7 @@ FLOORS = {
         "result",
         "linearize",
         "graphs",
+        "keys",
         "traces",
         "custom",
         "check",

@@ -60,14 +60,8 @@ REFUSED = {
         [lambda x: x]
     ),
     "stage 0 (<lambda>) takes (p, a, b); a stage": lambda: from_functions([lambda p, a, b: a]),
-    "stage 1 (<lambda>) asks for 'state': module state for functions is not supported yet.": lambda: from_functions(
-        [f, lambda p, x, *, state: x]
-    ),
-    "stage 0 (<lambda>) asks for 'key': random keys for functions are not supported yet.": lambda: from_functions(
-        [lambda p, x, *, key=None: x]
-    ),
-    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for microbatch and carry, and nothing else yet.": lambda: (
-        from_functions([lambda p, x, *, mask: x])
+    "stage 0 (<lambda>) asks for 'mask'; a stage can ask for state, key, microbatch and carry, and nothing else.": (
+        lambda: from_functions([lambda p, x, *, mask: x])
     ),
     "loss is a function loss(y, target) or None, found str.": lambda: from_functions([f], loss="mse"),
     "reduction is 'mean', 'sum' or 'count', found 'avg'.": lambda: from_functions([f], reduction="avg"),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fpipe.graphs.draws import LABEL, drawn
 from fpipe.graphs.graph import Graph, Name, Node
 
 _KNOWN = ("params", "const")  # what every part is given anew
@@ -67,9 +68,14 @@ class Cut:
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
         made = {label: self.written(label) if label in graph.writes else crossing[label] for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}
-        ops = graph.behind((leaf for leaves in made.values() for leaf in leaves), known)
+        drawn = self._drawn if LABEL in given else []  # a forward draws all its numbers, whoever reads them
+        ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops])
         return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
+
+    @cached_property
+    def _drawn(self) -> list[Name]:
+        return [node.name for node in drawn(self.graph)]
 
     @cached_property
     def _params(self) -> list[str]:
@@ -93,8 +99,8 @@ class Cut:
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
-        outputs = [label for label in ("y", "loss", "count", "state", "carry") if label in self.graph.writes]
-        return self._with_parts(self.graph.behind(self._leaves(outputs)))
+        outputs = [label for label in ("y", "loss", "count", "state", "carry", "seen") if label in self.graph.writes]
+        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
 
     @cached_property
     def _input_ops(self) -> set[Name]:

@@ -75,6 +75,7 @@ class Graph:
         reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
         writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
         ran: the ops as they were traced, by name.
+        devices: of the generators that it reads under the label `rng`.
     """
 
     nodes: tuple[Node, ...]
@@ -83,6 +84,7 @@ class Graph:
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
     ran: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -185,6 +187,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
     back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
     names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
     names |= {name: Name(f"loss_{name}") for name in then.constants}
+    names |= {name: name for name in then.reads.get("rng", ())}  # the loss draws on from where the stage ended
     handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
     names |= handed
     up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
@@ -198,6 +201,9 @@ def inlined(first: Graph, then: Graph) -> Graph:
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
     reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
+    devices = tuple(dict.fromkeys((*first.devices, *then.devices)))
+    if devices:
+        reads["rng"] = tuple(dict.fromkeys((*first.reads.get("rng", ()), *reads.get("rng", ()))))
     writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
     return Graph(
         (*own[:end], *others, *own[end:]),
@@ -205,6 +211,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
         {**first.constants, **{names[name]: tensor for name, tensor in then.constants.items()}},
         {label: leaves for label, leaves in first.reads.items() if label != "dy"} | reads,
         {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
+        devices=devices,
     )
 
 

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.draws import keyed, refuse_hidden, without_fills
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
@@ -93,6 +94,7 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
     groups: Groups = {**reads, **seeds}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
     shown: list[tuple[str, list[Any]]] = []
+    before: list[int] = []
     cached = torch.is_autocast_cache_enabled()
 
     def joint(*tensors: Tensor) -> list[Tensor]:
@@ -100,7 +102,7 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached):
-            shown[:] = _with_gradient(function, given, reads, seeds)
+            shown[:] = _with_gradient(function, given, reads, seeds, before)
         return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
@@ -109,19 +111,25 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
         traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
-        _refuse_random(calls)
+        refuse_hidden(calls, before[0])
+        without_fills(traced)
+        calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(_written, calls)):
             _refuse_changes(traced)
             traced = _functional(traced, fakes)
-        return replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
+        return keyed(replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran))
 
 
 def _with_gradient(
-    function: Flat, given: Mapping[str, list[Any]], reads: Groups, seeds: Groups
+    function: Flat, given: Mapping[str, list[Any]], reads: Groups, seeds: Groups, before: list[int]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """What the function writes, then the gradients of what wants one."""
+    """What the function writes, then the gradients of what wants one; `before` is told how many calls come first."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
     with torch.enable_grad():
         made = function({label: given[label] for label in reads})
+        mode: Any = get_proxy_mode()
+        before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
         yield from made.items()
         pairs = [
             (root, seed)
@@ -212,16 +220,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
-
-
-def _refuse_random(calls: Sequence[fx.Node]) -> None:
-    for node in calls:
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            target: Any = node.target
-            said = {argument.name: argument.default_value for argument in target._schema.arguments}
-            said |= dict(zip(said, node.args, strict=False)) | node.kwargs
-            if said.get("dropout_p") != 0.0 and said.get("training") is not False:
-                raise Untraceable(f"it draws random numbers ({node.target})")
 
 
 def _refuse_changes(traced: Any) -> None:

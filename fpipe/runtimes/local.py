@@ -17,8 +17,9 @@ from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, casts, plainly
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
+from fpipe.keys import needs_key
 from fpipe.microbatch import check_batch, rows, spec_of
-from fpipe.models import Model, check_params, refuse_inference_mode
+from fpipe.models import Model, check_params, refuse_inference_mode, who_draws
 from fpipe.modules import StageModule
 from fpipe.program import Program, Value
 from fpipe.result import Result
@@ -80,7 +81,7 @@ def local(
         if not isinstance(lowered, Prepared) or (record and lowered.plain.stages):
             return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
         try:
-            return lowered.run(leaves, state, record=record, check_finite=check_finite)
+            return lowered.run(leaves, state, key, record=record, check_finite=check_finite)
         except (Surprise, RuntimeError) as error:
             made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
             known[signature] = None
@@ -144,6 +145,8 @@ class Prepared:
         things: dict[Value, Thing] = {}
         handed: dict[Value, list[int]] = {}
         ends = handed_in(program, model, own_params, own_batch, None if state is None else own_state, key)
+        if ends.pop(Value("key"), None) is not None:  # who asks for it runs under autograd, which is told apart
+            things[Value("key")] = Thing((key,), tree.flatten(key)[1])
         for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
@@ -159,14 +162,21 @@ class Prepared:
         self.model, self.program = model, program
         slots = self.lowered.slots
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(len(slots))]
+        if Value("key") in slots:
+            self.start[slots[Value("key")]] = [None]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
+        self.key = self.lowered.key
         self.code = [call[:4] for call in self.calls]
         self.results = self._results(program, params, state, {*self.given})
 
-    def run(self, leaves: Sequence[Any], state: Any, *, record: bool, check_finite: bool) -> Result:
+    def run(self, leaves: Sequence[Any], state: Any, key: int | None, *, record: bool, check_finite: bool) -> Result:
         """One step."""
         slots = self.start[:]
+        if self.key is not None:
+            if key is None and self.lowered.drawing:
+                raise ValueError(needs_key(who_draws(self.model, self.lowered.drawing[0].stage or 0)))
+            slots[self.key] = key
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
         for slot, module in self.constants:

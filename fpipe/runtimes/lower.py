@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ from fpipe.graphs.add import adding, owned
 from fpipe.graphs.ambient import Casts, casting, casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
+from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph, aval
+from fpipe.keys import generator_on, seed_of
 from fpipe.models import Model
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
@@ -30,6 +32,7 @@ from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
 from fpipe.runtimes.sums import Sums
 
 Leaves = list[Any]
+KEY = ("ready", "key")  # what the slot of a step's key is called
 
 
 class Call(NamedTuple):
@@ -57,6 +60,8 @@ class Lowered:
         calls: the calls, in the order of the program.
         things: what is known of every value.
         given: storages that are not the step's own: of the caller, and of what stages hold on to.
+        key: the slot of the step's key, if a stage draws random numbers.
+        drawing: a forward of each stage that does.
     """
 
     slots: Mapping[Value, int]
@@ -65,6 +70,8 @@ class Lowered:
     calls: Sequence[Call]
     things: Mapping[Value, Thing]
     given: frozenset[int]
+    key: int | None
+    drawing: tuple[Op, ...]
 
 
 class Surprise(Exception):
@@ -106,6 +113,7 @@ class _Writer:
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self.drawing: dict[int, Op] = {}
         self.kept = {end.value for end in program.outputs}
         self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages, given)
         self.adds = self.sums.adds
@@ -119,7 +127,9 @@ class _Writer:
         calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
         for value in (end.value for end in self.program.inputs):
             self.slot(value)
-        return Lowered(self.slots, self.constants, self.prepare, calls, self.things, self.given)
+        drawing = tuple(self.drawing.values())
+        known = (self.slots, self.constants, self.prepare, calls, self.things, self.given)
+        return Lowered(*known, self.slots.get(KEY), drawing)
 
     def slot(self, value: Any) -> int:
         return self.slots.setdefault(value, len(self.slots))
@@ -140,7 +150,9 @@ class _Writer:
     def called(self, at: int, op: Op) -> Call:
         if self.shapes.is_plain(op):
             things = [[self.things[value] for value in values] for values in (op.reads, op.writes)]
-            return self.call(at, partial(_under_autograd, op, *things, self.shapes.run), op.reads, op.writes)
+            keyed = (KEY,) if op.kind in "FR" else ()
+            run = partial(_under_autograd, op, *things, self.shapes.run)
+            return self.call(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 
     def call(
@@ -168,6 +180,11 @@ class _Writer:
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
         values = {label_of(value): value for value in op.writes if value not in adds}
         values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
+        if graph.devices and LABEL in graph.reads:
+            named |= {LABEL: KEY}
+            self.drawing.setdefault(op.stage or 0, op)
+            place = (op.stage or 0, op.microbatch or 0, op.slice)
+            run = partial(_drawing, run, [*graph.reads].index(LABEL), graph.devices, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[add] for add in adds.values()]
         return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
@@ -264,6 +281,18 @@ def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
     return lambda *lists: ([lists[k][at] for k, at in picked],)
 
 
+def _drawing(
+    run: Callable[..., Any], at: int, devices: Sequence[str], place: tuple[int, int, int | None], *lists: Any
+) -> Any:
+    """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
+    microbatch (and slice)."""
+    seed = seed_of(lists[at], *place)
+    generators = [generator_on(device) for device in devices]
+    for generator in generators:
+        generator.manual_seed(seed)
+    return run(*lists[:at], generators, *lists[at + 1 :])
+
+
 def _pass_on(*lists: Leaves) -> Sequence[Leaves]:
     made = [[*leaves] for leaves in lists]
     _empty(lists)
@@ -294,10 +323,10 @@ def _by_rule(op: Op, reads: Sequence[Thing], run: Run, casts: Casts, *lists: Lea
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
 
-def _under_autograd(
-    op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Leaves
-) -> Sequence[Leaves]:
-    """What a stage does that is not traced; others rely on what it was seen to write."""
+def _under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Any) -> Sequence[Leaves]:
+    """What a stage does that is not traced; others rely on what it was seen to write. A forward is told the key."""
+    if op.kind in "FR":
+        lists, run = lists[:-1], replace(run, key=lists[-1])
     wanting = [[*map(_wanting, thing.leaves, leaves)] for thing, leaves in zip(reads, lists, strict=True)]
     wholes = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, wanting, strict=True)], run)
     _empty(lists)

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
+from fpipe.keys import drawing, seed_of
 from fpipe.microbatch import Chunk, cut, cut_sequence, join, spec_of
-from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, unchanged, without_random
+from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, unchanged, who_draws
 from fpipe.program import Op, kind_of
 
 Leaves = list[Any]
@@ -33,6 +34,7 @@ class Run:
     model: Model
     rows: int
     watch_saved: bool = False
+    key: int | None = None
 
 
 Rule = Callable[[Op, Sequence[Any], Run], Sequence[Any]]
@@ -78,7 +80,8 @@ class _Given:
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
         said = {"microbatch": op.microbatch, "carry": self.carry}
-        said |= {word: named[word][0] for word in ("state", "key") if word in named}
+        self.seed = None if run.key is None else seed_of(run.key, number, op.microbatch or 0, op.slice)
+        said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
         self.said = {word: said[word] for word in self.stage.asks}
         self.watched = [leaf for leaf in tree.leaves(named["params"]) if isinstance(leaf, Tensor)]
         self.versions = [leaf._version for leaf in self.watched]
@@ -92,8 +95,9 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     given = _Given(op, args, run)
     stage, params = given.stage, given.params
     saved: list[Tensor] = []
-    with torch.enable_grad(), _watching(saved) if run.watch_saved else nullcontext():
-        with unchanged((given.taken, given.said.get("state")), given.who), without_random(given.who):
+    watching = _watching(saved) if run.watch_saved else nullcontext()
+    with torch.enable_grad(), watching, drawing(given.seed, who_draws(run.model, op.stage or 0)):
+        with unchanged((given.taken, given.said.get("state")), given.who):
             y, beside = taken_apart(stage, stage.forward(params, given.x, **given.said))
         with unchanged(given.target, "the loss"):
             loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
@@ -270,7 +274,7 @@ def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     state, *taken = args
     x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
     who = f"the update of stage {op.stage}"
-    with unchanged(state, who), without_random(who):
+    with unchanged(state, who), drawing(None, who):
         return [change(state, tree.tree_map(detached, x), **(dict(op.how) if stage.counts else {}))]
 
 

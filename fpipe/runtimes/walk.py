@@ -48,7 +48,7 @@ def walk(
         check_batch(batch)
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record)
+        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record, key=key)
         values = handed_in(program, model, params, batch, state, key)
         book = Book(program.ranks, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):

@@ -1,0 +1,166 @@
+"""Ops that draw random numbers, each from a generator that the graph is handed.
+
+    mask = bernoulli(x, 0.9)        --> keyed -->        mask = bernoulli(x, 0.9, generator=rng)
+
+A generator that was seeded as torch would be gives the numbers that torch would give, in the order of the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.graph import Graph, Name, Node
+from fpipe.keys import drawing
+
+LABEL = "rng"
+"""What a graph that draws reads beside tensors: a generator for each device, by `Name("rng_cpu")` and so on."""
+
+
+def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers: dropout with p=0 does not."""
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    named: Any = op
+    schema = named._schema
+    said = {argument.name: argument.default_value for argument in schema.arguments}
+    said |= dict(zip(said, args, strict=False)) | kwargs
+    return said.get("dropout_p") != 0.0 and said.get("training") is not False
+
+
+def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
+    """Numbers that follow from something else than the key, or are drawn in a backward.
+
+    `forward` is how many of the calls are the function's own.
+    """
+    for at, node in enumerate(calls):
+        if draws(node.target, node.args, dict(node.kwargs)):
+            if at >= forward:
+                raise Untraceable(f"its backward draws random numbers ({node.target}), as a checkpoint inside it does")
+            if node.kwargs.get("generator") is not None:
+                raise Untraceable(f"it draws from a generator of its own ({node.target})")
+
+
+def drawn(graph: Graph) -> list[Node]:
+    """The ops of a graph that draw random numbers."""
+    return [node for node in graph.nodes if draws(node.op, node.args, dict(node.kwargs))]
+
+
+# Tensors that a random op has filled in place, as a new tensor in the same order in memory. The op without its `_`
+# would write another order, and so give each number to another element: a mask of transposed data shows it.
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define("filled(Tensor like, str name, float[] numbers) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_FILLED: Any = torch.ops.fpipe.filled.default
+_aten: Any = torch.ops.aten
+_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
+
+
+def fill(like: Tensor, name: str, numbers: list[float], generator: torch.Generator | None = None) -> Tensor:
+    """An empty tensor, filled by one of its random methods."""
+    return getattr(like, name)(*numbers, generator=generator)
+
+
+def _filled(like: Tensor, name: str, numbers: list[float]) -> Tensor:
+    return fill(_empty(like, name, numbers), name, numbers)
+
+
+def _empty(like: Tensor, name: str, numbers: list[float]) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+_LIBRARY.impl("filled", _filled, "CompositeExplicitAutograd")
+torch.library.register_fake("fpipe::filled", _empty, lib=_LIBRARY)
+
+
+def without_fills(traced: fx.GraphModule) -> None:
+    """Replace what fills an empty tensor, and nothing else does, by an op that makes it."""
+    for node in traced.graph.nodes:
+        filling = _filling(node)
+        if filling is not None:
+            like, name, numbers = filling
+            with traced.graph.inserting_after(node):
+                new = traced.graph.call_function(_FILLED, (like, name, numbers))
+            new.meta = node.meta
+            with node.meta["val"].fake_mode:  # what is filled is another tensor than the empty one
+                like.meta["val"] = _empty(node.meta["val"], "", [])
+            node.replace_all_uses_with(new)
+            for user in [user for user in like.users if user not in (new, node)]:
+                user.replace_input_with(like, new)
+            traced.graph.erase_node(node)
+    traced.recompile()
+
+
+def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
+    """The empty tensor that a node fills with random numbers before anybody reads it, by which method, with what."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name not in _FILLS or node.kwargs.get("generator") is not None:
+        return None
+    like, *numbers = node.args
+    if not isinstance(like, fx.Node) or like.target not in _EMPTY or next(iter(like.users)) is not node:
+        return None
+    plain = [float(number) for number in numbers if isinstance(number, int | float)]
+    return (like, name, plain) if len(plain) == len(numbers) else None
+
+
+def keyed(graph: Graph) -> Graph:
+    """The graph with generators as an input, if it draws."""
+    found = {node.name for node in drawn(graph)}
+    if not found:
+        return graph
+    names: dict[str, Name] = {}
+
+    def given(node: Node) -> Node:
+        if node.name not in found:
+            return node
+        fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
+        device = str(fact.aval.device)
+        name = names.setdefault(device, Name("rng_" + device.replace(":", "_")))
+        return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
+
+    nodes = tuple(map(given, graph.nodes))
+    return replace(graph, nodes=nodes, reads={**graph.reads, LABEL: tuple(names.values())}, devices=tuple(names))
+
+
+@lru_cache
+def _with_generator(op: Any) -> Callable[..., Any]:
+    """An op, or its overload, that takes a generator; where there is none, torch's own stands in for it."""
+    if op is _FILLED:
+        return fill
+    if any(argument.name == "generator" for argument in op._schema.arguments):
+        return op
+    packet = op.overloadpacket
+    wanted = [argument.name for argument in op._schema.arguments]
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        words = [argument.name for argument in other._schema.arguments]
+        if "generator" in words and [word for word in words if word != "generator"] == wanted:
+            return other
+    return Lent(op)
+
+
+class Lent:
+    """An op that draws from torch's own generator only, which takes the place of the one it is handed."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.__name__: str = op.__name__
+        self.tags: Any = op.tags
+        self._schema: Any = op._schema
+
+    def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
+        """The op, on the numbers that the generator would give."""
+        device = generator.device
+        torchs = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        with drawing(0, ""):
+            torchs.set_state(generator.get_state())
+            made = self.op(*args, **kwargs)
+            generator.set_state(torchs.get_state())
+        return made

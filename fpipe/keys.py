@@ -1,0 +1,94 @@
+"""Random numbers as a function of a key: what a stage draws for a microbatch depends on nothing else.
+
+    key  --> fold_in(key, stage, microbatch) -->  the seed of that stage's forward
+
+So the same numbers are drawn under every schedule, on every rank, and once more where a forward is computed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_ALL = (1 << 64) - 1
+_LOCK = threading.RLock()
+_OWN = threading.local()
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+
+def fold_in(key: int, *ints: int) -> int:
+    """A new key from a key and numbers, such as a step, a stage, a microbatch: as different as if drawn by chance.
+
+    Args:
+        key: a whole number.
+        ints: whole numbers; their order matters.
+
+    Returns:
+        A whole number from 0 to 2**63 - 1, which `torch.manual_seed` takes.
+
+    Source: the mixing function of SplitMix64 (Steele, Lea and Flood 2014, figure 17).
+
+    >>> fold_in(0, 3, 5) == fold_in(fold_in(0, 3), 5)
+    True
+    >>> len({fold_in(0, stage, index) for stage in range(100) for index in range(100)})
+    10000
+    """
+    for number in (key, *ints):
+        if type(number) is not int:
+            raise TypeError(f"a key is a whole number, and so is what is folded into it; found {number!r}.")
+    for number in ints:
+        z = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _ALL
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
+        key = (z ^ (z >> 31)) >> 1
+    return key
+
+
+def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> int:
+    """The seed of a stage's forward for a microbatch (and slice of its sequences)."""
+    return fold_in(key, stage, microbatch) if piece is None else fold_in(key, stage, microbatch, piece)
+
+
+@contextmanager
+def drawing(seed: int | None, who: str) -> Generator[None]:
+    """While it lasts torch's own random numbers start from a seed; afterwards they are as they were found.
+
+    Raises:
+        ValueError: there is no seed, and numbers were drawn.
+    """
+    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
+        yield
+        return
+    with _LOCK:  # there is one such generator for all threads
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators += torch.cuda.default_generators
+        before = [generator.get_state() for generator in generators]
+        try:
+            if seed is not None:
+                for generator in generators:
+                    generator.manual_seed(seed)
+            yield
+            now = [generator.get_state() for generator in generators]
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+    if seed is None and not all(map(torch.equal, before, now)):
+        raise ValueError(needs_key(who))
+
+
+def needs_key(who: str) -> str:
+    """What is said to those who hand in no key."""
+    return f"{who} draws random numbers: hand in key=, an int that they follow from."
+
+
+def generator_on(device: str) -> torch.Generator:
+    """This thread's generator for a device, to be seeded before it is used."""
+    found: dict[str, torch.Generator] = _OWN.__dict__.setdefault("generators", {})
+    if device not in found:
+        found[device] = torch.Generator(device)
+    return found[device]

@@ -1,0 +1,224 @@
+"""Random numbers follow from the key: the same bits under every schedule, policy and runtime; torch's own stay."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.transforms._rewrite import Transform
+
+KEY = 7
+POLICIES: dict[str, tuple[Transform, ...]] = {
+    "kept": (),
+    "recomputed": (fpipe.checkpoint("always"),),
+    "split": (fpipe.split_backward(),),
+    "recomputed and split": (fpipe.checkpoint("always"), fpipe.split_backward()),
+}
+
+
+class Noise(nn.Module):
+    """Everything that torch draws by a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.rand(x.shape[-1]) * torch.randn_like(x) + torch.rand_like(x) + torch.randint(3, x.shape)
+        x = (
+            x * torch.bernoulli(torch.sigmoid(x.detach()))
+            + torch.empty_like(x).exponential_()
+            + torch.normal(x.detach())
+        )
+        return F.gumbel_softmax(x, dim=-1) + x[:, torch.randperm(x.shape[1])]
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+
+def linears(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), *between, nn.Linear(8, 8))
+
+
+TABLE, SEQUENCE, IMAGE = (10, 8), (10, 5, 8), (10, 3, 6, 6)
+NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "Dropout": (lambda: linears(nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.5)), TABLE),
+    "AlphaDropout": (lambda: linears(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.2)), TABLE),
+    "RReLU": (lambda: linears(nn.RReLU()), TABLE),
+    "TransformerEncoderLayer": (lambda: nn.Sequential(attention(), attention(), nn.Linear(8, 8)), SEQUENCE),
+    "LSTM": (lambda: nn.Sequential(Last(), nn.Linear(8, 8)), SEQUENCE),
+    "functions": (lambda: linears(Noise()), TABLE),
+    "BatchNorm and Dropout2d": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(64, 8)),
+        IMAGE,
+    ),
+}
+
+
+def case(name: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    net = make()
+    x = torch.randn(shape)
+    return net, (x, torch.randn_like(copy.deepcopy(net)(x)))
+
+
+def by_hand(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Plain autograd, seeded for each stage and microbatch as `fold_in` says."""
+    net = copy.deepcopy(net)
+    for index, (x, t) in enumerate(zip(*(half.tensor_split(4) for half in batch), strict=True)):
+        y, children = x, iter(net)
+        for number, stage in enumerate(model.stages):
+            torch.manual_seed(fpipe.fold_in(KEY, number, index))
+            for _ in stage.name.split(", "):
+                y = next(children)(y)
+        (F.mse_loss(y, t) * (len(x) / len(batch[0]))).backward()
+    return {name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NETS)
+def test_a_stage_draws_what_follows_from_the_key(name: str, policy: str, trace: bool):
+    net, batch = case(name)
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    schedule = (*POLICIES[policy], fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    program = fpipe.chain(fpipe.split(4), *schedule)(fpipe.program(model))
+    before = torch.get_rng_state()
+    result = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=KEY)
+    assert torch.equal(before, torch.get_rng_state())
+    grads, right = fpipe.join_params(model, result.grads), by_hand(net, model, batch)
+    assert all(torch.equal(grads[name], grad) for name, grad in right.items())
+    assert fpipe.verify(program, model, params, batch, state=state, key=KEY).bitwise
+
+
+def test_a_hundred_layers_of_dropout_drop_in_the_gradient_what_they_drop():
+    """Behaviour 5: the zeros of y are the zeros of x's gradient, under every policy."""
+    net = nn.Sequential(*(nn.Dropout(0.001) for _ in range(100)))
+    stages = [lambda p, x, part=part: part(x * p["one"]) for part in (net[:50], net[50:])]
+    model = fpipe.from_functions(stages, lambda y, target: (y * target).sum(), reduction="sum")
+    params = ({"one": torch.ones(20, 50)}, {"one": torch.ones(1)})
+    x = torch.ones(200, 50)
+    for steps in POLICIES.values():
+        program = fpipe.chain(fpipe.split(10), *steps, fpipe.merge())(fpipe.program(model))
+        result = fpipe.build(program, model)(params, (x, torch.ones(200, 50)), key=KEY)
+        y = result.outputs.reshape(10, 20, 50)
+        assert torch.equal(result.grads[0]["one"] == 0, (y != 0).sum(0) == 0)
+        torch.testing.assert_close(result.grads[0]["one"], y.sum(0))
+        assert 0.05 < (y == 0).float().mean() < 0.15
+
+
+def test_another_key_draws_other_numbers_and_retraces_nothing():
+    net, batch = case("Dropout")
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    losses = [step(params, batch, key=key).loss for key in (1, 2, 1)]
+    assert not torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
+def test_a_loss_that_draws_goes_on_from_its_stage():
+    def noisy(y: Tensor, target: Tensor) -> Tensor:
+        return (F.dropout(y) - target).square().mean()
+
+    net, batch = case("Dropout")
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=noisy)
+    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+    own = fpipe.build(program, model)(params, batch, key=KEY)
+    by_walk = fpipe.build(program, model, trace=False)(params, batch, key=KEY)
+    assert torch.equal(own.loss, by_walk.loss)
+
+
+def test_a_stage_that_looks_at_data_draws_the_same():
+    def odd(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return F.dropout(x @ p["w"]) * (2 if float(x.detach().sum()) > 0 else 3)
+
+    model = fpipe.from_functions([odd], F.mse_loss)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    with pytest.warns(UserWarning, match="a stage runs under autograd"):
+        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+
+
+def test_a_checkpoint_inside_a_stage_draws_again_what_it_drew():
+    def inner(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        made = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x @ p["w"]), x, use_reentrant=False)
+        return torch.tanh(made)
+
+    model = fpipe.from_functions([inner], F.mse_loss)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    with pytest.warns(UserWarning, match="its backward draws random numbers .*, as a checkpoint inside it does"):
+        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+
+
+def test_a_function_may_ask_for_its_key():
+    def keyed(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+        generator = torch.Generator().manual_seed(key)
+        return x @ p["w"] * torch.rand(x.shape, generator=generator)
+
+    model = fpipe.from_functions([keyed], F.mse_loss)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    with pytest.warns(UserWarning, match="asks for a random key"):
+        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+    with pytest.raises(ValueError, match="this program reads key: hand it in as step"):
+        fpipe.build(program, model)(params, batch)
+
+
+def test_without_a_key_the_module_that_draws_is_named():
+    net, batch = case("Dropout")
+    model, params, _ = fpipe.from_sequential(net, sizes=[2, 3], loss=F.mse_loss)
+    step = fpipe.build(fpipe.program(model), model)
+    sentence = r"stage 0 \(0, 1\): '1' \(Dropout\) draws random numbers: hand in key=, an int that they follow from"
+    with pytest.raises(ValueError, match=sentence):
+        step(params, batch)
+    step(params, batch, key=KEY)
+    with pytest.raises(ValueError, match=sentence):
+        step(params, batch)
+    with pytest.raises(ValueError, match=sentence):
+        fpipe.reference(model, params, batch)
+
+
+@pytest.mark.parametrize("key", [1.5, "1", torch.tensor(1), True])
+def test_a_key_is_an_int(key: Any):
+    net, batch = case("Dropout")
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    with pytest.raises(TypeError, match="a key is a whole number, and so is what is folded into it; found"):
+        fpipe.build(fpipe.program(model), model)(params, batch, key=key)
+
+
+def test_fold_in_is_even_and_depends_on_order():
+    seeds = [fpipe.fold_in(0, stage, index) for stage in range(50) for index in range(50)]
+    assert len(set(seeds)) == 2500
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    ones = [sum(seed >> bit & 1 for seed in seeds) / 2500 for bit in range(63)]
+    assert all(0.45 < share < 0.55 for share in ones)
+    assert fpipe.fold_in(1, 2, 3) != fpipe.fold_in(1, 3, 2) != fpipe.fold_in(3, 1, 2)
+
+
+def test_a_function_may_have_state():
+    """One whose output reads it: forwards keep to the order of the microbatches."""
+
+    def counted(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return x @ p["w"] * state["n"], {"n": state["n"] + 1}
+
+    model = fpipe.from_functions([counted], F.mse_loss)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    state = ({"n": torch.tensor(1.0)},)
+    assert fpipe.verify(program, model, params, batch, state=state).bitwise
+    assert fpipe.build(program, model)(params, batch, state=state).state[0]["n"] == 4
+    with pytest.raises(fpipe.ProgramError, match=r"0F1 reads state\[0,0\] .*, which comes later on the same rank"):
+        fpipe.schedules.from_table([["0F1", "0F0", "0F2", "0B0", "0B1", "0B2"]])(program)
