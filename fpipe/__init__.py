@@ -9,13 +9,14 @@ from fpipe.bounds import Bounds, bounds
 from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
+from fpipe.freeze import freeze
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
-from fpipe.microbatch import Chunk, Replicate
+from fpipe.microbatch import Chunk, Replicate, Sum
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import deferred_batch_norm, from_sequential
-from fpipe.params import assign_grads, join_params, split_params
+from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
 from fpipe.plot import plot
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.reference import reference
@@ -58,8 +59,10 @@ __all__ = [
     "Result",
     "Sizes",
     "Stage",
+    "Sum",
     "Timeline",
     "Value",
+    "add_grads",
     "assign_grads",
     "balance",
     "boundary",
@@ -74,9 +77,11 @@ __all__ = [
     "fold_in",
     "forward_only",
     "free",
+    "freeze",
     "from_functions",
     "from_loss",
     "from_sequential",
+    "global_norm",
     "identity",
     "interop",
     "join_params",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,15 @@ class Replicate:
     >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
     >>> cut(batch, 0, 2, {"x": Chunk(), "table": Replicate()})[0]["table"].shape
     torch.Size([9])
+    """
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How to join what is counted: the parts of all microbatches are added.
+
+    >>> join([{"right": 3}, {"right": 4}], spec=Sum())
+    {'right': 7}
     """
 
 
@@ -188,6 +198,24 @@ def join(
     return trees.unflatten(trees.flatten(parts[0])[1], made)
 
 
+def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None) -> list[Any]:
+    """The gradients of a batch's leaves from those of its microbatches: put together along the rows, or added for a
+    leaf that every microbatch took whole; None for a leaf without one.
+
+    >>> import torch
+    >>> join_gradients((torch.zeros(3), torch.tensor(2.0)), [[torch.zeros(2), torch.ones(())], [torch.ones(1)] * 2])
+    [tensor([0., 0., 1.]), tensor([2.])]
+    """
+    made: list[Any] = []
+    for dim, column in zip(_dims(inputs, spec), zip(*parts, strict=True), strict=True):
+        found = [one for one in column if one is not None]
+        if dim is None or not found:
+            made.append(functools.reduce(torch.add, found) if found else None)
+        else:
+            made.append(torch.cat(found, dim))
+    return made
+
+
 def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
     """One leaf from those of all microbatches."""
     if hasattr(how, "reduce_fn"):  # torch's _CustomReducer
@@ -195,6 +223,8 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
     if callable(how) and not isinstance(how, type):
         return how(parts)
     kind, first = _kind(how), parts[0]
+    if isinstance(kind, Sum):
+        return functools.reduce(operator.add, parts)
     if isinstance(kind, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
         try:
             return torch.cat(parts, kind.dim)
@@ -229,14 +259,18 @@ def _dims(tree: Any, spec: Any) -> list[int | None]:
     found: list[int | None] = []
     for leaf, how in zip(trees.leaves(tree), trees.broadcast_prefix(spec, tree), strict=True):
         kind = _kind(how(leaf) if callable(how) and not isinstance(how, type) else how)
+        if isinstance(kind, Sum):
+            raise ValueError(
+                "Sum() says how parts are joined, and not how a leaf is cut: say Chunk(dim) or Replicate()."
+            )
         found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
     return found
 
 
-def _kind(how: Any) -> Chunk | Replicate:
+def _kind(how: Any) -> Chunk | Replicate | Sum:
     """A spec in our words; torch's TensorChunkSpec and _Replicate are known by their looks."""
     said = how() if isinstance(how, type) else how
-    if said is None or isinstance(said, Chunk | Replicate):
+    if said is None or isinstance(said, Chunk | Replicate | Sum):
         return said or Chunk()
     if hasattr(said, "split_dim"):
         return Chunk(said.split_dim)
@@ -293,6 +327,8 @@ def spec_of(text: str | None) -> Any:
                 return Chunk(ast.literal_eval(dim))
             case ast.Call(func=ast.Name(id="Replicate")):
                 return Replicate()
+            case ast.Call(func=ast.Name(id="Sum")):
+                return Sum()
             case ast.Constant(value=None):
                 return None
             case _:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.program import Op
 
 Source = int | Literal["batch"]
 Reduction = Literal["mean", "sum", "count"]
@@ -33,6 +34,8 @@ class Stage:
             read it: its forwards may then come in any order.
         notes: whether the stage returns `(y, seen)`, and the update is `update(state, seen)`.
         counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many.
+        aux_loss: whether the stage returns `(y, loss)` (what else it returns, before the loss): a 0-d tensor that is
+            added to the model's loss.
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
@@ -49,6 +52,7 @@ class Stage:
     update: Callable[..., Any] | None = None
     notes: bool = False
     counts: bool = False
+    aux_loss: bool = False
     name: str = ""
     names: tuple[tuple[str, ...], ...] | None = None
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
@@ -71,7 +75,9 @@ class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values.
-    `whole` is the pytree that all parameters were in, with the leaves' names, if they were in one.
+    `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
+    stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
+    leaves' names, if they were in one.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -84,6 +90,8 @@ class Model:
     inputs: tuple[Source | tuple[Source, ...], ...]
     ties: tuple[tuple[tuple[int, str], ...], ...] = ()
     reduction: Reduction = "mean"
+    aux: bool = False
+    frozen: frozenset[tuple[int, str | None]] = frozenset()
     whole: tuple[tuple[str, ...], tree.Spec] | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +103,9 @@ class Model:
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
+        if self.stages and self.stages[-1].aux_loss:
+            last = len(self.stages) - 1
+            raise ValueError(f"stage {last} is the last, and what it returns goes to the loss: add its loss there.")
 
     def sources(self, stage: int) -> tuple[Source, ...]:
         """What a stage takes, always as a tuple."""
@@ -128,6 +139,11 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
             raise ValueError(
                 f"leaf {leaf!r} of stage {stage} is tied, so that stage's params are a dict; found {found}."
             )
+    for stage, leaf in model.frozen:
+        if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
+            raise ValueError(
+                f"leaf {leaf!r} of stage {stage} is frozen, but params of stage {stage} have no such leaf."
+            )
     for group in model.ties:
         owner, name = group[0]
         if name not in params[owner]:
@@ -138,6 +154,24 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
                     f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
                 )
     return params
+
+
+def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
+    """For each leaf of a parameter bundle whether it has a gradient: floating ones that are not frozen. Bundle 0 of a
+    stage is its own, the others are its tied leaves in order."""
+    found = [
+        isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.leaves(bundle)
+    ]
+    names = {leaf for owner, leaf in model.frozen if owner == stage}
+    if None in names:
+        return [False] * len(found)
+    if port:
+        name = next(group[0][1] for group in model.ties if group[0][0] == stage and not (port := port - 1))
+        return [False] * len(found) if name in names else found
+    if names and isinstance(bundle, Mapping):
+        places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
+    return found
 
 
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
@@ -152,13 +186,18 @@ def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
 
 def taken_apart(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
     """What a stage function returned, as its output and, by name, what it returned beside it: its module state, what it
-    hands to the next slice, what its update needs."""
+    hands to the next slice, what its update needs, a loss of its own."""
     words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
+    words += ["loss"] * stage.aux_loss
     if not words:
         return made, {}
     if not isinstance(made, tuple) or len(made) != 1 + len(words):
-        raise TypeError(f"a stage that asks for {' and '.join(words)} returns (y, {', '.join(words)}).")
-    return made[0], dict(zip(words, made[1:], strict=True))
+        wants = [f"asks for {word}" if word in stage.asks else f"gives its {word}" for word in words]
+        raise TypeError(f"a stage that {' and '.join(wants)} returns (y, {', '.join(words)}).")
+    beside = dict(zip(words, made[1:], strict=True))
+    if stage.aux_loss:
+        _refuse_no_scalar(beside["loss"], f"the loss of {stage.name or 'a stage'}")
+    return made[0], beside
 
 
 def refuse_odd_output(y: Any, who: str) -> None:
@@ -176,20 +215,30 @@ def refuse_odd_output(y: Any, who: str) -> None:
         raise TypeError(f"{who} returned {type(y).__name__} without any tensor; a stage returns a pytree of tensors.")
 
 
-def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any]:
-    """The loss of an output, and what it counts (None unless the model says reduction="count")."""
+def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
+    """The loss of an output, what it counts (None unless the model says reduction="count"), and its auxiliary results
+    (None unless the model says aux=True)."""
     made = output if model.loss is None else model.loss(output, target)
     count: Any = None
+    aux: Any = None
+    if model.aux:
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise TypeError(f"with aux=True the loss returns (loss, aux), found {type(made).__name__}.")
+        made, aux = made
     if model.reduction == "count":
         if not (isinstance(made, tuple) and len(made) == 2):
             raise TypeError(f'with reduction="count" the loss returns (total, count), found {type(made).__name__}.')
         made, count = made
     who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    _refuse_no_scalar(made, who)
+    return made, count, aux
+
+
+def _refuse_no_scalar(made: Any, who: str) -> None:
     if not isinstance(made, Tensor):
         raise TypeError(f"{who} is a 0-d tensor, found {type(made).__name__}.")
     if made.ndim:
         raise ValueError(f"{who} is a 0-d tensor, found shape {tuple(made.shape)}; reduce it, for instance by .mean().")
-    return made, count
 
 
 def from_functions(
@@ -199,6 +248,8 @@ def from_functions(
     inputs: Sequence[Source | tuple[Source, ...]] | None = None,
     ties: Sequence[Sequence[tuple[int, str]]] = (),
     reduction: Reduction = "mean",
+    aux: bool = False,
+    aux_losses: Sequence[int] = (),
 ) -> Model:
     """A model from pure functions, one per stage.
 
@@ -212,6 +263,10 @@ def from_functions(
         ties: groups of leaves that are one, as in `((0, "e"), (3, "e"))`: it lives where named first, in the earliest
             stage, and the params of the others come without it.
         reduction: how the losses of microbatches make one: "mean" by rows, "sum", or "count".
+        aux: whether the loss returns `(loss, aux)`, with "count" `((total, count), aux)`: any pytree of metrics. They
+            are handed back detached, as `Result.aux`.
+        aux_losses: the stages that return `(y, loss)`, such as a load balance of experts: a loss that is added to the
+            model's, weighted as it is in a microbatch. Its gradient starts in that stage's own backward.
 
     Raises:
         ValueError: any of these that does not say what it should; the stage is named.
@@ -224,8 +279,16 @@ def from_functions(
     if callable(fns) or not isinstance(fns, Sequence):
         raise TypeError(f"from_functions takes a list of functions, one per stage; found {type(fns).__name__}.")
     taken = normalise_inputs(inputs, len(fns))
-    stages = tuple(Stage(fn, _asks(number, fn), name=getattr(fn, "__name__", "")) for number, fn in enumerate(fns))
-    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction)
+    odd = next((stage for stage in aux_losses if stage not in range(len(fns))), None)
+    if odd is not None:
+        raise ValueError(f"aux_losses names stage {odd!r}; the stages are 0 to {len(fns) - 1}.")
+    if aux and loss is None:
+        raise ValueError("aux=True says what loss= returns, which is missing.")
+    stages = tuple(
+        Stage(fn, _asks(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
+        for number, fn in enumerate(fns)
+    )
+    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux)
 
 
 def normalise_inputs(
@@ -310,6 +373,16 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
             )
         seen.update(group)
     return groups
+
+
+def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """The places where stages take the batch whose gradient a program wants: each a stage and which of its inputs."""
+    return frozenset(
+        (value.stage, value.port)
+        for op in ops
+        for value in op.writes
+        if value.name == "dx" and value.stage is not None and model.sources(value.stage)[value.port] == "batch"
+    )
 
 
 def refuse_inference_mode() -> None:

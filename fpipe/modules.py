@@ -42,6 +42,7 @@ def from_sequential(
     sizes: Sequence[int] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     reduction: Reduction = "mean",
+    aux: bool = False,
 ) -> tuple[Model, Params, Params]:
     """Cut a Sequential into stages.
 
@@ -50,7 +51,7 @@ def from_sequential(
         stages: how many; the largest has as few bytes of parameters as can be.
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
-        reduction: as in `from_functions`.
+        reduction, aux: as in `from_functions`.
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
@@ -82,7 +83,7 @@ def from_sequential(
         for number in range(len(groups))
     ]
     runs = [StageModule(number, group, names[number]) for number, group in enumerate(groups)]
-    model = from_functions(runs, loss, reduction=reduction)
+    model = from_functions(runs, loss, reduction=reduction, aux=aux)
     cut = tuple(
         replace(stage, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)

@@ -120,6 +120,48 @@ def assign_grads(params: Any, grads: Any) -> None:
             param.grad = grad
 
 
+def add_grads(one: Any, other: Any) -> Any:
+    """The gradients of two steps added, for an optimizer step after several of them.
+
+    Nothing is scaled: twice one step is exactly two times its gradients, and a mean over steps is yours to take.
+
+    Raises:
+        ValueError: gradients of another structure; the first such place is named.
+
+    >>> import torch
+    >>> add_grads(({"w": torch.ones(2), "frozen": None},), ({"w": torch.ones(2), "frozen": None},))
+    ({'w': tensor([2., 2.]), 'frozen': None},)
+    """
+    place = tree.difference(one, other)
+    if place is not None:
+        raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
+
+    def added(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else a + b
+
+    return tree.tree_map(added, one, tree.like(one, other))
+
+
+def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
+
+    To clip: multiply each gradient by `min(1, limit / norm)`.
+
+    Args:
+        grads: any pytree of gradients; None has none.
+        norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+
+    Returns:
+        A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
+
+    >>> import torch
+    >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
+    tensor(5.)
+    """
+    found = [leaf for leaf in tree.leaves(grads) if isinstance(leaf, Tensor)]
+    return torch.nn.utils.get_total_norm(found, norm_type)
+
+
 def same_keys(found: Mapping[Any, Any], expected: Sequence[Any], who: str) -> None:
     """A dict has exactly the expected keys."""
     missing = next((name for name in expected if name not in found), None)

@@ -8,9 +8,9 @@ within each from the last slice of the sequence back. The uses of a tied leaf ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join
+from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join, join_gradients
 from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, who_draws, with_ties
 from fpipe.result import Result
 
@@ -32,6 +32,7 @@ def reference(
     slices: int = 1,
     state: Sequence[Any] | None = None,
     key: int | None = None,
+    input_grads: bool = False,
 ) -> Result:
     """Loss, gradients and outputs of a model by plain autograd.
 
@@ -44,9 +45,10 @@ def reference(
             the next, and a backward goes from the last slice back.
         state: one pytree per stage, for models with module state.
         key: an int, for models with random numbers.
+        input_grads: whether the gradients of the inputs are wanted too.
 
     Returns:
-        A `Result` with loss, grads, outputs, losses and state.
+        A `Result` with loss, grads, outputs, losses and state, aux and input_grads.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -60,7 +62,8 @@ def reference(
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
     cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
-    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices))
+    whole = batch[0] if input_grads else None
+    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices), joined=Joined(inputs=whole))
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,17 @@ class Sliced:
         return found
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How what the microbatches gave is joined: outputs and auxiliary results by specs, or not ("stream"); gradients of
+    the inputs if these are given, whole, with how they were cut."""
+
+    outputs: Any = None
+    aux: Any = None
+    inputs: Any = None
+    cut: Any = None
+
+
 def over_parts(
     model: Model,
     params: Sequence[Any],
@@ -93,17 +107,20 @@ def over_parts(
     *,
     state: Sequence[Any] | None = None,
     key: int | None = None,
-    spec: Any = None,
     sliced: Sliced | None = None,
+    joined: Joined | None = None,
 ) -> Result:
-    """The same for a batch that is cut already: `parts` are the microbatches, each with rows; `spec` joins outputs."""
-    sliced = sliced or Sliced()
+    """The same for a batch that is cut already: `parts` are the microbatches, each with rows."""
+    sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_inference_mode()
     whole = sum(size for _, size in parts)
     states = list(state) if state is not None else [None] * len(model.stages)
     losses: list[Tensor] = []
     counts: list[Any] = []
     outputs: list[Any] = []
+    extras: list[Any] = []
+    shares: list[float] = []
+    of_inputs: list[list[Any]] = []
     sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
@@ -111,22 +128,27 @@ def over_parts(
         graphs: list[_Graph] = []
         weights: list[float] = []
         found: list[Any] = []
-        for number, (piece, share) in enumerate(sliced.of(part)):
-            own = [_aliases(full) for full in with_ties(model, params)]
+        for k, (piece, share) in enumerate(sliced.of(part)):
+            own = [_aliases(model, number, full) for number, full in enumerate(with_ties(model, params))]
+            readers = _readers(model, piece[0]) if joined.inputs is not None else {}
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(_leaf, carries)
-            place = (index, number if sliced.slices > 1 else None)
+            place = (index, k if sliced.slices > 1 else None)
             with torch.enable_grad(), unchanged(piece, "a stage"):
-                each, count, output, carries = _forward(model, own, piece, states, taken, place, len(parts), key)
+                made = _forward(model, own, readers, piece, states, taken, place, len(parts), key)
+                each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-            graphs.append(_Graph(own, taken, weighted, carries))
+            graphs.append(_Graph(own, taken, weighted, carries, readers))
             loss = loss + weighted.detach() if losses else weighted.detach()
             losses.append(each.detach())
             counts.append(count)
+            extras.append(tree.tree_map(_detached, aux))
+            shares.append(weights[-1])
             found.append(tree.tree_map(_detached, output))
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
         for graph in reversed(graphs):
-            grads, seeds = _gradients(model, graph, seeds)
+            grads, seeds, inputs = _gradients(model, graph, seeds)
+            of_inputs += [inputs] if inputs else []
             sums = [list(map(_added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
     grads = _handed_back(model, params, sums)
@@ -135,10 +157,13 @@ def over_parts(
         divisor = total if total != 0 else 1
         loss = loss / divisor
         grads = tree.tree_map(partial(_divided, divisor), grads)
+        of_inputs = [[_divided(divisor, leaf) for leaf in leaves] for leaves in of_inputs]
     return Result(
         loss=loss,
         grads=grads,
-        outputs=join(outputs, [size for _, size in parts], spec),
+        outputs=_whole(outputs, [size for _, size in parts], joined.outputs, "outputs"),
+        aux=_whole(extras, shares, joined.aux, "aux") if model.aux else None,
+        input_grads=None if joined.inputs is None else _of_inputs(joined, of_inputs),
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )
@@ -148,13 +173,42 @@ def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
     return grad if grad is None else grad / divisor
 
 
-def _aliases(full: Any) -> Any:
+def _whole(parts: list[Any], weights: Sequence[float], spec: Any, what: str) -> Any:
+    return tuple(parts) if spec == "stream" else join(parts, weights, spec, what=what)
+
+
+def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
+    """The gradients of the inputs, put together as these were cut."""
+    return tree.unflatten(tree.flatten(joined.inputs)[1], join_gradients(joined.inputs, parts, joined.cut))
+
+
+def _aliases(model: Model, stage: int, full: Any) -> Any:
     """A stage's parameters as leaves of a graph of their own, on the caller's storage."""
+    leaves, containers = tree.flatten(full)
+    pairs = zip(leaves, _train(model, stage, full), strict=True)
+    return tree.unflatten(containers, [leaf.detach().requires_grad_() if one else leaf for leaf, one in pairs])
+
+
+def _train(model: Model, stage: int, full: Any) -> list[bool]:
+    """For each leaf of a stage, tied ones too, whether it has a gradient: floating, and not frozen where it lives."""
+    homes: dict[Any, tuple[int, str]] = {leaf: group[0] for group in model.ties for n, leaf in group if n == stage}
+    names: Any = full if isinstance(full, Mapping) and (homes or model.frozen) else {None: full}
+    found: list[bool] = []
+    for name, own in names.items():
+        owner, leaf = homes.get(name, (stage, name))
+        frozen = not model.frozen.isdisjoint({(owner, leaf), (owner, None)})
+        found += [_trains(one) and not frozen for one in tree.leaves(own)]
+    return found
+
+
+def _readers(model: Model, inputs: Any) -> dict[tuple[int, int], Any]:
+    """The inputs as each stage takes them, by stage and which of its inputs: leaves of the graph."""
+    places = [(s, k) for s in range(len(model.stages)) for k, one in enumerate(model.sources(s)) if one == "batch"]
 
     def alias(leaf: Any) -> Any:
         return leaf.detach().requires_grad_() if _trains(leaf) else leaf
 
-    return tree.tree_map(alias, full)
+    return {place: tree.tree_map(alias, inputs) for place in places}
 
 
 def _trains(leaf: Any) -> bool:
@@ -169,27 +223,32 @@ class _Graph:
     taken: list[Any]
     loss: Tensor
     carries: list[Any]
+    readers: dict[tuple[int, int], Any]
 
 
 def _forward(
     model: Model,
     own: list[Any],
+    readers: dict[tuple[int, int], Any],
     part: tuple[Any, Any],
     states: list[Any],
     carries: list[Any],
     place: tuple[int, int | None],
     count: int,
     key: int | None,
-) -> tuple[Tensor, Any, Any, list[Any]]:
-    """Loss, count, output and what is handed on, of one microbatch (or slice), as one graph over all stages."""
+) -> tuple[Tensor, Any, Any, Any, list[Any]]:
+    """Loss, count, auxiliary results, output and what is handed on, of one microbatch (or slice), as one graph over all
+    stages."""
     inputs, target = part
     index, last = place[0], len(model.stages) - 1
     lost: Any = None
     values: list[Any] = []
+    losses: list[Tensor] = []
     carried: list[Any] = []
     for number, stage in enumerate(model.stages):
         taken = [
-            inputs if source == "batch" else tree.tree_map(_alias, values[source]) for source in model.sources(number)
+            readers.get((number, k), inputs) if source == "batch" else tree.tree_map(_alias, values[source])
+            for k, source in enumerate(model.sources(number))
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
         seed = None if key is None else seed_of(key, number, *place)
@@ -200,12 +259,14 @@ def _forward(
             lost = loss_of(model, y, target) if number == last else None
         values.append(y)
         carried.append(beside.get("carry"))
+        losses += [beside["loss"]] if "loss" in beside else []
         if "state" in stage.asks:
             states[number] = tree.tree_map(_detached, beside["state"])
         if stage.update is not None:
             counted = {"index": index, "count": count} if stage.counts else {}
             states[number] = stage.update(states[number], tree.tree_map(_detached, beside.get("seen", x)), **counted)
-    return (*lost, values[-1], carried)
+    loss, counted, aux = lost
+    return sum(losses, loss), counted, aux, values[-1], carried
 
 
 def _alias(leaf: Any) -> Any:
@@ -223,12 +284,14 @@ def _detached(leaf: Any) -> Any:
 
 def _gradients(
     model: Model, graph: _Graph, seeds: Sequence[Tensor | None]
-) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-    """The gradient for each leaf of each stage, and for each leaf of the carries it took; None where nothing depends on
-    it. `seeds` are those of the carries it hands on."""
+) -> tuple[list[list[Tensor | None]], list[Tensor | None], list[Tensor | None]]:
+    """The gradient for each leaf of each stage, for each leaf of the carries it took, and of the inputs; None where
+    nothing depends on it. `seeds` are those of the carries it hands on."""
     leaves = [tree.leaves(stage) for stage in graph.own]
     taken = tree.leaves(graph.taken)
-    wanted = [leaf for stage in (*leaves, taken) for leaf in stage if _wants(leaf)]
+    inputs = [tree.leaves(graph.readers[place]) for place in sorted(graph.readers, reverse=True)]
+    groups = (*leaves, taken, *inputs)
+    wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
     ends = [(leaf, seed) for leaf, seed in zip(tree.leaves(graph.carries), seeds, strict=False) if seed is not None]
     ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
@@ -237,8 +300,10 @@ def _gradients(
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
-    grads = [[next(found) if _wants(leaf) else None for leaf in stage] for stage in (*leaves, taken)]
-    return grads[:-1], grads[-1]
+    grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
+    count = len(leaves)
+    summed = [reduce(_added, each) for each in zip(*grads[count + 1 :], strict=True)]
+    return grads[:count], grads[count], summed
 
 
 def _apart(ends: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -267,8 +332,9 @@ def _handed_back(model: Model, params: Sequence[Any], sums: list[list[Tensor | N
         for stage, leaf in sorted(group):
             total = _added(total, full[stage].pop(leaf))
         full[owner][name] = total
-    return tuple(tree.tree_map(_or_zeros, own, tree.like(own, grads)) for own, grads in zip(params, full, strict=True))
-
-
-def _or_zeros(leaf: Any, grad: Tensor | None) -> Tensor | None:
-    return torch.zeros_like(leaf) if grad is None and _trains(leaf) else grad
+    made: list[Any] = []
+    for number, (own, grads) in enumerate(zip(params, full, strict=True)):
+        leaves, containers = tree.flatten(own)
+        each = zip(leaves, tree.leaves(tree.like(own, grads)), _train(model, number, own), strict=True)
+        made.append(tree.unflatten(containers, [torch.zeros_like(a) if b is None and one else b for a, b, one in each]))
+    return tuple(made)

@@ -12,12 +12,14 @@ class Result:
 
     Attributes:
         loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow.
-        grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros.
+        grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros, a frozen one
+            None.
         outputs: what the last stage returned, joined over microbatches.
         state: one pytree per stage, the module state after the step.
-        aux: auxiliary results of the loss.
+        aux: auxiliary results of the loss, detached, joined over microbatches like outputs.
         losses: the loss of each microbatch, where `merge(losses=True)` asked for them.
-        input_grads: gradients of the inputs.
+        input_grads: gradients of the inputs, where `program(model, input_grads=True)` asked for them; None for a leaf
+            that has no gradient.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
 
     >>> import fpipe, torch

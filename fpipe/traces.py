@@ -204,10 +204,16 @@ class Traces:
         around = (call.odd, call.reads, ambient())
         if call.stage is None:
             store, own = self._store(self.model.loss)
-            return store, (own, "loss", self.model.reduction, call.specs, *around)
+            return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
         names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
-        how = (frozenset(stage.asks), names, isinstance(self.model.inputs[call.stage], tuple), call.microbatch)
+        how = (
+            frozenset(stage.asks),
+            stage.aux_loss,
+            names,
+            isinstance(self.model.inputs[call.stage], tuple),
+            call.microbatch,
+        )
         if isinstance(stage.forward, StageModule):
             specs = tuple((label, spec) for label, spec in call.specs if label != "params")
             if call.stage not in self._twins:
@@ -236,8 +242,9 @@ class Traces:
             return tree.unflatten(containers[label], given[label])
 
         def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-            made, total = loss_of(model, whole(given, "x"), whole(given, "target"))
-            return written({"loss": made, "count": total} if model.reduction == "count" else {"loss": made})
+            made, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
+            beside = {"count": total} if model.reduction == "count" else {}
+            return written({"loss": made} | beside | ({"aux": aux} if model.aux else {}))
 
         def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
             assert call.stage is not None

@@ -10,14 +10,21 @@ from collections.abc import Sequence
 
 from fpipe.models import Model, Source, normalise_inputs
 from fpipe.program import Input, Op, Output, Program, Value
+from fpipe.transforms._rewrite import in_order
 
 
-def program(model: Model | int, *, inputs: Sequence[Source | tuple[Source, ...]] | None = None) -> Program:
+def program(
+    model: Model | int,
+    *,
+    inputs: Sequence[Source | tuple[Source, ...]] | None = None,
+    input_grads: bool = False,
+) -> Program:
     """The training step of a model, or of a plain chain of n stages: one batch, one rank.
 
     Args:
         model: a `Model`, or a number of stages.
         inputs: for a number of stages, what each takes: stage indices or "batch", as in `from_functions`.
+        input_grads: whether the gradients of the batch's inputs are a result too.
 
     Returns:
         A `Program` whose results are `loss`, `outputs` and `grads[s]` of each stage.
@@ -39,14 +46,14 @@ def program(model: Model | int, *, inputs: Sequence[Source | tuple[Source, ...]]
         model = Model(stages=(), loss=None, inputs=taken)
     elif inputs is not None:
         raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
-    return _Writer(model).write()
+    return _Writer(model, input_grads).write()
 
 
 class _Writer:
     """Names the values of a model's step, stage by stage."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, input_grads: bool = False) -> None:
+        self.model, self.input_grads = model, input_grads
         self.n = len(model.inputs)
         self.last = self.n - 1
         self.readers: defaultdict[int, list[tuple[int, int]]] = defaultdict(
@@ -60,6 +67,12 @@ class _Writer:
     def write(self) -> Program:
         model, n = self.model, self.n
         ops = [self.forward(stage) for stage in range(n)]
+        loss = Value("loss", self.last, 0)
+        extra = tuple(Value("loss", stage, 0) for stage in range(self.last) if self.adds_loss(stage))
+        if extra:
+            total = Value("total", self.last, 0)
+            ops.append(Op("ADD", self.last, 0, None, 0, (loss, *extra), (total,)))
+            loss = total
         for stage in reversed(range(n)):
             ops.extend(self.backward(stage))
         grads = [Output(Value("grads", stage), Value("g", stage, 0), (0,)) for stage in range(n)]
@@ -70,13 +83,14 @@ class _Writer:
             summed = Value("sum", owner, 0, port=port)
             ops.append(Op("ADD", owner, 0, None, 0, uses, (summed,)))
             grads.append(Output(Value("grads", owner, port=port), summed, (0,)))
+        grads += self.of_inputs(ops)
         if model.reduction == "count":
             grads = [grad._replace(value=self.scaled(grad, ops)) for grad in grads]
-            ops.append(self.scale(Value("loss", self.last, 0), Value("loss")))
-        outputs = [
-            Output(Value("loss"), Value("loss") if model.reduction == "count" else Value("loss", self.last, 0), (0,)),
-            Output(Value("outputs"), Value("y", self.last, 0), (0,)),
-        ]
+            ops.append(self.scale(loss, Value("loss")))
+            loss = Value("loss")
+        outputs = [Output(Value("loss"), loss, (0,)), Output(Value("outputs"), Value("y", self.last, 0), (0,))]
+        if model.aux:
+            outputs.append(Output(Value("aux"), Value("aux", self.last, 0), (0,)))
         if model.reduction == "count":
             count = Value("count", self.last, 0)
             outputs.append(Output(Value("count"), count, (0,)))
@@ -86,9 +100,22 @@ class _Writer:
             if self.has_update(s) or self.asks(s, "state")
         ]
         names = sorted({v for op in ops for v in op.reads if v.microbatch is None}, key=_input_order)
-        return Program(
-            tuple(Input(name, (0,)) for name in names), tuple(ops), tuple(outputs + sorted(grads, key=lambda g: g.name))
-        )
+        return Program(tuple(Input(name, (0,)) for name in names), tuple(ops), in_order([*outputs, *grads]))
+
+    def of_inputs(self, ops: list[Op]) -> list[Output]:
+        """The gradient of the inputs, summed over the stages that take them, from the last one back."""
+        if not self.input_grads:
+            return []
+        places = [(s, k) for s in range(self.n) for k, source in enumerate(self.model.sources(s)) if source == "batch"]
+        found = tuple(Value("dx", stage, 0, port=k) for stage, k in sorted(places, reverse=True))
+        if len(found) == 1:
+            return [Output(Value("input_grads"), found[0], (0,))]
+        summed = Value("dinputs", places[0][0], 0)
+        ops.append(Op("ADD", summed.stage, 0, None, 0, found, (summed,)))
+        return [Output(Value("input_grads"), summed, (0,))]
+
+    def adds_loss(self, stage: int) -> bool:
+        return bool(self.model.stages) and self.model.stages[stage].aux_loss
 
     def scaled(self, grad: Output, ops: list[Op]) -> Value:
         made = grad.name._replace(name="scaled")
@@ -127,6 +154,10 @@ class _Writer:
             writes.append(Value("loss", stage, 0))
             if self.model.reduction == "count":
                 writes.append(Value("count", stage, 0))
+            if self.model.aux:
+                writes.append(Value("aux", stage, 0))
+        if self.adds_loss(stage):
+            writes.append(Value("loss", stage, 0))
         if self.asks(stage, "state"):
             writes.append(Value("state", stage, 0))
         if self.model.stages and self.model.stages[stage].notes:
@@ -146,7 +177,9 @@ class _Writer:
             ops.append(Op("ADD", stage, 0, None, 0, cotangents, (summed,)))
             cotangents = (summed,)
         dx = tuple(
-            Value("dx", stage, 0, port=k) for k, source in enumerate(self.model.sources(stage)) if source != "batch"
+            Value("dx", stage, 0, port=k)
+            for k, source in enumerate(self.model.sources(stage))
+            if source != "batch" or self.input_grads
         )
         grads = tuple(Value("g", stage, 0, port=k) for k in range(len(self.params(stage))))
         reads = (*self.params(stage), Value("res", stage, 0), *cotangents)

@@ -14,7 +14,7 @@ from fpipe import tree
 from fpipe.microbatch import check_batch, cut, spec_of
 from fpipe.models import Model
 from fpipe.program import Program, the_program
-from fpipe.reference import Sliced, over_parts
+from fpipe.reference import Joined, Sliced, over_parts
 from fpipe.result import Result
 from fpipe.runtimes.build import build
 from fpipe.transforms.merge import merge
@@ -97,16 +97,29 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
-    if any(end.name.microbatch is not None for end in the_program(program).outputs):
+    if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
     check_batch(batch)
     found = build(program, model)(params, batch, state=state, key=key)
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
-    joined = next((dict(op.how).get("spec") for op in program.ops if op.kind == "MERGE"), None)
-    expected = over_parts(model, params, parts, state=state, key=key, spec=spec_of(joined), sliced=_sliced(how))
+    joined = _joined(program, batch, spec)
+    expected = over_parts(model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
     return compare(found, expected, rtol=rtol, atol=atol)
+
+
+def _joined(program: Program, batch: tuple[Any, Any], spec: Any) -> Joined:
+    """How a program joins what its microbatches give."""
+    said = next((dict(op.how) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs"), {})
+    names = {end.name.name for end in program.outputs}
+    streams = {end.name.name for end in program.outputs if end.name.microbatch is not None}
+    return Joined(
+        "stream" if "outputs" in streams or "outputs" not in names else spec_of(said.get("spec")),
+        "stream" if "aux" in streams else spec_of(said.get("aux")),
+        batch[0] if "input_grads" in names else None,
+        spec[0] if isinstance(spec, tuple) else spec,
+    )
 
 
 def _sliced(how: Mapping[str, Any]) -> Sliced:
@@ -122,7 +135,7 @@ def _both(spec: Any) -> tuple[Any, Any]:
 def compare(found: Result, expected: Result, *, rtol: float | None = None, atol: float | None = None) -> Report:
     """Compare two results leaf by leaf; the second is the one to trust."""
     pairs: list[tuple[str, Any, Any]] = []
-    for part in ("loss", "grads", "outputs", "state"):
+    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads"):
         ours, theirs = getattr(found, part), getattr(expected, part)
         if ours is None or (part == "state" and theirs is None):
             continue

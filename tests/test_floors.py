@@ -17,6 +17,7 @@ FLOORS = {
     2: {"runtimes", "schedules", "plot", "pictures"},
     1: {
         "balance",
+        "freeze",
         "batch_norm",
         "models",
         "marks",

@@ -41,7 +41,7 @@ class Cut:
     wanted: tuple[tuple[str, tuple[int, ...]], ...]
 
     def forward(self, writes: Sequence[str]) -> Graph:
-        """F or R: `writes` are among y, loss, count, state, carry and res."""
+        """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
         return self._part([label for label in self.graph.reads if label not in _SEEDS], writes)
 
     def backward(self) -> Graph:
@@ -99,7 +99,8 @@ class Cut:
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
-        outputs = [label for label in ("y", "loss", "count", "state", "carry", "seen") if label in self.graph.writes]
+        labels = ("y", "loss", "count", "aux", "state", "carry", "seen")
+        outputs = [label for label in labels if label in self.graph.writes]
         return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
 
     @cached_property

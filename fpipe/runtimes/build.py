@@ -20,6 +20,7 @@ def build(
     example: tuple[Any, ...] | None = None,
     record: bool = False,
     check_finite: bool = False,
+    loss_scale: float = 1.0,
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -34,6 +35,9 @@ def build(
             without it the first step of each signature does.
         record: also return when each op ran and the most bytes each rank held, as `Result.timeline`.
         check_finite: raise `FloatingPointError` at the first op that writes NaN or an infinite number.
+        loss_scale: what the cotangent of the loss is multiplied by, so that small gradients do not vanish in float16.
+            The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does. The loss
+            itself stays as it is.
 
     Returns:
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
@@ -54,4 +58,6 @@ def build(
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
     check_match(program, model)
     given = None if example is None else check_example(example)
-    return local(program, model, trace=trace, example=given, record=record, check_finite=check_finite)
+    return local(
+        program, model, trace=trace, example=given, record=record, check_finite=check_finite, loss_scale=loss_scale
+    )

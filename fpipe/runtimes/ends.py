@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fpipe import tree
-from fpipe.models import Model, check_params
+from fpipe.models import Model, check_params, trained
 from fpipe.program import Output, Program, Value
 
 
@@ -53,6 +52,7 @@ def handed_back(
     program: Program,
     model: Model,
     params: Sequence[Any],
+    batch: tuple[Any, Any],
     state: Sequence[Any] | None,
     values: Mapping[Value, Any],
     own: Callable[[Any], Any],
@@ -66,6 +66,8 @@ def handed_back(
     for (name, index, piece), ends in by_name.items():
         if name == "grads":
             made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
+        elif name == "input_grads":
+            made = tree.tree_map(own, tree.unflatten(tree.flatten(batch[0])[1], values[ends[0].value]))
         elif name == "state":
             assert state is not None
             found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
@@ -82,7 +84,7 @@ def handed_back(
 
 
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
-    """Gradients in the shape of params; zeros where the loss does not depend on a parameter."""
+    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen."""
     found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
     made: list[Any] = []
     for number, stage in enumerate(params):
@@ -91,13 +93,7 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
         grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
         grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads
         leaves, spec = tree.flatten(stage)
-        made.append(
-            tree.unflatten(spec, [_or_zero(leaf, grad) for leaf, grad in zip(leaves, tree.leaves(grads), strict=True)])
-        )
+        trains = trained(model, number, 0, stage)
+        each = zip(leaves, tree.leaves(grads), trains, strict=True)
+        made.append(tree.unflatten(spec, [torch.zeros_like(a) if b is None and wants else b for a, b, wants in each]))
     return tuple(made)
-
-
-def _or_zero(leaf: Any, grad: Tensor | None) -> Tensor | None:
-    if grad is None and isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-        return torch.zeros_like(leaf)
-    return grad

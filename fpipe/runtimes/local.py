@@ -19,13 +19,14 @@ from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
 from fpipe.microbatch import check_batch, rows, spec_of
-from fpipe.models import Model, check_params, refuse_inference_mode, who_draws
+from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradients, trained, who_draws
 from fpipe.modules import StageModule
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.lower import Surprise, lower
+from fpipe.runtimes.meaning import Run
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
@@ -39,9 +40,10 @@ def local(
     example: tuple[Any, Any, Any] | None = None,
     record: bool = False,
     check_finite: bool = False,
+    loss_scale: float = 1.0,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result`."""
-    by_hand = walk(program, model, record=record, check_finite=check_finite)
+    by_hand = walk(program, model, record=record, check_finite=check_finite, loss_scale=loss_scale)
     if not trace:
         return by_hand
     signatures = Signatures(model)
@@ -49,10 +51,10 @@ def local(
 
     if example is not None:
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            known[signatures.of(*tree.flatten(example))] = Prepared(program, model, *example, None, Plain())
+            known[signatures.of(*tree.flatten(example))] = Prepared(program, model, *example, None, Plain(), loss_scale)
 
     def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
-        seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see)
+        seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see, loss_scale=loss_scale)
         return seen(*given[:2], state=given[2], key=key)
 
     def step(
@@ -73,7 +75,8 @@ def local(
             with _TRACING:
                 lowered = known.get(signature, _NEW)  # another thread may have come first
                 if lowered is _NEW:
-                    result, lowered = _first(program, model, partial(first, given, key), given, key)
+                    prepared = partial(Prepared, program, model, *given, key, loss_scale=loss_scale)
+                    result, lowered = _first(partial(first, given, key), prepared)
                     known[signature] = lowered
                     signatures.count(signature, given)
                     if result is not None:
@@ -97,17 +100,17 @@ _TRACING = threading.RLock()
 
 
 def _first(
-    program: Program, model: Model, by_hand: Callable[[Plain], Result], given: tuple[Any, Any, Any], key: Any
+    by_hand: Callable[[Plain], Result], prepared: Callable[..., Prepared]
 ) -> tuple[Result | None, Prepared | None]:
     """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too."""
     with suppress(Untraceable):
-        return None, Prepared(program, model, *given, key, Plain(known_only=True))
+        return None, prepared(plain=Plain(known_only=True))
     plain = Plain()
     # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
     result, wanted = by_hand(plain), None
     while True:
         try:
-            return wanted, Prepared(program, model, *given, key, plain)
+            return wanted, prepared(plain=plain)
         except Untraceable as error:
             wanted = result
             known = error.stage is None or error.stage in plain.stages
@@ -132,7 +135,15 @@ class Prepared:
     """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
 
     def __init__(
-        self, program: Program, model: Model, params: Any, batch: Any, state: Any, key: int | None, plain: Plain
+        self,
+        program: Program,
+        model: Model,
+        params: Any,
+        batch: Any,
+        state: Any,
+        key: int | None,
+        plain: Plain,
+        loss_scale: float = 1.0,
     ) -> None:
         check_params(model, params)
         check_batch(batch)
@@ -150,14 +161,22 @@ class Prepared:
         for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
-            things[value] = Thing(tuple(_fact(leaves[leaf.at], value.name, storages) for leaf in found), spec)
+            if value.name == "params":
+                real = tree.unflatten(spec, [leaves[leaf.at] for leaf in found])
+                train = trained(model, value.stage or 0, value.port, real)
+            else:
+                train = [False] * len(found)
+            pairs = zip(found, train, strict=True)
+            things[value] = Thing(tuple(_fact(leaves[leaf.at], storages, one) for leaf, one in pairs), spec)
         modules = {number: stage.forward for number, stage in enumerate(model.stages)}
         constants = {Value("const", n): m for n, m in modules.items() if isinstance(m, StageModule) and m.fixed}
         for value, module in constants.items():
-            facts = [_fact(leaf, value.name, storages) for leaf in module.constants()]
+            facts = [_fact(leaf, storages) for leaf in module.constants()]
             things[value] = Thing(tuple(facts))
         split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
-        self.lowered = lower(program, model, things, rows(batch, spec_of(split)), plain)
+        wanted = taken_gradients(model, program.ops)
+        run = Run(model, rows(batch, spec_of(split)), input_grads=wanted, loss_scale=loss_scale)
+        self.lowered = lower(program, run, things, plain)
         self.calls, self.things, self.given = self.lowered.calls, self.lowered.things, self.lowered.given
         self.model, self.program = model, program
         slots = self.lowered.slots
@@ -168,7 +187,7 @@ class Prepared:
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
         self.key = self.lowered.key
         self.code = [call[:4] for call in self.calls]
-        self.results = self._results(program, params, state, {*self.given})
+        self.results = self._results(program, params, batch, state, {*self.given})
 
     def run(self, leaves: Sequence[Any], state: Any, key: int | None, *, record: bool, check_finite: bool) -> Result:
         """One step."""
@@ -230,7 +249,9 @@ class Prepared:
             for k, (_, made) in zip(call.writes, written, strict=True):
                 slots[k] = made
 
-    def _results(self, program: Program, params: Any, state: Any, given: set[int]) -> tuple[Any, list[Any], set[int]]:
+    def _results(
+        self, program: Program, params: Any, batch: Any, state: Any, given: set[int]
+    ) -> tuple[Any, list[Any], set[int]]:
         """The containers of the results, for each leaf its place, and the stages whose state stays the caller's."""
         things, slots = self.lowered.things, self.lowered.slots
         values: dict[Value, Any] = {}
@@ -244,7 +265,7 @@ class Prepared:
         written = {end.name.stage for end in program.outputs if end.name.name == "state"}
         untouched = {n for n in range(len(self.model.stages)) if written and n not in written}
         state = [None if n in untouched else own for n, own in enumerate(state)] if written else None
-        whole = handed_back(program, self.model, params, state, values, lambda leaf: leaf)
+        whole = handed_back(program, self.model, params, batch, state, values, lambda leaf: leaf)
         found, containers = tree.flatten(whole)
         for leaf in found:
             known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
@@ -254,14 +275,13 @@ class Prepared:
         return containers, found, untouched
 
 
-def _fact(leaf: Any, name: str, storages: dict[int, int]) -> Any:
-    """What is known of a leaf that a step is handed; parameters with floating dtypes get gradients."""
+def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:
+    """What is known of a leaf that a step is handed, and whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.layout is not torch.strided:
         raise Untraceable(f"it is handed a tensor of layout {leaf.layout}")
     known = fact(leaf, storages)
-    trains = name == "params" and (leaf.is_floating_point() or leaf.is_complex())
     device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
 

@@ -25,7 +25,6 @@ from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph, aval
 from fpipe.keys import generator_on, seed_of
-from fpipe.models import Model
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
@@ -78,7 +77,7 @@ class Surprise(Exception):
     """A stage under autograd wrote tensors of other shapes, dtypes or strides than those it was seen to write."""
 
 
-def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: int, plain: Plain) -> Lowered:
+def lower(program: Program, run: Run, given: Mapping[Value, Thing], plain: Plain) -> Lowered:
     """Calls for a program whose inputs are as `given`, some of whose stages run under plain autograd.
 
     Raises:
@@ -86,9 +85,9 @@ def lower(program: Program, model: Model, given: Mapping[Value, Thing], rows: in
     """
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
     if program.slices > 1:
-        ops = [_without_carry(op) if "carry" not in model.stages[op.stage or 0].asks else op for op in ops]
+        ops = [_without_carry(op) if "carry" not in run.model.stages[op.stage or 0].asks else op for op in ops]
     with building():
-        shapes = Shapes(model, dict(given), rows, plain)
+        shapes = Shapes(run, dict(given), plain)
         for op in ops:
             shapes.follow(op)
         mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
@@ -205,6 +204,7 @@ class _Writer:
         weight = 1.0
         if self.shapes.model.reduction == "mean":
             weight = next((self.things[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
+        weight *= self.shapes.run.loss_scale
         known = self.shapes.loss_of(op)
         slot = ("weight", weight, known)
         if slot not in self.slots:

@@ -7,6 +7,7 @@ residuals are the stage's own autograd graph, cut off from all others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.microbatch import Chunk, cut, cut_sequence, join, spec_of
-from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, unchanged, who_draws
+from fpipe.microbatch import Chunk, cut, cut_sequence, join, join_gradients, spec_of
+from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
 from fpipe.program import Op, kind_of
 
 Leaves = list[Any]
@@ -29,11 +30,14 @@ _torch: Any = torch
 
 @dataclass
 class Run:
-    """What a rule knows besides the values it reads: the model, the rows of the batch, and who wants saved tensors."""
+    """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
+    the gradient of the inputs is wanted (stage, which of its inputs), and what multiplies the loss's cotangent."""
 
     model: Model
     rows: int
     watch_saved: bool = False
+    input_grads: frozenset[tuple[int, int]] = frozenset()
+    loss_scale: float = 1.0
     key: int | None = None
 
 
@@ -66,16 +70,20 @@ class _Given:
         self.who = f"stage {number} ({self.stage.name})" if self.stage.name else f"stage {number}"
         named: dict[str, list[Any]] = {}
         self.taken: list[Any] = []
-        self.inputs: list[Leaves] = []  # of each source, the leaves that want a cotangent: none for the batch
+        self.inputs: list[Leaves] = []  # of each source, the leaves that may want a cotangent
         for value, arg in zip(op.reads, args, strict=True):
             named.setdefault(value.name, []).append(arg)
-            if value.name in ("x", "inputs"):
+            if value.name in ("x", "inputs") and (number, len(self.taken)) in run.input_grads:
+                self.taken.append(tree.tree_map(_own_leaf, arg))
+                self.inputs.append(tree.leaves(self.taken[-1]))
+            elif value.name in ("x", "inputs"):
                 self.taken.append(tree.tree_map(_itself, arg))  # in containers of its own
                 self.inputs.append([])
             elif value.name in ("y", "again"):
                 self.taken.append(tree.tree_map(_same_leaf, arg))
                 self.inputs.append(tree.leaves(self.taken[-1]))
-        self.bundles = [tree.tree_map(_own_leaf, bundle) for bundle in named["params"]]
+        owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
+        self.bundles = [_own_leaves(run.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
         ties = {leaf: bundle for (_, _, leaf), bundle in zip(run.model.tied(number), self.bundles[1:], strict=True)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
@@ -100,7 +108,9 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         with unchanged((given.taken, given.said.get("state")), given.who):
             y, beside = taken_apart(stage, stage.forward(params, given.x, **given.said))
         with unchanged(given.target, "the loss"):
-            loss, count = loss_of(run.model, y, given.target) if given.has_loss else (None, None)
+            loss, count, aux = (
+                loss_of(run.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
+            )
     outputs, carried = tree.leaves(y), beside.get("carry")
     if given.versions != [leaf._version for leaf in given.watched]:
         raise RuntimeError(
@@ -119,6 +129,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         "carry": lambda: tree.tree_map(_same_leaf, carried),
         "loss": lambda: _apart(loss),
         "count": lambda: detached(count),
+        "aux": lambda: tree.tree_map(detached, aux),
         "res": lambda: Residuals(
             params=[tree.leaves(bundle) for bundle in given.bundles],
             inputs=given.inputs,
@@ -143,7 +154,7 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     cannot stop half-way without doing the way to that point twice."""
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
     residuals: Residuals = named["res"]
-    weight = named.get("w", 1.0) if run.model.reduction == "mean" else 1.0
+    weight = (named.get("w", 1.0) if run.model.reduction == "mean" else 1.0) * run.loss_scale
     roots = _roots(residuals, named.get("dy", named.get("dx")), named.get("dcarry"), weight)
     inputs, carry, params = _gradients(residuals, roots)
     made: dict[str, Callable[[int], Any]] = {
@@ -208,6 +219,8 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """ADD: leaf by leaf, from left to right."""
+    if isinstance(args[0], Tensor):  # losses
+        return [functools.reduce(torch.add, args)]
     total: Leaves = list(args[0])
     for more in args[1:]:
         total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
@@ -229,7 +242,11 @@ def _or_one(count: Any) -> Any:
 
 
 def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
-    """MERGE: the loss over all microbatches, what it counts, and the joined outputs."""
+    """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs."""
+    how = dict(op.how)
+    if op.reads[0].name == "inputs":
+        spec = spec_of(how.get("spec"))
+        return [join_gradients(args[0], args[1:], spec[0] if isinstance(spec, tuple) else spec)]
     named: dict[str, list[Any]] = {}
     for value, arg in zip(op.reads, args, strict=True):
         named.setdefault(value.name, []).append(arg)
@@ -238,15 +255,17 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     if "count" in named:
         made["count"] = sum(named["count"][1:], named["count"][0])
     if "loss" in wanted:
-        losses = _weighed(named["loss"], named["w"]) if run.model.reduction == "mean" else named["loss"]
+        losses = named["loss" if "loss" in named else "total"]
+        losses = _weighed(losses, named["w"]) if run.model.reduction == "mean" else losses
         loss = sum(losses[1:], losses[0])
         made["loss"] = loss / _or_one(made["count"]) if "count" in made else loss
-    if "y" in named:
-        how = dict(op.how)
-        parts, weights = named["y"], named["w"]
-        if "slices" in how:
-            parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
-        made["outputs"] = join(parts, [round(weight * run.rows) for weight in weights], spec=spec_of(how.get("spec")))
+    for name, parts, spec in (("outputs", named.get("y"), "spec"), ("aux", named.get("aux"), "aux")):
+        if parts is not None:
+            weights = named["w"]
+            if "slices" in how and name == "outputs":
+                parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
+            sizes = [weight * run.rows if name == "aux" else round(weight * run.rows) for weight in weights]
+            made[name] = join(parts, sizes, spec=spec_of(how.get(spec)), what=name)
     return [made[value.name] for value in op.writes]
 
 
@@ -350,6 +369,13 @@ def _own_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
         return leaf.detach().requires_grad_()
     return leaf
+
+
+def _own_leaves(model: Model, stage: int, port: int, bundle: Any) -> Any:
+    """A bundle of parameters, those that train as leaves of this stage's graph."""
+    leaves, containers = tree.flatten(bundle)
+    own = zip(leaves, trained(model, stage, port, bundle), strict=True)
+    return tree.unflatten(containers, [_own_leaf(leaf) if trains else leaf for leaf, trains in own])
 
 
 def _same_leaf(leaf: Any) -> Any:

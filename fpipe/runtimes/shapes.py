@@ -22,7 +22,6 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
-from fpipe.models import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
 from fpipe.traces import Call, Traces, wants
@@ -74,8 +73,9 @@ class Plain:
 class Shapes:
     """What each value is, and how each stage of each microbatch is cut."""
 
-    def __init__(self, model: Model, things: dict[Value, Thing], rows: int, plain: Plain) -> None:
-        self.model, self.things, self.run, self.plain = model, things, Run(model, rows), plain
+    def __init__(self, run: Run, things: dict[Value, Thing], plain: Plain) -> None:
+        self.model, self.things, self.run, self.plain = run.model, things, run, plain
+        model = run.model
         self.traces = Traces(model, plain.known_only)
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
@@ -146,7 +146,7 @@ class Shapes:
         stage = self.model.stages[op.stage]
         if "key" in stage.asks:
             raise Untraceable("it asks for a random key")
-        groups = {label: self.things[value] for label, value in self.labels(op).items() if label != "target"}
+        groups = {label: self.taken(value, label) for label, value in self.labels(op).items() if label != "target"}
         reads, specs = _described(groups | self.constants(op.stage))
         return self.known(Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None))
 
@@ -156,6 +156,13 @@ class Shapes:
             return self.first.setdefault(call, call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+
+    def taken(self, value: Value, label: str) -> Thing:
+        """What is known of a value that a forward reads; of inputs whose gradient is wanted, with that."""
+        thing, port = self.things[value], int(label.partition(":")[2] or 0)
+        if value.name not in ("x", "inputs") or (value.stage, port) not in self.run.input_grads:
+            return thing
+        return Thing(tuple(wanting_fact(leaf) for leaf in thing.leaves), thing.spec)
 
     def constants(self, stage: int | None) -> dict[str, Thing]:
         """What a module reads besides its parameters."""
@@ -193,6 +200,8 @@ class Shapes:
             seeds["dy"] = (None,) * len(outline.writes["y"])
         if "dcarry" in named:
             seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
+        if "loss" in outline.writes:  # a loss of the stage's own
+            seeds["dloss"] = (self.loss_of(op),)
         graph = self.traced(call, seeds, loss)
         wanted = tuple(
             (label_of(value), self.wanting(call, label_of(value)))
@@ -213,9 +222,8 @@ class Shapes:
 
     def loss_of(self, op: Op) -> Aval:
         """What is known of the loss that an op's stage writes."""
-        loss = self.calls[op[1:4]][1]
-        assert loss is not None
-        return self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
+        call, loss, _ = self.calls[op[1:4]]
+        return self.traces.outline(loss or call).avals("loss")[0]._replace(wants=False)
 
     def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
         """A stage and its gradient, with the loss if it reads the target."""
@@ -284,7 +292,7 @@ class Shapes:
                 leaves.append(apart(facts[0].aval))
             else:
                 return self.abstractly(op)
-        return [Thing(tuple(leaves))]
+        return [Thing(tuple(leaves), self.things[op.reads[0]].spec)]
 
     def merge(self, op: Op) -> list[Thing]:
         """The loss of all is as that of each, where these are alike."""
@@ -335,6 +343,13 @@ def label_of(value: Value) -> str:
 @cache
 def _label(name: str, port: int) -> str:
     return ("y" if name == "again" else name) + (f":{port}" if port else "")
+
+
+def wanting_fact(leaf: Any) -> Any:
+    """A tensor whose gradient is wanted, if it can have one."""
+    if not isinstance(leaf, Fact) or not (leaf.aval.dtype.is_floating_point or leaf.aval.dtype.is_complex):
+        return leaf
+    return leaf._replace(aval=leaf.aval._replace(wants=True))
 
 
 def _aval(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.microbatch import check_batch, rows, spec_of
-from fpipe.models import Model, refuse_inference_mode
+from fpipe.models import Model, refuse_inference_mode, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
@@ -30,6 +30,7 @@ def walk(
     record: bool = False,
     check_finite: bool = False,
     see: Callable[[Value, Any], None] | None = None,
+    loss_scale: float = 1.0,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
     for op in program.ops:
@@ -39,6 +40,7 @@ def walk(
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
     drops = _drops(program)
+    wanted = taken_gradients(model, program.ops)
     spec = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
 
     def step(
@@ -48,7 +50,7 @@ def walk(
         check_batch(batch)
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, rows(batch, spec_of(spec)), watch_saved=record, key=key)
+        run = Run(model, rows(batch, spec_of(spec)), record, wanted, loss_scale, key)
         values = handed_in(program, model, params, batch, state, key)
         book = Book(program.ranks, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
@@ -70,7 +72,7 @@ def walk(
             for value in dead:
                 del values[value]
         taken = {*storages(tree.leaves((params, batch, state)))}
-        whole = handed_back(program, model, params, state, values, partial(own_leaf, taken))
+        whole = handed_back(program, model, params, batch, state, values, partial(own_leaf, taken))
         return Result(**whole, timeline=book.timeline() if book else None)
 
     return step

@@ -54,7 +54,7 @@ def refuse_freed(program: Program) -> None:
 
 def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
     """Results in their one order, so that equal programs are equal whatever road led to them."""
-    names = ("loss", "losses", "outputs", "count", "state", "grads")
+    names = ("loss", "losses", "outputs", "aux", "count", "state", "grads")
 
     def key(end: Output) -> tuple[int, str, int, int, int, int]:
         name = end.name

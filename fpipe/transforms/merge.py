@@ -22,18 +22,21 @@ def merge(
     spec: object = None,
     *,
     order: Literal["microbatch", "schedule"] = "microbatch",
-    outputs: bool = True,
+    outputs: bool | Literal["stream"] = True,
     losses: bool = False,
+    aux: object = None,
 ) -> Transform:
     """Join the results of all microbatches; the inverse of `split`.
 
     Args:
         spec: how outputs are joined: None (rows of dim 0; 0-d tensors by weighted mean; equal non-tensors),
-            `Chunk(dim)` or a prefix tree of it.
+            `Chunk(dim)`, `Sum()` or a prefix tree of them.
         order: "microbatch" adds gradients in microbatch order, so that the bits do not depend on the schedule;
             "schedule" adds them as the program computes them, on each replica first, then across (apply it last).
-        outputs: False drops the model's outputs, so that no logits are kept.
+        outputs: False drops the model's outputs, so that no logits are kept; "stream" leaves them per microbatch.
         losses: True also keeps the loss of each microbatch, as `Result.losses`.
+        aux: how the auxiliary results of the loss are joined: a spec as for outputs, such as `Sum()`; "stream" leaves
+            them per microbatch.
 
     Returns:
         A transform. What is not split, or merged already, it leaves as it is.
@@ -51,14 +54,18 @@ def merge(
     """
     if order not in ("microbatch", "schedule"):
         raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
+    if outputs not in (True, False, "stream"):
+        raise ValueError(f"outputs is True, False or 'stream', found {outputs!r}.")
     how = () if spec is None else (("spec", spec_text(spec)),)
+    how += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
+    streams = {name for name, said in (("outputs", outputs), ("aux", aux)) if said == "stream"}
 
     @transforming
     def transform(program: Program) -> Program:
         parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
         ends: list[Output] = []
         for end in program.outputs:
-            if end.name.microbatch is None or end.name.name == "losses":
+            if end.name.microbatch is None or end.name.name in ("losses", *streams):
                 ends.append(end)
             else:
                 parts[end.name._replace(microbatch=None, slice=None)].append(end)
@@ -67,15 +74,23 @@ def merge(
         ends = [end for end in ends if outputs or end.name.name != "outputs"]
         if not outputs:
             parts.pop(Value("outputs"), None)
+        if Value("loss") not in parts:  # merged already
+            ends += [end for name in (Value("outputs"), Value("aux")) for end in parts.pop(name, [])]
         if losses:
             ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
         if any(len({end.name for end in found}) < len(found) for found in parts.values()):
             raise ProgramError("results of this program travel to several homes already; merge before communicate().")
         adder = _Adder(program, order)
-        joined = _join([name for name in parts if name.name != "grads"], parts, (*how, *_sequence(program)))
+        mean = [name for name in parts if name.name not in ("grads", "input_grads")]
+        how_aux = how if Value("aux") in parts else tuple(said for said in how if said[0] != "aux")
+        joined = _join(mean, parts, (*how_aux, *_sequence(program)))
         count = Value("count") if Value("count") in parts else None
         for name, found in parts.items():
-            value = name if name.name != "grads" else adder.total(name, [end.value for end in found], count)
+            values = [end.value for end in found]
+            if name.name == "grads":
+                value = adder.total(name, values, count)
+            else:
+                value = adder.of_inputs(values, count) if name.name == "input_grads" else name
             ends.append(Output(name, value, found[0].homes))
         kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
         ops = _without_unread([*_with_weights(kept, joined), *adder.ops, *joined], ends)
@@ -150,6 +165,17 @@ class _Adder:
         scaled = name._replace(name="scaled")
         self.ops.append(Op("SCALE", name.stage, None, None, 0, (total, count), (scaled,)))
         return scaled
+
+    def of_inputs(self, values: list[Value], count: Value | None) -> Value:
+        """The gradients of the inputs, joined as the batch was cut, divided by the count if there is one."""
+        cut = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
+        how = tuple((word, said) for word, said in cut if word in ("spec", "presplit"))
+        stage, joined = values[0].stage, Value("dinputs" if count else "input_grads")
+        self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), how))
+        if count is None:
+            return joined
+        self.ops.append(Op("SCALE", stage, None, None, 0, (joined, count), (Value("input_grads"),)))
+        return Value("input_grads")
 
     def _uses(self, value: Value) -> tuple[Value, ...]:
         if value.name != "sum":

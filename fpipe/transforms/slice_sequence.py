@@ -81,6 +81,8 @@ def _refuse(program: Program) -> None:
         raise ProgramError(f"this program has {program.slices} slices already; slice it once.")
     if "SPLIT" not in kinds:
         raise ProgramError("slices are parts of microbatches: put fpipe.split() before, if only split(1).")
+    if any(end.name.name == "input_grads" for end in program.outputs):
+        raise ProgramError("gradients of inputs are of whole sequences; leave out input_grads= or the slices.")
     if "PAIR" in kinds:
         raise ProgramError("this program has pairs, which are of whole microbatches; slice it before it is paired.")
     if kinds & {"SEND", "RECV"}:

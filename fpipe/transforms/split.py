@@ -2,7 +2,7 @@
 
     0F0 1F0 1B0 0B0        --> split(2) -->        0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
 
-Each stage that takes from the batch gets a SPLIT of its own, which writes its slice; where the target is taken, it also
+Each stage that takes from the batch gets a SPLIT of its own, which writes its slice; where there is a loss, it also
 writes the microbatch's weight in the mean. Sizes are fixed only when a step sees a batch: the first n mod m of n rows
 in m microbatches are one larger. Nothing is joined: every result is there per microbatch until `merge` joins it.
 """
@@ -181,8 +181,8 @@ def _copies(
     SCALE is left out: gradients per microbatch are of totals; `merge` divides once, by the count of them all.
     """
     stamp = _Stamp()
-    targets = {op.stage for op in parts_of(program.ops) if any(value.name == "target" for value in op.reads)}
-    forms = [form for op in program.ops if op.kind != "SCALE" for form in _forms(op, stamp, targets)]
+    weighed = {op.stage for op in parts_of(program.ops) if any(value.name == "loss" for value in op.writes)}
+    forms = [form for op in program.ops if op.kind != "SCALE" for form in _forms(op, stamp, weighed)]
     values = list(islice(stamp.values(), many))
     rules = [(("index", index), ("count", many), *how) for index in range(many)]
     columns = [_column(form, values, rules) for form in forms]
@@ -246,19 +246,20 @@ def _label(program: Program, end: Output, stamp: _Stamp) -> _Label:
     return end.name.name, end.name.stage, end.name.port, stamp.number(value), end.homes
 
 
-def _forms(op: Op, stamp: _Stamp, targets: set[int | None]) -> Iterator[_Form]:
+def _forms(op: Op, stamp: _Stamp, weighed: set[int | None]) -> Iterator[_Form]:
     """The form of an op, and before it that of the SPLIT it needs."""
     if op.parts:
-        inner = [form for part in op.parts for form in _forms(part, stamp, targets)]
+        inner = [form for part in op.parts for form in _forms(part, stamp, weighed)]
         yield from (form for form in inner if form.kind == "SPLIT")
         yield _Form("PAIR", op.stage, True, op.slice, op.rank, [], [], tuple(f for f in inner if f.kind != "SPLIT"))
         return
     taken = [value for value in op.reads if value.name in _BATCH]
     slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in taken}
-    weight = [Value("w", op.stage, 0)] if op.stage in targets else []
-    if taken and op.kind == "F":
+    weight = [Value("w", op.stage, 0)] if op.stage in weighed else []
+    if (taken or weight) and op.kind == "F":
         made = [stamp.number(value) for value in (*slices.values(), *weight)]
-        yield _Form("SPLIT", op.stage, True, op.slice, op.rank, [stamp.number(value) for value in taken], made)
+        read = [*taken, *([Value("target")] if weight and Value("target") not in taken else [])]
+        yield _Form("SPLIT", op.stage, True, op.slice, op.rank, [stamp.number(value) for value in read], made)
     reads = [slices.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
     numbers = [stamp.number(value) for value in reads], [stamp.number(value) for value in op.writes]
     yield _Form(op.kind, op.stage, op.microbatch is not None, op.slice, op.rank, *numbers, (), op.how)

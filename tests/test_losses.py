@@ -1,0 +1,400 @@
+"""More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fpipe
+
+SCHEDULES = {
+    "as it is": fpipe.identity(),
+    "one rank a stage": fpipe.schedules.one_f_one_b(4),
+    "recomputed": fpipe.chain(fpipe.checkpoint(), fpipe.schedules.one_f_one_b(2)),
+    "cut in I and W": fpipe.schedules.zb_h1(4),
+    "recomputed, cut, sent, freed": fpipe.chain(
+        fpipe.checkpoint("except_last"), fpipe.schedules.zb_h1(2), fpipe.communicate(), fpipe.free()
+    ),
+    "from both ends": fpipe.schedules.chimera(4),
+}
+
+
+def linear(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def balanced(p, x):
+    """Experts give their balance as a loss of their own."""
+    y = torch.tanh(x @ p["w"])
+    return y, (y.mean(0) ** 2).sum()
+
+
+def last(p, x):
+    return x[0] @ p["w"] + x[1]
+
+
+def mean(y, t):
+    return (y - t).square().mean()
+
+
+def total(y, t):
+    return (y - t).square().sum()
+
+
+def counted(y, t):
+    return total(y, t), y.numel()
+
+
+def with_metrics(loss):
+    def fn(y, t):
+        return loss(y, t), {"right": (y > t).sum(), "error": (y - t).abs().mean(), "guess": y * 2}
+
+    return fn
+
+
+LOSSES = {"mean": mean, "sum": total, "count": counted}
+JOIN = {"right": fpipe.Sum(), "error": None, "guess": fpipe.Chunk()}
+
+
+def model_of(reduction: str) -> fpipe.Model:
+    return fpipe.from_functions(
+        [linear, balanced, balanced, last],
+        with_metrics(LOSSES[reduction]),
+        inputs=("batch", 0, 1, (2, "batch")),
+        reduction=reduction,
+        aux=True,
+        aux_losses=[1, 2],
+    )
+
+
+def params(dtype=torch.float32, stages=4):
+    make = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(3, 3, generator=make, dtype=dtype)} for _ in range(stages))
+
+
+def batch(rows=8, dtype=torch.float32):
+    make = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, generator=make, dtype=dtype), torch.randn(rows, 3, generator=make, dtype=dtype)
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_all_at_once_is_plain_autograd_under_every_schedule(schedule, reduction: str):
+    model = model_of(reduction)
+    for one in (model, fpipe.freeze(model, (1, "w"))):
+        merge = fpipe.merge(aux=JOIN)
+        base = fpipe.program(one, input_grads=True)
+        program = fpipe.chain(fpipe.split(4), merge, schedule)(base)
+        assert fpipe.verify(program, one, params(), batch(11)).bitwise
+        traced, walked = (fpipe.build(program, one, trace=trace)(params(), batch(11)) for trace in (True, False))
+        for name in ("loss", "grads", "outputs", "aux", "input_grads"):
+            pairs = zip(leaves(getattr(traced, name)), leaves(getattr(walked, name)), strict=True)
+            assert all(a is b or torch.equal(a, b) for a, b in pairs)
+
+
+def leaves(tree):
+    return fpipe.tree.leaves(tree)
+
+
+# Auxiliary losses
+
+
+def test_losses_of_middle_stages_add_up_as_on_one_device():
+    model = fpipe.from_functions([linear, balanced, linear], total, reduction="sum", aux_losses=[1])
+    given, (x, t) = params(torch.float64, 3), batch(6, torch.float64)
+    own = [{"w": p["w"].clone().requires_grad_()} for p in given]
+    expected = torch.tensor(0.0, dtype=torch.float64)
+    for part, target in zip(x.tensor_split(3), t.tensor_split(3), strict=True):
+        y, extra = balanced(own[1], linear(own[0], part))
+        expected = expected + total(linear(own[2], y), target) + extra
+    expected.backward()
+    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge())
+    found = fpipe.build(pipeline(fpipe.program(model)), model)(given, (x, t))
+    assert torch.allclose(found.loss, expected.detach(), rtol=1e-12)
+    for grads, leaf in zip(found.grads, own, strict=True):
+        assert torch.allclose(grads["w"], leaf["w"].grad, rtol=1e-10)
+
+
+def test_in_a_mean_a_loss_of_a_middle_stage_has_its_microbatchs_weight():
+    model = fpipe.from_functions([lambda p, x: (x * p["w"], (x * p["w"]).mean()), lambda p, x: x], mean, aux_losses=[0])
+    given = ({"w": torch.tensor(2.0, dtype=torch.float64)}, {})
+    x, t = torch.arange(5.0, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    found = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(given, (x, t))
+    assert torch.allclose(found.loss, (4 * x.square()).mean() + 2 * x.mean())
+    assert torch.allclose(found.grads[0]["w"], (4 * x.square()).mean() + x.mean())
+
+
+def test_only_the_number_travels_and_the_gradient_starts_at_home():
+    model = fpipe.from_functions([linear, balanced, linear], mean, aux_losses=[1])
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert {op.reads[0].name for op in program.ops if op.kind == "SEND"} == {"y", "dx", "loss"}
+    backward = next(op for op in program.ops if op.cell == "1B0")
+    assert fpipe.Value("w", 1, 0) in backward.reads
+    assert all(v.stage == 1 or v.name == "dx" for v in backward.reads)
+
+
+def test_slices_weigh_the_losses_of_middle_stages_too():
+    model = fpipe.from_functions([linear, balanced, linear], mean, aux_losses=[1])
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.seq1f1b(3, slices=2), fpipe.merge())(fpipe.program(model))
+    given = torch.randn(5, 7, 3), torch.randn(5, 7, 3)
+    model_of_slices = fpipe.from_functions(
+        [linear, lambda p, x: (torch.tanh(x @ p["w"]), x.square().mean()), linear], mean, aux_losses=[1]
+    )
+    assert fpipe.verify(program, model_of_slices, params(stages=3), given).bitwise
+
+
+# Auxiliary results
+
+
+def test_metrics_are_joined_like_outputs_or_left_as_a_stream():
+    model = model_of("mean")
+    whole = fpipe.reference(model, params(), batch())
+    joined = fpipe.chain(fpipe.split(3), fpipe.merge(aux=JOIN))(fpipe.program(model))
+    found = fpipe.build(joined, model)(params(), batch()).aux
+    assert torch.equal(found["right"], whole.aux["right"])
+    assert torch.allclose(found["error"], whole.aux["error"])
+    assert torch.allclose(found["guess"], whole.aux["guess"])
+    assert not found["guess"].requires_grad
+    apart = fpipe.chain(fpipe.split(3), fpipe.merge(aux="stream"))(fpipe.program(model))
+    stream = fpipe.build(apart, model)(params(), batch()).aux
+    assert [len(one["guess"]) for one in stream] == [3, 3, 2]
+    assert torch.equal(sum(one["right"] for one in stream), whole.aux["right"])
+    assert fpipe.verify(apart, model, params(), batch()).bitwise
+
+
+def test_outputs_may_stay_a_stream_while_gradients_are_merged():
+    model = model_of("mean")
+    program = fpipe.chain(fpipe.split(3), fpipe.merge(outputs="stream", aux="stream"))(fpipe.program(model))
+    found = fpipe.build(program, model)(params(), batch())
+    assert [len(y) for y in found.outputs] == [3, 3, 2]
+    assert isinstance(found.loss, Tensor)
+    assert fpipe.merge()(program) == program
+
+
+def test_metrics_of_a_sequential_come_back_too():
+    model, own, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(3, 3)), stages=1, loss=with_metrics(mean), aux=True)
+    found = fpipe.build(fpipe.program(model), model)(own, batch())
+    assert set(found.aux) == {"right", "error", "guess"}
+
+
+REFUSED = {
+    "with aux=True the loss returns (loss, aux), found Tensor.": lambda: run(
+        fpipe.from_functions([linear], mean, aux=True)
+    ),
+    "aux=True says what loss= returns, which is missing.": lambda: fpipe.from_functions([linear], aux=True),
+    "aux_losses names stage 3; the stages are 0 to 1.": lambda: fpipe.from_functions(
+        [linear] * 2, mean, aux_losses=[3]
+    ),
+    "stage 1 is the last, and what it returns goes to the loss: add its loss there.": lambda: fpipe.from_functions(
+        [linear] * 2, mean, aux_losses=[1]
+    ),
+    "a stage that gives its loss returns (y, loss).": lambda: run(
+        fpipe.from_functions([linear] * 2, mean, aux_losses=[0])
+    ),
+    "the loss of <lambda> is a 0-d tensor, found shape (8, 3)": lambda: run(
+        fpipe.from_functions([lambda p, x: (x, x), linear], mean, aux_losses=[0])
+    ),
+    "outputs is True, False or 'stream', found 'apart'.": lambda: fpipe.merge(outputs="apart"),
+    "aux['right'] is tensor(": lambda: run(model_of("mean"), fpipe.chain(fpipe.split(3), fpipe.merge())),
+    "Sum() says how parts are joined, and not how a leaf is cut": lambda: run(
+        model_of("mean"), fpipe.split(2, fpipe.Sum())
+    ),
+    "there is no stage 4 to freeze; the stages are 0 to 3.": lambda: fpipe.freeze(model_of("mean"), 4),
+    "no stage has a parameter called 'w'; say (stage, name) for a model of functions.": lambda: fpipe.freeze(
+        model_of("mean"), "w"
+    ),
+    "leaf 'b' of stage 0 is frozen, but params of stage 0 have no such leaf.": lambda: run(
+        fpipe.freeze(model_of("mean"), (0, "b"))
+    ),
+    "gradients of inputs are of whole sequences; leave out input_grads= or the slices.": lambda: fpipe.split(
+        2, slices=2
+    )(fpipe.program(2, input_grads=True)),
+    "gradients of two structures: only one has a leaf at [0]['w']": lambda: fpipe.add_grads(({"w": 1},), ({"v": 1},)),
+}
+
+
+def run(model, pipeline=None):
+    own = tuple({"w": torch.eye(3)} for _ in model.stages)
+    program = (pipeline or fpipe.identity())(fpipe.program(model))
+    return fpipe.build(program, model, trace=False)(own, batch())
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_is_wrong_is_said(sentence: str):
+    with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
+        REFUSED[sentence]()
+
+
+# Frozen parameters
+
+
+def flops(model, given, trace: bool) -> int:
+    step = fpipe.build(fpipe.program(model), model, trace=trace)
+    step(given, batch())
+    with FlopCounterMode(display=False) as counter:
+        step(given, batch())
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_frozen_parameter_costs_no_operation(trace: bool):
+    """One product of 8x3 by 3x3 for a weight's gradient, and one more for the cotangent that nobody needs then."""
+    model, product = fpipe.from_functions([linear] * 3, mean), 2 * 8 * 3 * 3
+    given = params(stages=3)
+    everything = flops(model, given, trace)
+    assert everything == (3 + 3 + 2) * product
+    assert flops(fpipe.freeze(model, 1), given, trace) == everything - product
+    assert flops(fpipe.freeze(model, (0, "w")), given, trace) == everything - 2 * product
+    assert flops(fpipe.freeze(model, 0, 1), given, trace) == everything - 4 * product
+
+
+def test_frozen_leaves_have_no_gradient_and_the_others_theirs():
+    model = fpipe.from_functions(
+        [lambda p, x: x @ p["e"] + p["b"], lambda p, x: x @ p["e"]], mean, ties=[((0, "e"), (1, "e"))]
+    )
+    given = ({"e": torch.randn(3, 3), "b": torch.zeros(3)}, {})
+    all_grads = fpipe.reference(model, given, batch()).grads
+    for leaf in ((0, "e"), (1, "e")):
+        frozen = fpipe.freeze(model, leaf)
+        for trace in (True, False):
+            grads = fpipe.build(fpipe.program(frozen), frozen, trace=trace)(given, batch()).grads
+            assert grads[0]["e"] is None
+            assert torch.equal(grads[0]["b"], all_grads[0]["b"])
+    whole = given[0]["e"].clone().requires_grad_()
+    fpipe.assign_grads(({"e": whole, "b": given[0]["b"]}, {}), grads)
+    assert whole.grad is None
+
+
+def test_parameters_of_a_module_that_do_not_train_are_no_parameters():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[0].weight.requires_grad_(False)
+    _, own, _ = fpipe.from_sequential(net, stages=2)
+    assert [list(stage) for stage in own] == [["0.bias"], ["1.weight", "1.bias"]]
+
+
+def test_what_does_not_train_is_not_kept():
+    model = fpipe.from_functions([linear] * 2, mean)
+    sizes = [fpipe.sizes(fpipe.program(m), m, params(stages=2), batch()) for m in (model, fpipe.freeze(model, 0))]
+    kept, nothing = (each.bytes[fpipe.Value("res", 0, 0)] for each in sizes)
+    assert (nothing, kept > 0) == (0, True)
+
+
+# Gradients of inputs
+
+
+def test_gradients_of_inputs_are_those_of_the_whole_batch():
+    model = fpipe.from_functions([linear, linear, last], mean, inputs=("batch", 0, (1, "batch")))
+    given, (x, t) = params(torch.float64, 3), batch(7, torch.float64)
+    leaf = x.clone().requires_grad_()
+    mean(last(given[2], (linear(given[1], linear(given[0], leaf)), leaf)), t).backward()
+    base = fpipe.program(model, input_grads=True)
+    whole = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.communicate())(base)
+    found = fpipe.build(whole, model)(given, (x, t)).input_grads
+    assert torch.allclose(found, leaf.grad, rtol=1e-10)
+    apart = fpipe.build(fpipe.split(3)(base), model)(given, (x, t)).input_grads
+    assert torch.equal(torch.cat(apart), found)
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_inputs_are_any_pytree_and_what_all_took_is_added(trace: bool):
+    def first(p, x):
+        return x["x"] * x["scale"] * p["w"] + x["ids"][:, None] * x["table"].sum()
+
+    model = fpipe.from_functions([first, lambda p, x: x], mean)
+    x, t = batch(5, torch.float64)
+    inputs = {
+        "x": x,
+        "ids": torch.arange(5),
+        "scale": torch.tensor(2.0, dtype=torch.float64),
+        "table": torch.ones(5, dtype=torch.float64),
+    }
+    given = ({"w": torch.tensor(0.5, dtype=torch.float64)}, {})
+    own = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in inputs.items()}
+    mean(first(given[0], own), t).backward()
+    spec = ({"x": fpipe.Chunk(), "ids": fpipe.Chunk(), "scale": None, "table": fpipe.Replicate()}, None)
+    program = fpipe.chain(fpipe.split(2, spec), fpipe.merge())(fpipe.program(model, input_grads=True))
+    found = fpipe.build(program, model, trace=trace)(given, (inputs, t)).input_grads
+    assert found["ids"] is None
+    for name in ("x", "scale", "table"):
+        assert torch.allclose(found[name], own[name].grad, rtol=1e-10)
+    assert fpipe.verify(program, model, given, (inputs, t)).bitwise
+
+
+def test_without_gradients_there_are_none_of_inputs_either():
+    model = model_of("mean")
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(aux=JOIN), fpipe.forward_only())
+    found = fpipe.build(program(fpipe.program(model, input_grads=True)), model)(params(), batch())
+    assert (found.input_grads, found.grads) == (None, None)
+    assert torch.equal(found.aux["right"], fpipe.reference(model, params(), batch()).aux["right"])
+
+
+# Scales, several steps, norms
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_scaled_loss_scales_gradients_and_nothing_else(trace: bool):
+    model = model_of("mean")
+    program = fpipe.chain(fpipe.split(3), fpipe.merge(aux=JOIN))(fpipe.program(model))
+    plain = fpipe.build(program, model, trace=trace)(params(), batch())
+    scaled = fpipe.build(program, model, trace=trace, loss_scale=1024.0)(params(), batch())
+    assert torch.equal(scaled.loss, plain.loss)
+    for one, other in zip(leaves(scaled.grads), leaves(plain.grads), strict=True):
+        assert torch.equal(one, other * 1024)
+
+
+def test_a_scaled_loss_keeps_small_gradients_in_float16():
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).sum(), reduction="sum")
+    given, small = ({"w": torch.ones(1, dtype=torch.float16)},), torch.full((1, 1), 2.0**-20, dtype=torch.float16)
+    steps = (fpipe.build(fpipe.program(model), model, loss_scale=scale) for scale in (1.0, 2.0**12))
+    lost, kept = (step(given, (small, small)).grads[0]["w"].item() for step in steps)
+    assert (lost, kept) == (0.0, 0.0)
+    wide = torch.full((1, 1), 2.0**-13, dtype=torch.float16)
+    steps = (fpipe.build(fpipe.program(model), model, loss_scale=scale) for scale in (1.0, 2.0**12))
+    lost, kept = (step(given, (wide, wide)).grads[0]["w"].item() for step in steps)
+    assert (lost, kept) == (0.0, 2.0**-14)
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+def test_two_steps_added_are_exactly_twice_one(reduction: str):
+    model = model_of(reduction)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(4), fpipe.merge(aux=JOIN))
+    step = fpipe.build(program(fpipe.program(model)), model)
+    one, other = (step(params(), batch()).grads for _ in range(2))
+    for total_of, grad in zip(leaves(fpipe.add_grads(one, other)), leaves(one), strict=True):
+        assert torch.equal(total_of, 2 * grad)
+
+
+def test_a_counted_microbatch_without_anything_to_count_gives_zero():
+    def masked(y, t):
+        return ((y - t).square() * (t > 0)).sum(), (t > 0).sum()
+
+    model = fpipe.from_functions([linear], masked, reduction="count")
+    x, t = batch(6)
+    for target in (torch.cat([t[:3].abs(), -t[3:].abs()]), -t.abs()):
+        program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+        found = fpipe.build(program, model)(params(stages=1), (x, target))
+        assert torch.isfinite(found.grads[0]["w"]).all()
+        assert (found.loss == 0) == bool((target <= 0).all())
+
+
+def test_the_norm_of_gradients_is_that_of_the_whole_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
+    model, own, _ = fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
+    x, t = torch.randn(6, 5), torch.randn(6, 3)
+    nn.functional.mse_loss(net(x), t).backward()
+    grads = fpipe.build(fpipe.program(model), model)(own, (x, t)).grads
+    for kind in (2.0, float("inf")):
+        expected = nn.utils.get_total_norm([p.grad for p in net.parameters()], kind)
+        assert torch.equal(fpipe.global_norm(grads, kind), expected)
+
+
+def test_a_tied_leaf_counts_once_in_the_norm():
+    model = fpipe.from_functions([lambda p, x: x @ p["e"]] * 2, mean, ties=[((0, "e"), (1, "e"))])
+    given = ({"e": torch.eye(3)}, {})
+    grads = fpipe.build(fpipe.program(model), model)(given, batch()).grads
+    assert torch.equal(fpipe.global_norm(grads), grads[0]["e"].norm())
