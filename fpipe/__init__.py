@@ -13,7 +13,7 @@ from fpipe.freeze import freeze
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
-from fpipe.microbatch import Chunk, Replicate, Sum
+from fpipe.microbatch import Chunk, Replicate, Sum, register_spec
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
@@ -97,6 +97,7 @@ __all__ = [
     "register_cost",
     "register_kind",
     "register_meaning",
+    "register_spec",
     "reorder",
     "schedules",
     "simulate",

@@ -243,7 +243,7 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
         if not _equal(first, leaf):
             raise ValueError(
                 f"{place} is {first!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must be "
-                "equal in all. Say how to join it by a function of the list of parts."
+                "equal in all. Say how to join it by Sum(), or a function of the list of parts."
             )
     return first
 
@@ -289,7 +289,92 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
 def check_batch(batch: Any) -> None:
     """A batch is a pair."""
     if not isinstance(batch, tuple) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.")
+        more = "" if not isinstance(batch, list) else " What is cut already goes to split(m, presplit=True)."
+        raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{more}")
+
+
+def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """A batch that is cut already as two streams, the inputs and the targets of its microbatches.
+
+    It comes so, or as a list of pairs.
+
+    >>> streams([("x0", "t0"), ("x1", "t1")], 2)
+    (['x0', 'x1'], ['t0', 't1'])
+    """
+    if isinstance(batch, list):
+        pairs: list[Any] = batch
+        odd = next((at for at, pair in enumerate(pairs) if not isinstance(pair, tuple) or len(pair) != 2), None)  # pyright: ignore[reportUnknownArgumentType]
+        if odd is not None:
+            raise ValueError(f"microbatch {odd} is a pair (inputs, target), found {type(pairs[odd]).__name__}.")
+        batch = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    check_batch(batch)
+    for word, stream in zip(_BATCH, batch, strict=True):
+        if not isinstance(stream, tuple | list):
+            raise ValueError(
+                f"{word} is a list of {count} microbatches, since they are cut already (presplit=True); found "
+                f"{type(stream).__name__}."
+            )
+    inputs, target = batch
+    if len(inputs) != len(target):
+        raise ValueError(f"inputs has {len(inputs)} microbatches, target has {len(target)}; none of them is left out.")
+    if len(inputs) != count:
+        raise ValueError(f"the batch has {len(inputs)} microbatches, the program has {count}.")
+    return inputs, target
+
+
+def rows_of_each(batch: tuple[Sequence[Any], Sequence[Any]], spec: Any = None) -> tuple[int, ...]:
+    """The rows of each microbatch of two streams."""
+    pairs = enumerate(zip(*batch, strict=True))
+    words = " of microbatch ".join
+    return tuple(rows(pair, spec, what=(words(("inputs", f"{at}")), words(("target", f"{at}")))) for at, pair in pairs)
+
+
+_REGISTERED: dict[str, Any] = {}
+
+
+def register_spec(name: str, spec: Any) -> Any:
+    """Give a function a name, under which a program can carry it as a spec; a program itself is data.
+
+    Args:
+        name: under which it stands in the program's text.
+        spec: for `split` a function of a leaf that says `Chunk(dim)` or `Replicate()`. For `merge` a function of the
+            list of a leaf's parts that joins them, or torch's `_CustomReducer`.
+
+    Returns:
+        The function itself, to hand to `split` or `merge`.
+
+    Raises:
+        ValueError: the name is taken by another.
+
+    >>> import fpipe, torch
+    >>> first = register_spec("first", lambda parts: parts[0])
+    >>> program = fpipe.merge(first)(fpipe.split(2)(fpipe.program(1)))
+    >>> print(*(op for op in program.ops if op.kind == "MERGE"))
+    loss outputs = MERGE[0] loss[0,0] loss[0,1] w[0,0] w[0,1] y[0,0] y[0,1] {spec="Named('first')"} @ 0
+    """
+    if not _is_function(spec):
+        raise ValueError(f"a function or a reducer gets a name, found {spec!r}; other specs say what they are.")
+    if _REGISTERED.setdefault(name, spec) is not spec:
+        raise ValueError(f"another spec is called {name!r} already; take another name.")
+    return spec
+
+
+def _is_function(spec: Any) -> bool:
+    return (callable(spec) or hasattr(spec, "reduce_fn")) and not isinstance(spec, type)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Named:
+    """A registered function in the text of a spec."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Named({self.name!r})"
 
 
 def spec_text(spec: Any) -> str:
@@ -300,8 +385,13 @@ def spec_text(spec: Any) -> str:
     """
 
     def in_our_words(leaf: Any) -> Any:
-        if callable(leaf) and not isinstance(leaf, type):
-            raise ValueError("a program is data, so a function cannot be its spec; say Chunk(dim) and Replicate().")
+        if _is_function(leaf):
+            name = next((name for name, known in _REGISTERED.items() if known is leaf), None)
+            if name is None:
+                raise ValueError(
+                    f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(leaf)})."
+                )
+            return _Named(name)
         return leaf if leaf is None else _kind(leaf)
 
     return repr(trees.tree_map(in_our_words, spec))
@@ -329,6 +419,10 @@ def spec_of(text: str | None) -> Any:
                 return Replicate()
             case ast.Call(func=ast.Name(id="Sum")):
                 return Sum()
+            case ast.Call(func=ast.Name(id="Named"), args=[ast.Constant(value=name)]):
+                if name not in _REGISTERED:
+                    raise ValueError(f"no spec is called {name!r} here; say what it is by fpipe.register_spec.")
+                return _REGISTERED[str(name)]
             case ast.Constant(value=None):
                 return None
             case _:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join, join_gradients
+from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join, join_gradients, rows_of_each, streams
 from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, who_draws, with_ties
 from fpipe.result import Result
 
@@ -26,7 +26,7 @@ from fpipe.result import Result
 def reference(
     model: Model,
     params: Sequence[Any],
-    batch: tuple[Any, Any],
+    batch: tuple[Any, Any] | list[tuple[Any, Any]],
     *,
     microbatches: int = 1,
     slices: int = 1,
@@ -39,7 +39,7 @@ def reference(
     Args:
         model: stages and a loss.
         params: one pytree of tensors per stage.
-        batch: (inputs, target), pytrees whose leaves have rows in dim 0.
+        batch: (inputs, target), pytrees whose leaves have rows in dim 0; or a list of them, cut already.
         microbatches: how many parts the batch is cut into; losses and gradients are added in their order.
         slices: how many slices the sequences (dim 1) of each part are cut into; each stage hands its carry from one to
             the next, and a backward goes from the last slice back.
@@ -57,13 +57,18 @@ def reference(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    check_batch(batch)
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
-    cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
-    whole = batch[0] if input_grads else None
-    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices), joined=Joined(inputs=whole))
+    presplit = isinstance(batch, list)
+    if isinstance(batch, list):
+        batch = streams(batch, len(batch))
+        cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
+    else:
+        check_batch(batch)
+        cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
+    joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
+    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices), joined=joined)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Sliced:
 @dataclass(frozen=True)
 class Joined:
     """How what the microbatches gave is joined: outputs and auxiliary results by specs, or not ("stream"); gradients of
-    the inputs if these are given, whole, with how they were cut."""
+    the inputs if these are given, whole, with how they were cut ("stream": they came so)."""
 
     outputs: Any = None
     aux: Any = None
@@ -179,7 +184,10 @@ def _whole(parts: list[Any], weights: Sequence[float], spec: Any, what: str) -> 
 
 def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
     """The gradients of the inputs, put together as these were cut."""
-    return tree.unflatten(tree.flatten(joined.inputs)[1], join_gradients(joined.inputs, parts, joined.cut))
+    containers = tree.flatten(joined.inputs)[1]
+    if joined.cut == "stream":
+        return tree.unflatten(containers, [leaf for part in parts for leaf in part])
+    return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
 
 
 def _aliases(model: Model, stage: int, full: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import check_batch, cut, spec_of
+from fpipe.microbatch import cut, rows_of_each, spec_of, streams
 from fpipe.models import Model
 from fpipe.program import Program, the_program
 from fpipe.reference import Joined, Sliced, over_parts
@@ -99,12 +99,15 @@ def verify(
     """
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
-    check_batch(batch)
     found = build(program, model)(params, batch, state=state, key=key)
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
-    parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
-    joined = _joined(program, batch, spec)
+    if "presplit" in how:
+        batch = streams(batch, program.microbatches)
+        parts = [*zip(zip(*batch, strict=True), rows_of_each(batch, spec), strict=True)]
+    else:
+        parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
+    joined = _joined(program, batch, "stream" if "presplit" in how else spec)
     expected = over_parts(model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
     return compare(found, expected, rtol=rtol, atol=atol)
 

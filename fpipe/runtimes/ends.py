@@ -58,6 +58,7 @@ def handed_back(
     own: Callable[[Any], Any],
 ) -> dict[str, Any]:
     """The results by name, `own` of each leaf; a tuple over microbatches (and slices) where they were not merged."""
+    presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
     whole: dict[str, Any] = {}
     streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
     by_name: defaultdict[tuple[str, int | None, int | None], list[Output]] = defaultdict(list)
@@ -67,7 +68,8 @@ def handed_back(
         if name == "grads":
             made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
         elif name == "input_grads":
-            made = tree.tree_map(own, tree.unflatten(tree.flatten(batch[0])[1], values[ends[0].value]))
+            inputs = batch[0] if index is None or not presplit else batch[0][index]
+            made = tree.tree_map(own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
         elif name == "state":
             assert state is not None
             found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}

@@ -18,7 +18,7 @@ from fpipe.graphs.ambient import Untraceable, casts, plainly
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
-from fpipe.microbatch import check_batch, rows, spec_of
+from fpipe.microbatch import streams
 from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradients, trained, who_draws
 from fpipe.modules import StageModule
 from fpipe.program import Program, Value
@@ -26,7 +26,7 @@ from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import handed_back, handed_in
 from fpipe.runtimes.lower import Surprise, lower
-from fpipe.runtimes.meaning import Run
+from fpipe.runtimes.meaning import Run, batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
@@ -146,7 +146,7 @@ class Prepared:
         loss_scale: float = 1.0,
     ) -> None:
         check_params(model, params)
-        check_batch(batch)
+        whole, sizes = batch_of(program, batch)
         self.plain = plain
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
@@ -155,6 +155,7 @@ class Prepared:
         storages: dict[int, int] = {}
         things: dict[Value, Thing] = {}
         handed: dict[Value, list[int]] = {}
+        own_batch = own_batch if whole is batch else streams(own_batch, len(sizes))
         ends = handed_in(program, model, own_params, own_batch, None if state is None else own_state, key)
         if ends.pop(Value("key"), None) is not None:  # who asks for it runs under autograd, which is told apart
             things[Value("key")] = Thing((key,), tree.flatten(key)[1])
@@ -173,9 +174,8 @@ class Prepared:
         for value, module in constants.items():
             facts = [_fact(leaf, storages) for leaf in module.constants()]
             things[value] = Thing(tuple(facts))
-        split = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
         wanted = taken_gradients(model, program.ops)
-        run = Run(model, rows(batch, spec_of(split)), input_grads=wanted, loss_scale=loss_scale)
+        run = Run(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
         self.lowered = lower(program, run, things, plain)
         self.calls, self.things, self.given = self.lowered.calls, self.lowered.things, self.lowered.given
         self.model, self.program = model, program
@@ -187,7 +187,7 @@ class Prepared:
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
         self.key = self.lowered.key
         self.code = [call[:4] for call in self.calls]
-        self.results = self._results(program, params, batch, state, {*self.given})
+        self.results = self._results(program, params, whole, state, {*self.given})
 
     def run(self, leaves: Sequence[Any], state: Any, key: int | None, *, record: bool, check_finite: bool) -> Result:
         """One step."""

@@ -217,7 +217,7 @@ class _Writer:
             return self.call(at, _pass_on, op.reads, op.writes)
         if op.kind == "ADD":
             return self.call(at, _add_to if at in self.sums.in_place else _add, op.reads, op.writes)
-        if op.kind == "SPLIT":
+        if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
                 return self.call(at, partial(_slice, plan), op.reads, op.writes)

@@ -19,9 +19,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.microbatch import Chunk, cut, cut_sequence, join, join_gradients, spec_of
+from fpipe.microbatch import (
+    Chunk,
+    check_batch,
+    cut,
+    cut_sequence,
+    join,
+    join_gradients,
+    rows,
+    rows_of_each,
+    spec_of,
+    streams,
+)
 from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
-from fpipe.program import Op, kind_of
+from fpipe.program import Op, Program, kind_of
 
 Leaves = list[Any]
 
@@ -31,13 +42,15 @@ _torch: Any = torch
 @dataclass
 class Run:
     """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
-    the gradient of the inputs is wanted (stage, which of its inputs), and what multiplies the loss's cotangent."""
+    the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, and the
+    rows of each microbatch where the batch is cut already."""
 
     model: Model
     rows: int
     watch_saved: bool = False
     input_grads: frozenset[tuple[int, int]] = frozenset()
     loss_scale: float = 1.0
+    sizes: tuple[int, ...] = ()
     key: int | None = None
 
 
@@ -206,15 +219,29 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     for value, arg in zip(op.reads, args, strict=True):
         spec = spec_of(how.get("spec"))
         spec = spec[value.name == "target"] if isinstance(spec, tuple) else spec
-        part, rows = cut(arg, how["index"], how["count"], spec, size=how.get("size"), total=run.rows)
+        if "presplit" in how:
+            part, size = arg[how["index"]], run.sizes[how["index"]]
+        else:
+            part, size = cut(arg, how["index"], how["count"], spec, size=how.get("size"), total=run.rows)
         if "slices" in how:
             along = spec_of(how.get("sequence"))
             along = along[value.name == "target"] if isinstance(along, tuple) else along
             dim, who = how.get("dim", 1), value.name
             part, share = cut_sequence(part, op.slice or 0, how["slices"], dim, along, row_spec=spec, what=who)
         made["x" if value.name == "inputs" else "t"] = part
-        made["w"] = rows / run.rows * share
+        made["w"] = size / run.rows * share
     return [made[value.name] for value in op.writes]
+
+
+def batch_of(program: Program, batch: Any) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+    """A batch as a program takes it, and the rows of each microbatch, or of the whole where SPLIT cuts it."""
+    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    spec = spec_of(how.get("spec"))
+    if "presplit" in how:
+        taken = streams(batch, how["count"])
+        return taken, rows_of_each(taken, spec)
+    check_batch(batch)
+    return batch, (rows(batch, spec),)
 
 
 def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
@@ -246,6 +273,8 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     how = dict(op.how)
     if op.reads[0].name == "inputs":
         spec = spec_of(how.get("spec"))
+        if "presplit" in how:
+            return [[leaf for part in args[1:] for leaf in part]]
         return [join_gradients(args[0], args[1:], spec[0] if isinstance(spec, tuple) else spec)]
     named: dict[str, list[Any]] = {}
     for value, arg in zip(op.reads, args, strict=True):

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import check_batch, rows, spec_of
 from fpipe.models import Model, refuse_inference_mode, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
 from fpipe.runtimes.ends import handed_back, handed_in
-from fpipe.runtimes.meaning import RULES, Residuals, Run
+from fpipe.runtimes.meaning import RULES, Residuals, Run, batch_of
 from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]
@@ -41,16 +40,15 @@ def walk(
                 )
     drops = _drops(program)
     wanted = taken_gradients(model, program.ops)
-    spec = next((dict(op.how).get("spec") for op in program.ops if op.kind == "SPLIT"), None)
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
-        check_batch(batch)
+        batch, sizes = batch_of(program, batch)
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, rows(batch, spec_of(spec)), record, wanted, loss_scale, key)
+        run = Run(model, sum(sizes), record, wanted, loss_scale, sizes, key)
         values = handed_in(program, model, params, batch, state, key)
         book = Book(program.ranks, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):

@@ -31,17 +31,21 @@ def split(
     rows: int | None = None,
     allow_fewer: bool = False,
     slices: int = 1,
+    presplit: bool = False,
 ) -> Transform:
     """Cut the batch into microbatches.
 
     Args:
         microbatches: how many.
         spec: how leaves are cut: None (rows of dim 0; scalars and non-tensors go to every microbatch), `Chunk(dim)`,
-            `Replicate()`, or a prefix tree of them for the inputs and the target as a pair.
+            `Replicate()`, a function of a leaf that says one of these and has a name (`register_spec`), or a prefix
+            tree of them for the inputs and the target as a pair.
         size: rows of a microbatch, instead of their number; needs `rows`.
         rows: rows of a batch, if they are known.
         allow_fewer: with `rows`, make at most one microbatch per row instead of refusing.
         slices: how many slices the sequences (dim 1) of each microbatch are cut into; `slice_sequence` says more.
+        presplit: whether the batch is cut already: a step then takes two streams `(inputs, target)`, each a list with
+            an entry for each microbatch, or a list of pairs. Their shapes may differ.
 
     Raises:
         ValueError: neither or both of `microbatches` and `size`; fewer rows than microbatches; not positive.
@@ -60,6 +64,10 @@ def split(
         if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
         how = (*how, ("spec", spec_text(spec)))
+    if presplit:
+        if size is not None or rows is not None:
+            raise ValueError("microbatches that are cut already have their own rows: say presplit=True without rows=.")
+        how = (*how, ("presplit", True))
 
     @transforming
     def transform(program: Program) -> Program:

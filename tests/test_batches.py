@@ -1,0 +1,323 @@
+"""How a batch becomes microbatches inside a program, and how results become one again, or stay a stream."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+
+import fpipe
+
+TRACED = pytest.mark.parametrize("trace", [True, False])
+
+
+def linear(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def mean(y, t):
+    return (y - t).square().mean()
+
+
+def params(stages=2, width=3, dtype=torch.float32):
+    make = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(width, width, generator=make, dtype=dtype)} for _ in range(stages))
+
+
+def batch(rows=7, width=3, dtype=torch.float32):
+    make = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, width, generator=make, dtype=dtype), torch.randn(rows, width, generator=make, dtype=dtype)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("rows", range(4, 12))
+def test_the_first_microbatches_are_one_row_larger(rows: int):
+    model = fpipe.from_functions([linear] * 2, mean)
+    found = fpipe.build(fpipe.split(4)(fpipe.program(model)), model)(params(), batch(rows)).outputs
+    assert [len(y) for y in found] == [rows // 4 + (index < rows % 4) for index in range(4)]
+
+
+def test_fewer_rows_than_microbatches_make_fewer_if_that_is_said():
+    program = fpipe.split(4, rows=3, allow_fewer=True)(fpipe.program(2))
+    assert program.microbatches == 3
+    sentence = "3 rows cannot fill 4 microbatches; use at most 3, or allow_fewer=True."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.split(4, rows=3)
+
+
+@TRACED
+def test_a_step_of_other_shapes_is_lowered_again(trace: bool):
+    model = fpipe.from_functions([linear] * 2, mean)
+    pipeline = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.communicate())
+    step = fpipe.build(pipeline(fpipe.program(model)), model, trace=trace)
+    for rows in (10, 7, 10):
+        found, expected = step(params(), batch(rows)), fpipe.reference(model, params(), batch(rows), microbatches=4)
+        assert torch.equal(found.grads[0]["w"], expected.grads[0]["w"])
+
+
+# Specs
+
+
+@TRACED
+@pytest.mark.parametrize(
+    "spec",
+    [
+        (fpipe.Replicate(), fpipe.Chunk(1), fpipe.Replicate()),
+        (_Replicate, TensorChunkSpec(1), _Replicate),
+    ],
+)
+def test_a_prefix_tree_says_how_each_leaf_is_cut(spec, trace: bool):
+    def first(p, x):
+        scale, values, number = x
+        assert number == 42
+        return torch.einsum("anb,bc->nac", values * scale, p["w"])
+
+    model = fpipe.from_functions([first, lambda p, x: torch.tanh(x @ p["w"])], mean)
+    inputs = (torch.tensor(0.5), torch.randn(3, 12, 4), 42)
+    target = torch.randn(12, 3, 4)
+    program = fpipe.chain(fpipe.split(5, (spec, None)), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.Program.parse(str(program)) == program
+    given = params(width=4)
+    assert fpipe.verify(program, model, given, (inputs, target)).bitwise
+    found = fpipe.build(program, model, trace=trace)(given, (inputs, target))
+    assert found.outputs.shape == (12, 3, 4)
+
+
+def tables_whole(leaf):
+    return fpipe.Replicate() if leaf.shape == (9,) else fpipe.Chunk()
+
+
+def longest(parts):
+    return max(parts, key=len)
+
+
+fpipe.register_spec("tables whole", tables_whole)
+fpipe.register_spec("longest", longest)
+ADDED = fpipe.register_spec("added", _CustomReducer(torch.tensor(0.0), torch.add))
+
+
+@TRACED
+def test_a_function_with_a_name_is_a_spec(trace: bool):
+    model = fpipe.from_functions([lambda p, x: x["x"] @ p["w"] + x["table"].sum(), linear], mean)
+    x, t = batch(7)
+    program = fpipe.chain(fpipe.split(3, tables_whole), fpipe.merge(longest))(fpipe.program(model))
+    again = fpipe.Program.parse(str(program))
+    assert again == program
+    found = fpipe.build(again, model, trace=trace)(params(), ({"x": x, "table": torch.ones(9)}, t))
+    assert found.outputs.shape == (3, 3)
+
+
+@TRACED
+def test_torchs_reducer_joins(trace: bool):
+    model = fpipe.from_functions([linear], lambda y, t: (mean(y, t), y.sum()), aux=True)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge(aux=ADDED))(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(params(1), batch())
+    assert torch.allclose(found.aux, found.outputs.sum())
+
+
+@TRACED
+def test_outputs_are_joined_by_kind(trace: bool):
+    """Tensors along their rows, 0-d tensors as a mean by rows, what is no tensor must be equal."""
+
+    def last(p, x):
+        return {"y": x @ p["w"], "norm": x.square().mean(), "name": "logits", "none": None, "empty": {}}
+
+    model = fpipe.from_functions([last], lambda y, t: mean(y["y"], t))
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    x, t = batch(7)
+    found = fpipe.build(program, model, trace=trace)(params(1), (x, t)).outputs
+    assert torch.allclose(found["y"], x @ params(1)[0]["w"])
+    assert torch.allclose(found["norm"], x.square().mean())
+    assert (found["name"], found["none"], found["empty"]) == ("logits", None, {})
+
+
+# Microbatches that are cut already
+
+
+def ragged(lengths=(5, 2, 9), rows=(2, 3, 1), width=3):
+    make = torch.Generator().manual_seed(0)
+    sizes = zip(rows, lengths, strict=True)
+    return [
+        (torch.randn(n, long, width, generator=make), torch.randn(n, long, width, generator=make)) for n, long in sizes
+    ]
+
+
+def summed_attention(p, x):
+    weights = torch.softmax(x @ p["w"] @ x.transpose(1, 2), -1)
+    return x + weights @ x
+
+
+def tokens(y, t):
+    return (y - t).square().sum(), y.shape[0] * y.shape[1]
+
+
+@TRACED
+@pytest.mark.parametrize("reduction", ["mean", "sum", "count"])
+def test_each_microbatch_may_have_its_own_shape(trace: bool, reduction: str):
+    loss = {"mean": mean, "sum": lambda y, t: (y - t).square().sum(), "count": tokens}[reduction]
+    model = fpipe.from_functions([summed_attention, linear, summed_attention], loss, reduction=reduction)
+    given, parts = params(3), ragged()
+    pipeline = fpipe.chain(
+        fpipe.split(3, presplit=True),
+        fpipe.checkpoint("except_last"),
+        fpipe.schedules.zb_h1(3),
+        fpipe.merge(outputs="stream"),
+        fpipe.communicate(),
+    )
+    program = pipeline(fpipe.program(model, input_grads=True))
+    assert fpipe.Program.parse(str(program)) == program
+    assert fpipe.verify(program, model, given, parts).bitwise
+    found = fpipe.build(program, model, trace=trace)(given, parts)
+    own = [{"w": p["w"].clone().requires_grad_()} for p in given]
+    losses = [loss(summed_attention(own[2], linear(own[1], summed_attention(own[0], x))), t) for x, t in parts]
+    if reduction == "count":
+        whole = sum(one[0] for one in losses) / sum(one[1] for one in losses)
+    else:
+        weights = [len(x) / 6 for x, _ in parts] if reduction == "mean" else [1.0] * 3
+        whole = sum(one * weight for one, weight in zip(losses, weights, strict=True))
+    whole.backward()
+    assert torch.allclose(found.loss, whole)
+    assert [y.shape for y in found.outputs] == [x.shape for x, _ in parts]
+    assert [dx.shape for dx in found.input_grads] == [x.shape for x, _ in parts]
+    for grads, leaf in zip(found.grads, own, strict=True):
+        assert torch.allclose(grads["w"], leaf["w"].grad, atol=1e-5)
+
+
+def test_a_batch_cut_already_gives_the_bits_of_one_that_is_cut():
+    model = fpipe.from_functions([linear] * 2, mean)
+    x, t = batch(7)
+    pairs = [*zip(x.tensor_split(3), t.tensor_split(3), strict=True)]
+    found = [
+        fpipe.build(fpipe.chain(how, fpipe.merge())(fpipe.program(model)), model)(params(), given)
+        for how, given in (
+            (fpipe.split(3), (x, t)),
+            (fpipe.split(3, presplit=True), pairs),
+            (fpipe.split(3, presplit=True), (x.tensor_split(3), t.tensor_split(3))),
+        )
+    ]
+    found.append(fpipe.reference(model, params(), pairs))
+    for one in found[1:]:
+        assert torch.equal(one.loss, found[0].loss)
+        assert torch.equal(one.outputs, found[0].outputs)
+        assert torch.equal(one.grads[1]["w"], found[0].grads[1]["w"])
+
+
+@TRACED
+def test_two_pipelines_in_a_row_join_nothing_in_between(trace: bool):
+    """The first one's outputs go on per microbatch, and the gradients of the second one's inputs come back so."""
+    given, parts = params(4, dtype=torch.float64), [(x.double(), t.double()) for x, t in ragged()]
+    whole = fpipe.from_functions([linear] * 4, mean)
+    front = fpipe.from_functions([linear] * 2, lambda y, dy: (y * dy).sum(), reduction="sum")
+    back = fpipe.from_functions([linear] * 2, mean)
+    split = fpipe.split(3, presplit=True)
+    forward = fpipe.chain(split, fpipe.schedules.gpipe(2), fpipe.forward_only())(fpipe.program(front))
+    second = fpipe.chain(split, fpipe.schedules.one_f_one_b(2))(fpipe.program(back, input_grads=True))
+    first = fpipe.chain(split, fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))(fpipe.program(front))
+    steps = [
+        fpipe.build(program, model, trace=trace)
+        for program, model in ((forward, front), (second, back), (first, front))
+    ]
+    inputs, target = zip(*parts, strict=True)
+    hidden = steps[0](given[:2], (inputs, inputs)).outputs
+    later = steps[1](given[2:], (hidden, target))
+    earlier = steps[2](given[:2], (inputs, later.input_grads))
+    merged = fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(whole))
+    expected = fpipe.build(merged, whole)(given, parts).grads
+    sums = [sum(grads[stage]["w"] for grads in later.grads) for stage in range(2)]
+    for grad, right in zip([earlier.grads[0]["w"], earlier.grads[1]["w"], *sums], expected, strict=True):
+        assert torch.allclose(grad, right["w"], rtol=1e-10)
+
+
+# Keywords
+
+
+@TRACED
+def test_a_dict_of_inputs_is_what_a_stage_takes(trace: bool):
+    """`x` is one pytree and never spread; a function of keywords takes it as `**x`."""
+
+    class Embed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(11, 3), nn.Embedding(2, 3)
+
+        def forward(self, x):
+            return self.together(**x)
+
+        def together(self, *, ids, kind, scale=1.0):
+            return (self.words(ids) + self.kinds(kind)) * scale
+
+    net = nn.Sequential(Embed(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    inputs = {"ids": torch.randint(0, 11, (7,)), "kind": torch.randint(0, 2, (7,)), "scale": 0.5}
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, (inputs, batch(7)[1])).bitwise
+    found = fpipe.build(program, model, trace=trace)(own, (inputs, batch(7)[1]))
+    assert torch.allclose(found.outputs, net(inputs), atol=1e-6)
+
+
+# What is refused
+
+
+def run(pipeline, given, model=None):
+    model = model or fpipe.from_functions([linear] * 2, mean)
+    return fpipe.build(pipeline(fpipe.program(model)), model)(params(), given)
+
+
+X, T = batch(6)
+PRESPLIT = fpipe.split(3, presplit=True)
+REFUSED = {
+    "inputs['a'] has 12 rows, inputs['b'] has 6. Say Replicate() for a leaf that every microbatch takes whole, or "
+    "Chunk(dim)": lambda: run(fpipe.split(3), ({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, torch.zeros(12, 3))),
+    "2 rows cannot fill 3 microbatches; use split(3, rows=2, allow_fewer=True).": lambda: run(
+        fpipe.split(3), (X[:2], T[:2])
+    ),
+    "inputs has 0 rows; a microbatch has at least one.": lambda: run(fpipe.split(3), (X[:0], T[:0])),
+    "a batch is a pair (inputs, target), found list. What is cut already goes to split(m, presplit=True).": lambda: run(
+        fpipe.split(3), [(X, T)] * 3
+    ),
+    "the batch has 2 microbatches, the program has 3.": lambda: run(PRESPLIT, [(X, T)] * 2),
+    "inputs has 3 microbatches, target has 2; none of them is left out.": lambda: run(PRESPLIT, ([X] * 3, [T] * 2)),
+    "inputs is a list of 3 microbatches, since they are cut already (presplit=True); found Tensor.": lambda: run(
+        PRESPLIT, (X, T)
+    ),
+    "microbatch 1 is a pair (inputs, target), found Tensor.": lambda: run(PRESPLIT, [(X, T), X, (X, T)]),
+    "inputs of microbatch 1 has 6 rows, target of microbatch 1 has 5.": lambda: run(
+        PRESPLIT, [(X, T), (X, T[:5]), (X, T)]
+    ),
+    "microbatches that are cut already have their own rows: say presplit=True without rows=.": lambda: fpipe.split(
+        3, rows=6, presplit=True
+    ),
+    "a program is data, so a function in it goes by a name: fpipe.register_spec(name, mean).": lambda: fpipe.split(
+        3, mean
+    ),
+    "a function or a reducer gets a name, found Chunk(dim=1); other specs say what they are.": lambda: (
+        fpipe.register_spec("rows", fpipe.Chunk(1))
+    ),
+    "another spec is called 'longest' already; take another name.": lambda: fpipe.register_spec("longest", mean),
+    "no spec is called 'shortest' here; say what it is by fpipe.register_spec.": lambda: run(
+        lambda program: fpipe.Program.parse(
+            str(fpipe.chain(fpipe.split(3), fpipe.merge(longest))(program)).replace("longest", "shortest")
+        ),
+        (X, T),
+    ),
+    "outputs cannot be joined along dim 0: its parts have shapes (2, 5, 3), (3, 2, 3), (1, 9, 3).": lambda: run(
+        fpipe.chain(PRESPLIT, fpipe.merge()), ragged()
+    ),
+    "outputs['n'] is 4 in microbatch 0 and 2 in microbatch 1: what has no rows must be equal in all. Say how to join "
+    "it by Sum(), or a function of the list of parts.": lambda: run(
+        fpipe.chain(fpipe.split(2), fpipe.merge()),
+        (X, T),
+        fpipe.from_functions(
+            [linear, lambda p, x, *, microbatch: {"y": x, "n": 4 - 2 * microbatch}], lambda y, t: mean(y["y"], t)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_it_is_refused(sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        REFUSED[sentence]()
