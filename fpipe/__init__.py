@@ -18,6 +18,7 @@ from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
 from fpipe.plot import plot
+from fpipe.profile import profile
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.reference import reference
 from fpipe.result import Result
@@ -92,6 +93,7 @@ __all__ = [
     "pair",
     "place",
     "plot",
+    "profile",
     "program",
     "reference",
     "register_cost",

@@ -40,8 +40,9 @@ class Costs:
     values at once.
 
     Args:
-        forward, backward_input, backward_weight: of F, I and W; a full backward B costs the last two together.
+        forward, backward_input, backward_weight: of F, I and W.
         recompute: of R; by default what F costs.
+        backward: of a full backward B; by default what I and W cost together.
         transfer: latency from one rank to another, in seconds: a number, `{(from, to): seconds}` or
             `f(from, to) -> seconds`.
         bandwidth: bytes a second of a link, in the same three forms; needs `bytes`.
@@ -74,11 +75,12 @@ class Costs:
     load: PerStage | None = None
     host_bandwidth: float | None = None
     bytes: Bytes | None = None
+    backward: PerStage | None = None
 
     def __post_init__(self) -> None:
-        for word in ("forward", "backward_input", "backward_weight", "recompute", "offload", "load"):
+        for word in ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"):
             given = getattr(self, word)
-            if given is not None or word not in ("recompute", "load"):
+            if given is not None or word not in ("recompute", "load", "backward"):
                 for cost in _listed(given):
                     _seconds(word, cost)
         for cost in (None,) if self.transfer is None else _numbers(self.transfer):
@@ -109,6 +111,8 @@ class Costs:
         kind, stage = op.kind, op.stage or 0
         if kind == "F":
             return _at(self.forward, stage, "forward")
+        if kind == "B" and self.backward is not None:
+            return _at(self.backward, stage, "backward")
         if kind == "B":
             return _at(self.backward_input, stage, "backward_input") + _at(
                 self.backward_weight, stage, "backward_weight"

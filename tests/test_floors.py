@@ -13,7 +13,7 @@ PACKAGE = ROOT / "fpipe"
 # A folder stands for all of its modules.
 FLOORS = {
     4: {"__main__", "__init__", "cli"},
-    3: {"verify", "interop", "testing"},
+    3: {"verify", "profile", "interop", "testing"},
     2: {"runtimes", "schedules", "plot", "pictures"},
     1: {
         "balance",

@@ -23,7 +23,9 @@ class Book:
     """The account of a step as it runs, and when each op did."""
 
     def __init__(self, ranks: int, given: Iterable[Any]) -> None:
+        given = [*given]
         self.account = Account(ranks, storages(given))
+        self.devices = {leaf.device for leaf in given if isinstance(leaf, Tensor) and leaf.device.type != "cpu"}
         self.events: list[Event] = []
         self.steps = Steps()
         self.began = time.perf_counter()
@@ -32,6 +34,8 @@ class Book:
         self, ops: Sequence[Op], written: Iterable[tuple[Value, Iterable[Any]]], dead: Sequence[Value], started: float
     ) -> None:
         """What one op did, or several that ran as one, since it `started`."""
+        for device in self.devices:  # an op has ended when its device is done, not when it was asked
+            torch.accelerator.synchronize(device)
         span = started - self.began, time.perf_counter() - self.began
         self.events += [Event(op, *span) for op in ops]
         found = [(value, storages(leaves)) for value, leaves in written]

@@ -1,0 +1,142 @@
+"""profile: seconds and bytes measured, and nothing left changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+
+M, ROWS, WIDTH = 4, 8, 16
+
+
+def net() -> nn.Sequential:
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def made(stages: int = 3) -> tuple[fpipe.Model, Any, Any, Any]:
+    model, params, state = fpipe.from_sequential(net(), stages=stages, loss=nn.functional.mse_loss)
+    return model, params, state, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+
+
+def test_everything_is_as_it_was_found():
+    whole = net()
+    model, params, state = fpipe.from_sequential(whole, stages=3, loss=nn.functional.mse_loss)
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    given = [leaf.clone() for tree in (batch, *(stage.values() for stage in params)) for leaf in tree]
+    chance = torch.get_rng_state()
+    fpipe.profile(fpipe.split(M)(fpipe.program(model)), model, params, batch, state=state, repeats=1)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole.state_dict().items())
+    now = [leaf for tree in (batch, *(stage.values() for stage in params)) for leaf in tree]
+    assert all(torch.equal(one, other) for one, other in zip(now, given, strict=True))
+    assert whole.training
+    assert all(parameter.grad is None for parameter in whole.parameters())
+
+
+def test_a_slow_stage_is_found_in_every_kind():
+    def quick(params: Any, x: Any) -> Any:
+        return x * params["w"]
+
+    def slow(params: Any, x: Any) -> Any:
+        for _ in range(10):
+            x = torch.tanh(x @ params["w"])
+        return x
+
+    model = fpipe.from_functions([quick, slow, quick], loss=nn.functional.mse_loss)
+    params = {"w": torch.ones(256)}, {"w": torch.eye(256)}, {"w": torch.ones(256)}
+    batch = torch.ones(64, 256), torch.ones(64, 256)
+    costs: Any = fpipe.profile(fpipe.split(2)(fpipe.program(model)), model, params, batch)
+    for seconds in (costs.forward, costs.backward_input, costs.backward_weight, costs.recompute, costs.backward):
+        assert max(seconds) == seconds[1]
+
+
+SHAPES = {
+    "plain": fpipe.identity(),
+    "1F1B": fpipe.schedules.one_f_one_b(2),
+    "ZB-H1": fpipe.schedules.zb_h1(2),
+    "freed": fpipe.chain(fpipe.checkpoint(), fpipe.schedules.gpipe(2), fpipe.communicate(), fpipe.free()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_kind_is_measured_whatever_the_program_has(shape: str):
+    model, params, state, batch = made(2)
+    program = fpipe.chain(fpipe.split(M), fpipe.merge(), SHAPES[shape])(fpipe.program(model))
+    costs = fpipe.profile(program, model, params, batch, state=state, repeats=1)
+    assert costs.backward is not None
+    assert costs.recompute is not None
+    kinds: Any = (costs.forward, costs.backward_input, costs.backward_weight, costs.recompute, costs.backward)
+    assert [len(seconds) for seconds in kinds] == [2] * 5
+    assert all(second > 0 for seconds in kinds for second in seconds)
+
+
+def test_the_bytes_are_those_held_under_every_policy():
+    model, params, state, batch = made()
+    start = fpipe.chain(fpipe.split(M), fpipe.merge())(fpipe.program(model))
+    transforms = (
+        fpipe.schedules.gpipe(3),
+        fpipe.schedules.zb_h1(3),
+        fpipe.chain(fpipe.schedules.one_f_one_b(3), fpipe.communicate(), fpipe.free()),
+    )
+    costs = fpipe.profile(start, model, params, batch, state=state, repeats=1)
+    for transform in transforms:
+        program = transform(start)
+        held = fpipe.build(program, model, record=True)(params, batch, state=state).timeline.peak
+        assert fpipe.simulate(program, costs).peak == held
+
+
+def test_costs_order_a_schedule_and_time_it():
+    model, params, state, batch = made(2)
+    start = fpipe.chain(fpipe.split(M), fpipe.merge())(fpipe.program(model))
+    costs = fpipe.profile(start, model, params, batch, state=state, repeats=2)
+    program = fpipe.schedules.zb_auto(2, costs=costs)(start)
+    assert fpipe.verify(program, model, params, batch, state=state).bitwise
+    assert fpipe.simulate(program, costs).makespan >= fpipe.bounds(program, costs).makespan * (1 - 1e-12)
+
+
+def test_evaluation_has_forwards_only():
+    model, params, state, batch = made(2)
+    program = fpipe.chain(fpipe.split(M), fpipe.forward_only())(fpipe.program(model))
+    costs: Any = fpipe.profile(program, model, params, batch, state=state, repeats=1)
+    assert all(costs.forward)
+    assert not any(costs.backward_input)
+
+
+def test_progress_is_told_run_by_run():
+    model, params, state, batch = made(2)
+    told: list[tuple[int, int]] = []
+    program = fpipe.split(2)(fpipe.program(model))
+    fpipe.profile(program, model, params, batch, state=state, repeats=2, progress=lambda *now: told.append(now))
+    assert told == [(done, 6) for done in range(7)]
+
+
+def test_costs_of_a_stage_that_cannot_be_traced_come_without_bytes():
+    def branching(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * params["w"] if x.sum() > 0 else x
+
+    model = fpipe.from_functions([branching], loss=nn.functional.mse_loss)
+    params, batch = ({"w": torch.ones(WIDTH)},), (torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH))
+    with (
+        pytest.warns(UserWarning, match="a stage runs under autograd"),
+        pytest.warns(UserWarning, match="these costs have no bytes: "),
+    ):
+        costs: Any = fpipe.profile(fpipe.program(model), model, params, batch, repeats=1)
+    assert costs.bytes is None
+    assert costs.forward[0] > 0
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, True])
+def test_repeats_are_a_number_of_times(repeats: Any):
+    model, params, state, batch = made(2)
+    with pytest.raises(ValueError, match="repeats is how often each op is timed, at least 1; found"):
+        fpipe.profile(fpipe.program(model), model, params, batch, state=state, repeats=repeats)
+
+
+def test_a_whole_backward_may_cost_other_than_its_halves():
+    costs = fpipe.Costs(1, 2, 3, backward=4)
+    assert fpipe.simulate(fpipe.program(1), costs).makespan == 5
+    assert fpipe.simulate(fpipe.split_backward()(fpipe.program(1)), costs).makespan == 6
