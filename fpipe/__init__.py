@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from fpipe import interop, schedules
+from fpipe.average import average
 from fpipe.balance import balance
 from fpipe.bounds import Bounds, bounds
 from fpipe.check import check
@@ -17,6 +18,8 @@ from fpipe.microbatch import Chunk, Replicate, Sum, register_spec
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
+from fpipe.params import assign_grads, join_params, split_params
+from fpipe.plan import Plan, plan
 from fpipe.plot import plot
 from fpipe.profile import profile
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
@@ -53,6 +56,7 @@ __all__ = [
     "Model",
     "Op",
     "Output",
+    "Plan",
     "Program",
     "ProgramError",
     "Replicate",
@@ -65,6 +69,7 @@ __all__ = [
     "Value",
     "add_grads",
     "assign_grads",
+    "average",
     "balance",
     "boundary",
     "bounds",
@@ -92,6 +97,7 @@ __all__ = [
     "offload",
     "pair",
     "place",
+    "plan",
     "plot",
     "profile",
     "program",

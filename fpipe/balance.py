@@ -45,11 +45,11 @@ def balance(
     for layer, cost in enumerate(costs):
         if not isinstance(cost, int | float) or not isfinite(cost) or cost < 0:
             raise ValueError(f"the cost of layer {layer} is a number, at least 0; found {cost!r}.")
-    sums = [0, *accumulate(_whole(costs))]
+    sums = [0, *accumulate(whole_numbers(costs))]
     return _most_even(sums, parts, _least_largest(sums, parts))
 
 
-def _whole(costs: Sequence[float]) -> list[int]:
+def whole_numbers(costs: Sequence[float]) -> list[int]:
     """Costs as whole numbers of one unit, so that no sum rounds."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = max(below for _, below in ratios)  # a float's denominator is a power of two, so the largest fits all

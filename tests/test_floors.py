@@ -16,6 +16,7 @@ FLOORS = {
     3: {"verify", "profile", "interop", "testing"},
     2: {"runtimes", "schedules", "plot", "pictures"},
     1: {
+        "average",
         "balance",
         "freeze",
         "batch_norm",
@@ -42,6 +43,7 @@ FLOORS = {
         "waiting",
         "memory",
         "bounds",
+        "plan",
         "costs",
     },
     0: {"tree", "program", "shown"},

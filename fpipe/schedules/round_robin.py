@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fpipe.program import Program, ProgramError, building
+from fpipe.program import Program, ProgramError, building, parts_of
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Key
@@ -45,12 +45,14 @@ def roundpipe(
 
     The first backward group runs forward and backward together and keeps what it computes; all others keep only what
     enters them and recompute. With groups of equal time t a microbatch, as many as a multiple of p, and m >= p, a rank
-    is idle for (p-1)t at most.
+    is idle for (p-1)t at most. Where `forward` runs to the last stage, no group is both: all are recomputed. A program
+    without a backward has forward groups only. `fpipe.plan` finds the groups that fit the costs.
 
     Args:
         ranks: those that compute. The host is one more, rank number `ranks`.
         forward: groups of adjacent stages in order, such as `[range(0, 3)]`, up to where the first backward group
-            starts. By default as few as hold at most three times the stages of the largest backward group.
+            starts, or up to the last stage. By default as few as hold at most three times the stages of the largest
+            backward group.
         backward: groups from the last stage down, such as `[[3], [2], [1], [0]]`. By default the first has the stages
             that `forward` leaves, or the last one, and the others one each.
         homes: where parameters live, as in `fpipe.place`, if not on the host.
@@ -75,8 +77,12 @@ def roundpipe(
 
     @transforming
     def transform(program: Program) -> Program:
-        ahead, back = _plans(program.stages, forward, backward)
+        if any(op.kind in "BIW" for op in parts_of(program.ops)):
+            ahead, back = _plans(program.stages, forward, backward)
+        else:
+            ahead, back = _forward_only(program.stages, ranks, forward, backward), []
         groups = [*ahead, *back]
+        fused = len(ahead) if ahead == [] or ahead[-1][-1] < program.stages - 1 else None
         if len(groups) < ranks:
             raise ProgramError(
                 f"roundpipe: groups: {len(groups)}, ranks: {ranks}; each rank runs a group. Use fewer ranks, or say "
@@ -84,7 +90,7 @@ def roundpipe(
             )
         rows: list[list[Key]] = [[] for _ in range(ranks)]
         for number, group in enumerate(groups):
-            kinds = "F" if number < len(ahead) else "FB" if number == len(ahead) else "B"
+            kinds = "F" if number < len(ahead) else "FB" if number == fused else "B"
             rows[number % ranks] += [
                 (kind, stage, microbatch, None)
                 for microbatch in range(program.microbatches)
@@ -92,7 +98,9 @@ def roundpipe(
                 for stage in (group if kind == "F" else group[::-1])
             ]
         with building():
-            recomputing = checkpoint(lambda stage, microbatch: stage < back[0][0], groups=back[1:])(program)
+            kept = program.stages if fused is None else back[0][0]
+            again = back if fused is None else back[1:]
+            recomputing = checkpoint(lambda stage, microbatch: stage < kept, groups=again)(program)
             host = dict.fromkeys(range(program.stages), ranks)
             return by_table(recomputing, rows, move=True, homes=host if homes is None else homes)
 
@@ -126,12 +134,27 @@ def _plans(
         )
     _cover("backward", back[::-1], 0)
     seam = ahead[-1][-1] + 1 if ahead else 0
-    if back[0][0] != seam:
+    if seam not in (back[0][0], stages):
         raise ProgramError(
             f"roundpipe: the plans do not meet. The first backward group runs forward and backward together, so it "
             f"starts with stage {seam}, where the forward plan ends; found {_shown(back[0])}."
         )
     return ahead, back
+
+
+def _forward_only(
+    stages: int, ranks: int, forward: Sequence[Iterable[int]] | None, backward: Sequence[Iterable[int]] | None
+) -> list[Group]:
+    """The groups of a program without a backward: by default one for each rank, as even as can be."""
+    if backward:
+        raise ProgramError("roundpipe: this program has no backward, and so no backward plan; leave backward= out.")
+    count = min(stages, ranks)
+    even = [range(stages * n // count, stages * (n + 1) // count) for n in range(count)]
+    groups = _groups("forward", even if forward is None else forward, stages)
+    _cover("forward", groups, 0)
+    if not groups or groups[-1][-1] != stages - 1:
+        raise ProgramError(f"roundpipe: the forward plan misses the last stage, {stages - 1}; nothing else runs it.")
+    return groups
 
 
 def _groups(word: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group]:

@@ -1,0 +1,208 @@
+"""plan: groups of layers for RoundPipe, as few turns of the largest as can be; average: costs that are believed."""
+
+import re
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.plan import Plan
+from property_tests.strategies import Net
+
+SECONDS = st.integers(0, 4)
+
+
+def cuts(start: int, end: int) -> list[list[range]]:
+    """All ways to group the layers from `start` to `end`."""
+    if start == end:
+        return [[]]
+    inner = range(start + 1, end)
+    ways = (way for count in range(len(inner) + 1) for way in combinations(inner, count))
+    return [[*map(range, (start, *way), (*way, end))] for way in ways]
+
+
+def every_plan(layers: int, run: str) -> list[Plan]:
+    if run == "infer":
+        return [Plan(tuple(ahead), ()) for ahead in cuts(0, layers)]
+    starts = range(layers) if run == "fused" else [layers]
+    return [
+        Plan(tuple(ahead), (*([range(cut, layers)] if run == "fused" else []), *back[::-1]))
+        for cut in starts
+        for ahead, back in product(cuts(0, cut), cuts(0, cut))
+    ]
+
+
+def group_costs(found: Plan, costs: Any, run: str) -> list[float]:
+    made = [sum(costs.forward[layer] for layer in group) for group in found.forward]
+    for number, group in enumerate(found.backward):
+        first = costs.forward if run == "fused" and number == 0 else costs.recompute
+        made.append(sum(first[i] + costs.backward_input[i] + costs.backward_weight[i] for i in group))
+    return made
+
+
+@st.composite
+def layers(draw: st.DrawFn, most: int = 5) -> fpipe.Costs:
+    count = draw(st.integers(1, most))
+    rows = [draw(st.lists(SECONDS, min_size=count, max_size=count)) for _ in range(4)]
+    return fpipe.Costs(*rows)
+
+
+def size(found: Plan) -> int:
+    return len(found.forward) + len(found.backward)
+
+
+@given(costs=layers(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), data=st.data())
+def test_no_plan_takes_fewer_turns_of_its_largest_group(costs: Any, ranks: int, run: Any, data: st.DataObject):
+    count = len(costs.forward)
+    memory = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    limit = data.draw(st.integers(max(memory), 3 * count))
+    threshold = data.draw(st.sampled_from([1, 1.1, 1.5, 3, None]))
+    plans = [
+        each
+        for each in every_plan(count, run)
+        if all(sum(memory[i] for i in group) <= limit for group in (*each.forward, *each.backward))
+    ]
+    alone = [max(group_costs(each, costs, run)) for each in plans if size(each) == max(map(size, plans))]
+    largest = min(alone)
+    if run != "infer":  # what the last layer would take if it were recomputed counts as a layer too
+        largest = max(largest, costs.recompute[-1] + costs.backward_input[-1] + costs.backward_weight[-1])
+    bound = float("inf") if threshold is None else threshold * largest
+    allowed = [each for each in plans if max(group_costs(each, costs, run)) <= bound]
+    best = min(max(ranks, size(each)) * max(group_costs(each, costs, run)) for each in allowed)
+    if max(map(size, plans)) < ranks:
+        with pytest.raises(ValueError, match=f"these layers make {max(map(size, plans))} groups at most"):
+            fpipe.plan(costs, ranks, run=run, threshold=threshold, memory=memory, limit=limit)
+        return
+    found = fpipe.plan(costs, ranks, run=run, threshold=threshold, memory=memory, limit=limit)
+    assert found in plans
+    assert size(found) >= ranks
+    assert max(ranks, size(found)) * max(group_costs(found, costs, run)) == best
+
+
+def test_the_paper_s_four_layers():
+    found = fpipe.plan(fpipe.Costs(), ranks=2, stages=4)
+    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]
+
+
+def test_a_head_that_costs_three_layers_lets_layers_go_together():
+    found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 3]), ranks=1)
+    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]
+    found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 4]), ranks=1)
+    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [0, 1]]]
+
+
+def test_memory_keeps_groups_small():
+    costs = fpipe.Costs(forward=[1] * 6)
+    whole = fpipe.plan(costs, 1, threshold=None)
+    assert size(whole) == 1
+    halves = fpipe.plan(costs, 1, threshold=None, memory=[1] * 6, limit=3)
+    assert max(map(len, (*halves.forward, *halves.backward))) == 3
+
+
+def test_models_are_planned_to_one_pace_and_the_last_is_fused():
+    teacher, student = fpipe.Costs(forward=[2] * 4), fpipe.Costs(forward=[1] * 4)
+    first, last = fpipe.plan([teacher, student], ranks=2)
+    assert [len(group) for group in first.backward] == [1] * 4
+    assert first.forward[-1].stop == 4
+    assert last.backward[0] == range(3, 4)
+    assert last.forward == (range(3),)
+
+
+@pytest.mark.parametrize("run", ["fused", "train", "infer"])
+def test_plans_are_programs(run: Any):
+    net = Net(("mlp", "attention", "mlp", "linear"), ("batch", 0, 1, (2, 0)))
+    params, batch = net.params(), net.batch(7)
+    start = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(net.model))
+    costs = fpipe.profile(start, net.model, params, batch, repeats=1)
+    found = fpipe.plan(costs, ranks=2, run=run, threshold=1.5)
+    start = fpipe.forward_only()(start) if run == "infer" else start
+    program = fpipe.chain(fpipe.schedules.roundpipe(2, *found), fpipe.communicate(), fpipe.free())(start)
+    result = fpipe.build(program, net.model)(params, batch)
+    expected = fpipe.reference(net.model, params, batch, microbatches=3)
+    assert torch.equal(result.loss, expected.loss)
+    assert (
+        sum(op.kind == "R" for op in program.ops)
+        == 3 * {"fused": found.backward and found.backward[0].start, "train": 4, "infer": 0}[run]
+    )
+    if run != "infer":
+        pairs = zip(result.grads, expected.grads, strict=True)
+        assert all(torch.equal(one[name], other[name]) for one, other in pairs for name in other)
+
+
+def test_an_evaluation_goes_round_without_a_plan():
+    program = fpipe.chain(fpipe.split(2), fpipe.forward_only(), fpipe.schedules.roundpipe(2))(fpipe.program(4))
+    assert program.table()[:2] == [["0F0", "1F0", "0F1", "1F1"], ["2F0", "3F0", "2F1", "3F1"]]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "ranks": (lambda: fpipe.plan(fpipe.Costs(), 0), "ranks is how many take groups in turn, at least 1; found 0."),
+    "run": (lambda: fpipe.plan(fpipe.Costs(), 1, run="both"), 'run is "fused", "train" or "infer", found \'both\'.'),
+    "threshold": (
+        lambda: fpipe.plan(fpipe.Costs(), 1, threshold=0.9),
+        "threshold is how many times the largest layer a group may cost, from 1; found 0.9.",
+    ),
+    "no stages": (
+        lambda: fpipe.plan(fpipe.Costs(), 1),
+        "these costs have one number for all stages: say how many there are by stages=, at least 1.",
+    ),
+    "lists": (
+        lambda: fpipe.plan(fpipe.Costs([1, 2], [1, 2, 3]), 1),
+        "how many stages are there? The costs list [2, 3]. Give one cost a stage, or say stages=",
+    ),
+    "memory alone": (
+        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 2]),
+        "memory= says the bytes of each stage and limit= the most of a group: say both, or neither.",
+    ),
+    "memory of others": (
+        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1], limit=3),
+        "memory lists 1 stages, there are 2; give the bytes of each.",
+    ),
+    "memory that is none": (
+        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, -1], limit=3),
+        "the memory of stage 1 is in bytes, at least 0; found -1.",
+    ),
+    "too large a layer": (
+        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 4], limit=3),
+        "stage 1 takes 4 bytes, more than the limit of 3: cut it in two.",
+    ),
+    "too few layers": (
+        lambda: fpipe.plan(fpipe.Costs(), 4, stages=2),
+        "these layers make 3 groups at most, for 4 ranks; use fewer ranks.",
+    ),
+    "models": (
+        lambda: fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2]),
+        "stages and memory are lists with an entry for each model; there are 2 models.",
+    ),
+    "weight": (
+        lambda: fpipe.average(None, fpipe.Costs(), weight=2),
+        "weight is how much the new costs count, from 0 to 1; found 2.",
+    ),
+    "other stages": (
+        lambda: fpipe.average(fpipe.Costs([1, 2]), fpipe.Costs([1])),
+        "forward is of 2 stages before and of 1 now; start a new average.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    call, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        call()
+
+
+def test_a_forward_program_has_no_backward_plan():
+    program = fpipe.chain(fpipe.split(2), fpipe.forward_only())(fpipe.program(2))
+    with pytest.raises(fpipe.ProgramError, match="this program has no backward, and so no backward plan"):
+        fpipe.schedules.roundpipe(1, [range(2)], [range(2)])(program)
+    with pytest.raises(fpipe.ProgramError, match=r"the forward plan misses the last stage, 1; nothing else runs it."):
+        fpipe.schedules.roundpipe(1, [range(1)])(program)
+
+
+def test_an_average_of_equal_costs_is_that():
+    costs = fpipe.Costs([1, 2], 3, [0.5, 0.25], recompute=[4, 4], backward=2, transfer=1)
+    assert fpipe.average(costs, costs, 0.5) == fpipe.Costs([1, 2], 3, [0.5, 0.25], [4, 4], 1, backward=2)
