@@ -755,6 +755,12 @@ def masked_fill_(p, x):
     return y.masked_fill_(torch.ones(8, 8).tril()[: len(x)] == 0, -1.0).softmax(-1)
 
 
+@pattern("masked_fill_ of transposed data", weights((4, 6)), rows(4, 5, 4))
+def masked_fill_turned_(p, x):
+    h = (x @ p["w0"]).transpose(1, 2) * 2  # masked_fill itself would write it row by row
+    return F.group_norm(h.masked_fill_(h.detach() > 1, 0.5).transpose(1, 2), 5)
+
+
 @pattern("x[:, 0] = 0 on a clone", weights((8, 8)), rows(4, 8))
 def assign(p, x):
     x = x.clone()

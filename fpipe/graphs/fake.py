@@ -89,7 +89,8 @@ def _told_truly(op: Any, args: Any) -> bool:
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
-    odd = any(not tensor.is_floating_point() and not tensor.is_complex() for tensor in tensors)
+    numbers = (torch.bool, *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()))
+    odd = any(tensor.dtype not in numbers for tensor in tensors)
     return odd or (alike and torch.Tag.pointwise in op.tags)
 
 

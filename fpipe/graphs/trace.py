@@ -241,12 +241,45 @@ def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     for node in traced.graph.nodes:
         if node.op == "call_function" and node.target in _BATCH_NORMS and _written(node):
             node.target = _aten._native_batch_norm_legit.default
+        elif node.op == "call_function" and _reorders(node):
+            with traced.graph.inserting_before(node):
+                made = traced.graph.call_function(_not_in_place(node), node.args, node.kwargs)
+                copy = traced.graph.call_function(_aten.copy_.default, (node.args[0], made))
+            node.replace_all_uses_with(copy)
+            traced.graph.erase_node(node)
     traced.recompile()
     again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     left = next((node.target for node in again.graph.nodes if node.op == "call_function" and _written(node)), None)
     if left is not None:
         raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
     return again
+
+
+def _not_in_place(node: fx.Node) -> Any:
+    """The op that writes what this one leaves in its first argument, if there is one that takes the same."""
+    target: Any = node.target
+    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    kinds = [[str(argument.type) for argument in op._schema.arguments] for op in (target, found) if op is not None]
+    return found if len(kinds) == 2 and kinds[0] == kinds[1] else None
+
+
+def _reorders(node: fx.Node) -> bool:
+    """Whether an op in place keeps an order in memory that the other would not: masked_fill writes all in a row."""
+    target: Any = node.target
+    if _written(node) != [node.args[0]] or not target._schema.name.endswith("_") or _not_in_place(node) is None:
+        return False
+    before = _value(node.args[0])
+    if before.is_contiguous() or not _aten.is_non_overlapping_and_dense(before):
+        return False
+    with before.fake_mode:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+        made = _not_in_place(node)(*args, **kwargs)
+    return made.shape == before.shape and made.stride() != before.stride()
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"]
 
 
 def _graph(
