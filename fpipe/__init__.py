@@ -18,7 +18,6 @@ from fpipe.microbatch import Chunk, Replicate, Sum, register_spec
 from fpipe.models import Model, Stage, from_functions
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
-from fpipe.params import assign_grads, join_params, split_params
 from fpipe.plan import Plan, plan
 from fpipe.plot import plot
 from fpipe.profile import profile

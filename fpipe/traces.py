@@ -21,8 +21,8 @@ from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
 from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart
-from fpipe.modules import StageModule
 from fpipe.params import same_keys
+from fpipe.stage_module import StageModule
 
 Spec = Any
 

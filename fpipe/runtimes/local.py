@@ -20,7 +20,6 @@ from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
 from fpipe.microbatch import streams
 from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradients, trained, who_draws
-from fpipe.modules import StageModule
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
@@ -30,6 +29,7 @@ from fpipe.runtimes.meaning import Run, batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
+from fpipe.stage_module import StageModule
 
 
 def local(

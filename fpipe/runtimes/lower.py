@@ -26,7 +26,7 @@ from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph, aval
 from fpipe.keys import generator_on, seed_of
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.meaning import RULES, Run
+from fpipe.runtimes.meaning import RULES, Run, summed
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
 from fpipe.runtimes.sums import Sums
 
@@ -300,10 +300,7 @@ def _pass_on(*lists: Leaves) -> Sequence[Leaves]:
 
 
 def _add(*lists: Leaves) -> Sequence[Leaves]:
-    total = lists[0]
-    for more in lists[1:]:
-        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
-    total = [*total]
+    total = summed(lists)
     _empty(lists)
     return [total]
 

@@ -248,10 +248,15 @@ def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """ADD: leaf by leaf, from left to right."""
     if isinstance(args[0], Tensor):  # losses
         return [functools.reduce(torch.add, args)]
-    total: Leaves = list(args[0])
-    for more in args[1:]:
+    return [summed(args)]
+
+
+def summed(parts: Sequence[Leaves]) -> Leaves:
+    """What gradients over the same leaves add up to, None where all have none."""
+    total = [*parts[0]]
+    for more in parts[1:]:
         total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
-    return [total]
+    return total
 
 
 def scale(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import ambient
 from fpipe.models import Model
-from fpipe.modules import StageModule
+from fpipe.stage_module import StageModule
 
 
 class Signatures:

@@ -1,0 +1,21 @@
+"""Tell which modules compute the same function of their parameters, so that one trace does for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fpipe.graphs.alike import alike
+
+
+def twin(module: nn.Module, odd: list[Any]) -> Any:
+    """What a module computes, as a value to compare: class, plain attributes, mode, and the same of its children."""
+    attributes = vars(module)
+    plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    children = tuple((name, child and twin(child, odd)) for name, child in attributes["_modules"].items())
+    forward = alike(type(module).forward, odd)
+    return type(module), forward, plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
+
+
+_NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
