@@ -4,7 +4,7 @@
 
 The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
 parameters, and buffers that no stage writes, are constants: a stage reads the module's own at each call. What would
-make a stage impure (buffers that its output reads and writes, hooks that nobody would run) is refused by the module's name.
+make a stage impure (buffers that its output reads and writes, hooks that nobody would run) is refused by name.
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ def _with_gradient(
         found: Iterator[Any] = iter([None] * len(wanted))
         if pairs and wanted:
             roots, cotangents = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+            # On a device of its own autograd would go on in a thread of its own, under none of our modes.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
         for label in labels:
             name, *port = label.split(":")
             written = ":".join([_COTANGENT[name], *port])

@@ -23,9 +23,9 @@ class Book:
     """The account of a step as it runs, and when each op did."""
 
     def __init__(self, ranks: int, given: Iterable[Any]) -> None:
-        given = [*given]
-        self.account = Account(ranks, storages(given))
-        self.devices = {leaf.device for leaf in given if isinstance(leaf, Tensor) and leaf.device.type != "cpu"}
+        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        self.account = Account(ranks, storages(leaves))
+        self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
         self.events: list[Event] = []
         self.steps = Steps()
         self.began = time.perf_counter()
@@ -34,7 +34,7 @@ class Book:
         self, ops: Sequence[Op], written: Iterable[tuple[Value, Iterable[Any]]], dead: Sequence[Value], started: float
     ) -> None:
         """What one op did, or several that ran as one, since it `started`."""
-        for device in self.devices:  # an op has ended when its device is done, not when it was asked
+        for device in self.devices:  # an op is over when its work is
             torch.accelerator.synchronize(device)
         span = started - self.began, time.perf_counter() - self.began
         self.events += [Event(op, *span) for op in ops]
