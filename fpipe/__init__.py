@@ -28,6 +28,7 @@ from fpipe.runtimes.build import build
 from fpipe.runtimes.meaning import register_meaning
 from fpipe.runtimes.sizes import Sizes, sizes
 from fpipe.simulate import simulate
+from fpipe.skips import Pop, Stash
 from fpipe.timeline import Timeline
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
@@ -56,6 +57,7 @@ __all__ = [
     "Op",
     "Output",
     "Plan",
+    "Pop",
     "Program",
     "ProgramError",
     "Replicate",
@@ -63,6 +65,7 @@ __all__ = [
     "Result",
     "Sizes",
     "Stage",
+    "Stash",
     "Sum",
     "Timeline",
     "Value",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.program import Op
 
-Source = int | Literal["batch"]
+Source = int | Literal["batch"] | tuple[int, int]
+"""What a stage takes: another's output, one of several (the stage and which), or the batch."""
 Reduction = Literal["mean", "sum", "count"]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -74,7 +76,8 @@ class Stage:
 class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
 
-    A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values.
+    A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values. A
+    stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
     `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
     leaves' names, if they were in one.
@@ -111,6 +114,15 @@ class Model:
         """What a stage takes, always as a tuple."""
         taken = self.inputs[stage]
         return taken if isinstance(taken, tuple) else (taken,)
+
+    @cached_property
+    def _ports(self) -> dict[int, int]:
+        taken: list[Source] = [source for stage in range(len(self.inputs)) for source in self.sources(stage)]
+        return _ports_of(taken)
+
+    def ports(self, stage: int) -> int:
+        """How many outputs a stage has: one, or as many as others take of it."""
+        return self._ports.get(stage, 1)
 
     def tied(self, stage: int) -> tuple[tuple[int, int, str], ...]:
         """The tied leaves a stage reads, as (owner stage, port at the owner, the leaf's name in this stage)."""
@@ -259,7 +271,8 @@ def from_functions(
             before handed on, None for the first.
         loss: `loss(y, target)` gives a 0-d tensor, or (total, count) with reduction="count"; None: the last stage does.
         inputs: what each stage takes as x: the number of an earlier stage, "batch", or a tuple of these for a tuple of
-            values. None is a chain.
+            values. None is a chain. In a tuple `(stage, which)` is one of several outputs of a stage, which returns the
+            tuple of them: each is a value of its own and travels to its readers alone.
         ties: groups of leaves that are one, as in `((0, "e"), (3, "e"))`: it lives where named first, in the earliest
             stage, and the params of the others come without it.
         reduction: how the losses of microbatches make one: "mean" by rows, "sum", or "count".
@@ -301,22 +314,50 @@ def normalise_inputs(
         return ("batch", *range(n - 1))
     if len(inputs) != n:
         raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
-    read: set[Source] = set()
+    read: set[tuple[Any, int]] = set()
     for stage, entry in enumerate(inputs):
         sources = entry if isinstance(entry, tuple) else (entry,)
         if not sources:
             raise ValueError(f"stage {stage} takes nothing; its inputs are earlier stages or 'batch'.")
         for source in sources:
-            if source != "batch" and (type(source) is not int or not 0 <= source < stage):
+            home, port = source if isinstance(source, tuple) and len(source) == 2 else (source, 0)  # pyright: ignore[reportUnnecessaryComparison]
+            if home != "batch" and (
+                type(home) is not int or not 0 <= home < stage or type(port) is not int or port < 0
+            ):
                 earlier = f"a stage from 0 to {stage - 1}, or 'batch'" if stage else "'batch'"
                 raise ValueError(f"stage {stage} takes {source!r}; it can take {earlier}.")
-        read.update(sources)
-    unread = next((stage for stage in range(n - 1) if stage not in read), None)
-    if unread is not None:
-        raise ValueError(
-            f"nobody takes the output of stage {unread}; only the last stage, {n - 1}, gives the loss its input."
-        )
+            read.add((home, port))
+    ports = _ports_of(read)
+    for stage in range(n - 1):
+        unread = next((port for port in range(ports.get(stage, 1)) if (stage, port) not in read), None)
+        if unread is not None:
+            which = "the output" if ports.get(stage, 1) == 1 else f"output {unread}"
+            raise ValueError(
+                f"nobody takes {which} of stage {stage}; only the last stage, {n - 1}, gives the loss its input."
+            )
     return tuple(inputs)
+
+
+def _ports_of(taken: Iterable[Source | tuple[Any, int]]) -> dict[int, int]:
+    """How many outputs are taken of each stage."""
+    ports: dict[int, int] = {}
+    for source in taken:
+        home, port = source if isinstance(source, tuple) else (source, 0)
+        if home != "batch":
+            ports[home] = max(ports.get(home, 1), port + 1)
+    return ports
+
+
+def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
+    """A stage's outputs apart: the tuple it returned, if others take several of them."""
+    many = model.ports(stage)
+    if many == 1:
+        return (y,)
+    if not isinstance(y, tuple) or len(y) != many:  # pyright: ignore[reportUnknownArgumentType]
+        found = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
+        name = f" ({model.stages[stage].name})" if model.stages[stage].name else ""
+        raise TypeError(f"stage {stage}{name} returns a tuple of {many} outputs, which others take; found {found}.")
+    return y  # pyright: ignore[reportUnknownVariableType]
 
 
 def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:

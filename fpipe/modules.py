@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from fpipe.balance import balance
 from fpipe.impure import refuse_impure
 from fpipe.models import Model, Reduction, Stage, from_functions
+from fpipe.skips import planned
 from fpipe.stage_module import Names, StageModule
 
 Params = tuple[dict[str, Tensor], ...]
@@ -44,6 +45,9 @@ def from_sequential(
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
         reduction, aux: as in `from_functions`.
+
+    A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
+    `Pop` among the children are skips.
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
@@ -69,20 +73,21 @@ def from_sequential(
         if parameter.requires_grad:
             leaves.setdefault(id(parameter), []).append(name)
             tensors[name] = parameter.detach()
-    _refuse_sharing(tensors, stage_of)
-    names: list[Names] = [
-        tuple(tuple(found) for found in leaves.values() if stage_of[found[0].split(".")[0]] == number)
-        for number in range(len(groups))
-    ]
-    runs = [StageModule(number, group, names[number]) for number, group in enumerate(groups)]
-    model = from_functions(runs, loss, reduction=reduction, aux=aux)
+    _refuse_sharing({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
+    each = [_by_stage(found, stage_of) for found in leaves.values()]
+    names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
+    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
+    skips, inputs = planned(groups)
+    runs = [StageModule(number, group, names[number], skips[number]) for number, group in enumerate(groups)]
+    _share(runs)
+    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     cut = tuple(
         replace(stage, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)
     )
     return (
         replace(model, stages=cut),
-        tuple({leaf[0]: tensors[leaf[0]] for leaf in stage} for stage in names),
+        tuple({leaf[n][0]: tensors[leaf[n][0]] for leaf in each if min(leaf) == n} for n in range(len(groups))),
         tuple(run.state() for run in runs),
     )
 
@@ -139,16 +144,44 @@ def _refuse(net: nn.Module) -> None:
             )
 
 
+def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """The names of one parameter in each stage that has it."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name in names:
+        number = stage_of[name.split(".")[0]]
+        found[number] = (*found.get(number, ()), name)
+    return found
+
+
+def _share(runs: Sequence[StageModule]) -> None:
+    """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
+
+    Raises:
+        ValueError: that module remembers something, which would be two stages' state.
+    """
+    homes: dict[int, StageModule] = {}
+    for run in runs:
+        for path, module in run.modules:
+            first = homes.setdefault(id(module), run)
+            if first is not run and any(module is norm for _, norm in run.norms):
+                raise ValueError(
+                    f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
+                    "what it remembers would be in both; choose sizes= that keep it in one."
+                )
+            if first is not run and any(True for _ in module.parameters()):
+                run.lock = first.lock
+
+
 def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
-    """A ValueError for memory that trains in two stages."""
+    """A ValueError for memory that trains in two stages as two parameters."""
     homes: dict[int, str] = {}
     for name, tensor in tensors.items():
         first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
         here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
         if here != there:
             raise ValueError(
-                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory; from_sequential cannot "
-                "share a parameter between stages. Choose sizes= that keep them in one, or from_functions with ties=."
+                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory, but are two parameters; "
+                "make them one, or choose sizes= that keep them in one stage."
             )
 
 
@@ -183,5 +216,5 @@ def _deferred(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule) or not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage
-    later = StageModule(run.number, run.children, run.names, deferred=True)
+    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True)
     return replace(stage, forward=later, within=later.within, **later.remembering())

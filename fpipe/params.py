@@ -71,9 +71,10 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     for group in model.ties:
         (owner, first), *others = group
         for number, leaf in others:
-            if model.stages[number].names is None:
-                _same_tensor(split[owner][first], split[number][leaf], f"[{owner}][{first!r}]", f"[{number}][{leaf!r}]")
-                split[number] = {key: value for key, value in split[number].items() if key != leaf}
+            named = model.stages[number].names is not None
+            here, there = (repr(leaf), repr(first)) if named else (f"[{number}][{leaf!r}]", f"[{owner}][{first!r}]")
+            _same_tensor(split[owner][first], split[number][leaf], there, here)
+            split[number] = {key: value for key, value in split[number].items() if key != leaf}
     return tuple(split)
 
 

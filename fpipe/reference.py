@@ -19,7 +19,16 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
 from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join, join_gradients, rows_of_each, streams
-from fpipe.models import Model, loss_of, refuse_inference_mode, taken_apart, unchanged, who_draws, with_ties
+from fpipe.models import (
+    Model,
+    loss_of,
+    outputs_of,
+    refuse_inference_mode,
+    taken_apart,
+    unchanged,
+    who_draws,
+    with_ties,
+)
 from fpipe.result import Result
 
 
@@ -255,7 +264,7 @@ def _forward(
     carried: list[Any] = []
     for number, stage in enumerate(model.stages):
         taken = [
-            readers.get((number, k), inputs) if source == "batch" else tree.tree_map(_alias, values[source])
+            readers.get((number, k), inputs) if source == "batch" else tree.tree_map(_alias, _of(values, source))
             for k, source in enumerate(model.sources(number))
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
@@ -265,7 +274,7 @@ def _forward(
             made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
             y, beside = taken_apart(stage, made)
             lost = loss_of(model, y, target) if number == last else None
-        values.append(y)
+        values.append(outputs_of(model, number, y))
         carried.append(beside.get("carry"))
         losses += [beside["loss"]] if "loss" in beside else []
         if "state" in stage.asks:
@@ -274,7 +283,13 @@ def _forward(
             counted = {"index": index, "count": count} if stage.counts else {}
             states[number] = stage.update(states[number], tree.tree_map(_detached, beside.get("seen", x)), **counted)
     loss, counted, aux = lost
-    return sum(losses, loss), counted, aux, values[-1], carried
+    return sum(losses, loss), counted, aux, values[-1][0], carried
+
+
+def _of(values: list[Any], source: Any) -> Any:
+    """What a stage takes of those before it."""
+    stage, port = source if isinstance(source, tuple) else (source, 0)
+    return values[stage][port]
 
 
 def _alias(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from fpipe.buffers import Buffers
 from fpipe.graphs.alike import Same
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
+from fpipe.skips import Skips, through
 from fpipe.twins import twin
 
 Names = tuple[tuple[str, ...], ...]
@@ -30,8 +31,16 @@ class StageModule:
     The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
     """
 
-    def __init__(self, number: int, children: Mapping[str, nn.Module], names: Names, deferred: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        children: Mapping[str, nn.Module],
+        names: Names,
+        skips: Skips | None = None,
+        deferred: bool = False,
+    ) -> None:
         self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
+        self.skips = skips or Skips()
         self.bound = _Bound(children)
         modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.modules = modules
@@ -59,16 +68,14 @@ class StageModule:
         return [(path, place) for place, path in first.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names, self.deferred)
+        return StageModule, (self.number, self.children, self.names, self.skips, self.deferred)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
         """The stage's output; with norms that remember, also what their update needs."""
         return self.within(params, partial(self._through, x), noting=bool(self.norms))
 
     def _through(self, x: Any) -> Any:
-        for module in self.children.values():
-            x = module(x)
-        return x
+        return through(self.children, self.skips, x)
 
     def within(self, params: Mapping[str, Tensor], what: Callable[[], Any], noting: bool = False) -> Any:
         """Do something while `params` are in the modules' place.
@@ -159,7 +166,7 @@ class StageModule:
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(twin(module, odd) for module in self.children.values())
-        return tuple(short), fixed, twins, self.deferred, Same(self) if odd else None
+        return tuple(short), fixed, twins, self.skips, self.deferred, Same(self) if odd else None
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:

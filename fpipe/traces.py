@@ -20,7 +20,7 @@ from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
-from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart
+from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
 from fpipe.stage_module import StageModule
 
@@ -206,11 +206,13 @@ class Traces:
             store, own = self._store(self.model.loss)
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
-        names = tuple(leaf for _, _, leaf in self.model.tied(call.stage))
+        module = isinstance(stage.forward, StageModule)
+        names = tuple("" if module else leaf for _, _, leaf in self.model.tied(call.stage))
         how = (
             frozenset(stage.asks),
             stage.aux_loss,
             names,
+            self.model.ports(call.stage),
             isinstance(self.model.inputs[call.stage], tuple),
             call.microbatch,
         )
@@ -218,7 +220,7 @@ class Traces:
             specs = tuple((label, spec) for label, spec in call.specs if label != "params")
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
-            twin = self._twins[call.stage], _positions(stage.forward, call)
+            twin = self._twins[call.stage], _positions(self.model, stage.forward, call)
             return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
         return store, (own, how, call.specs, *around)
@@ -252,22 +254,24 @@ class Traces:
             taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
             x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
             if isinstance(one.forward, StageModule):
-                order = _positions(one.forward, call)
-                params = [given["params"][at] for at in order]
-                y, beside = taken_apart(one, one.forward.pure(params, given.get("const", []), x))
-                return written({"y": y} | beside)
+                order = _positions(model, one.forward, call)
+                params = [given[label][at] for label, at in order]
+                return outputs(call.stage, *taken_apart(one, one.forward.pure(params, given.get("const", []), x)))
             own = whole(given, "params")
             ties = [leaf for _, _, leaf in model.tied(call.stage)]
             more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
             said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
             said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
             made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
-            y, beside = taken_apart(one, made)
-            return written({"y": y} | beside)
+            return outputs(call.stage, *taken_apart(one, made))
+
+        def outputs(stage: int, y: Any, beside: Mapping[str, Any]) -> dict[str, list[Any]]:
+            ports = {f"y:{port}" if port else "y": one for port, one in enumerate(outputs_of(model, stage, y))}
+            for one in ports.values():
+                refuse_odd_output(one, "it")
+            return written({**ports, **beside})
 
         def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
-            if "y" in made:
-                refuse_odd_output(made["y"], "it")
             leaves: dict[str, list[Any]] = {}
             for label, value in made.items():
                 leaves[label], specs[label] = tree.flatten(value)
@@ -283,9 +287,11 @@ def _leaves(call: Call) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
-def _positions(module: StageModule, call: Call) -> tuple[int, ...]:
-    """Where each of the module's parameters stands among the leaves handed in."""
-    given = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
+def _positions(model: Model, module: StageModule, call: Call) -> tuple[tuple[str, int], ...]:
+    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
+    places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
+    given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
+    given |= {leaf: (f"params:{port}", 0) for port, (_, _, leaf) in enumerate(model.tied(module.number), 1)}
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
 

@@ -56,13 +56,13 @@ class _Writer:
         self.model, self.input_grads = model, input_grads
         self.n = len(model.inputs)
         self.last = self.n - 1
-        self.readers: defaultdict[int, list[tuple[int, int]]] = defaultdict(
+        self.readers: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(
             list
-        )  # stage -> (reading stage, its k-th input)
+        )  # stage and output -> (reading stage, its k-th input)
         for stage in range(self.n):
             for k, source in enumerate(model.sources(stage)):
                 if source != "batch":
-                    self.readers[source].append((stage, k))
+                    self.readers[source if isinstance(source, tuple) else (source, 0)].append((stage, k))
 
     def write(self) -> Program:
         model, n = self.model, self.n
@@ -140,7 +140,7 @@ class _Writer:
         return 1 + [name for _, _, name in self.model.tied(stage)].index(leaf)
 
     def taken(self, stage: int) -> tuple[Value, ...]:
-        return tuple(Value("inputs") if s == "batch" else Value("y", s, 0) for s in self.model.sources(stage))
+        return tuple(map(_value, self.model.sources(stage)))
 
     def forward(self, stage: int) -> Op:
         reads = [*self.params(stage), *self.taken(stage)]
@@ -148,7 +148,7 @@ class _Writer:
             reads.append(Value("state", stage))
         if self.asks(stage, "key"):
             reads.append(Value("key"))
-        writes = [Value("y", stage, 0)]
+        writes = [Value("y", stage, 0, port=port) for port in range(self.model.ports(stage))]
         if stage == self.last:
             reads.append(Value("target"))
             writes.append(Value("loss", stage, 0))
@@ -171,11 +171,15 @@ class _Writer:
             reads = (Value("state", stage), *((Value("seen", stage, 0),) if own.notes else self.taken(stage)))
             how = (("index", 0), ("count", 1)) if own.counts else ()
             ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
-        cotangents = tuple(Value("dx", reader, 0, port=k) for reader, k in sorted(self.readers[stage], reverse=True))
-        if len(cotangents) > 1:
-            summed = Value("dy", stage, 0)
-            ops.append(Op("ADD", stage, 0, None, 0, cotangents, (summed,)))
-            cotangents = (summed,)
+        cotangents: list[Value] = []
+        for port in range(self.model.ports(stage)):
+            readers = sorted(self.readers[stage, port], reverse=True)
+            found = tuple(Value("dx", reader, 0, port=k) for reader, k in readers)
+            if len(found) > 1:
+                summed = Value("dy", stage, 0, port=port)
+                ops.append(Op("ADD", stage, 0, None, 0, found, (summed,)))
+                found = (summed,)
+            cotangents.extend(found)
         dx = tuple(
             Value("dx", stage, 0, port=k)
             for k, source in enumerate(self.model.sources(stage))
@@ -184,6 +188,13 @@ class _Writer:
         grads = tuple(Value("g", stage, 0, port=k) for k in range(len(self.params(stage))))
         reads = (*self.params(stage), Value("res", stage, 0), *cotangents)
         return [*ops, Op("B", stage, 0, None, 0, reads, (*dx, *grads))]
+
+
+def _value(source: Source) -> Value:
+    """What a stage reads of a source."""
+    if isinstance(source, tuple):
+        return Value("y", source[0], 0, port=source[1])
+    return Value("inputs") if source == "batch" else Value("y", source, 0)
 
 
 def _input_order(value: Value) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ FLOORS = {
         "average",
         "balance",
         "freeze",
+        "skips",
         "batch_norm",
         "models",
         "marks",

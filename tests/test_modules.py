@@ -379,7 +379,7 @@ class Owner(nn.Sequential):
 
 WRITTEN = ": buffers written in training that the output reads are not supported; call .eval()."
 HOOKS = "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them."
-SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share their memory; from_sequential cannot share a parameter"
+SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share their memory, but are two parameters; make them one"
 GRADIENT_HOOK = (
     "parameter '2.weight' has a gradient hook; stages differentiate detached aliases of parameters, which no hook"
 )
@@ -396,7 +396,6 @@ REFUSED = [
     (HOOKS, lambda: hooked(lambda net: net.register_full_backward_pre_hook(print))),
     (GRADIENT_HOOK, lambda: hooked(lambda net: net[2].weight.register_hook(print))),
     (GRADIENT_HOOK, lambda: hooked(lambda net: net[2].weight.register_post_accumulate_grad_hook(print))),
-    (SHARE, lambda: shared(lambda weight: weight)),
     (SHARE, lambda: shared(lambda weight: nn.Parameter(weight.detach().T))),
     ("from_sequential cuts an nn.Sequential with its own forward, found Odd.", lambda: Odd(nn.Tanh(), nn.Tanh())),
     ("from_sequential cuts an nn.Sequential with its own forward, found Linear.", lambda: nn.Linear(2, 2)),

@@ -25,6 +25,11 @@ from fpipe.graphs.graph import Graph, Name, Node
 
 _KNOWN = ("params", "const")  # what every part is given anew
 _SEEDS = ("dy", "dcarry", "dloss")
+_OUTPUTS = ("y", "loss", "count", "aux", "state", "carry", "seen")
+
+
+def _is_seed(label: str) -> bool:
+    return label.split(":")[0] in _SEEDS
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +47,7 @@ class Cut:
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
-        return self._part([label for label in self.graph.reads if label not in _SEEDS], writes)
+        return self._part([label for label in self.graph.reads if not _is_seed(label)], writes)
 
     def backward(self) -> Graph:
         """B: all gradients."""
@@ -83,7 +88,7 @@ class Cut:
 
     @cached_property
     def _seeds(self) -> list[str]:
-        return [label for label in self.graph.reads if label in _SEEDS]
+        return [label for label in self.graph.reads if _is_seed(label)]
 
     @cached_property
     def _gradients(self) -> list[str]:
@@ -99,8 +104,7 @@ class Cut:
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
-        labels = ("y", "loss", "count", "aux", "state", "carry", "seen")
-        outputs = [label for label in labels if label in self.graph.writes]
+        outputs = [label for label in self.graph.writes if label.split(":")[0] in _OUTPUTS]
         return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
 
     @cached_property

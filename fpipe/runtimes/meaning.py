@@ -31,7 +31,7 @@ from fpipe.microbatch import (
     spec_of,
     streams,
 )
-from fpipe.models import Model, loss_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
+from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
 from fpipe.program import Op, Program, kind_of
 
 Leaves = list[Any]
@@ -129,14 +129,14 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         raise RuntimeError(
             f"{given.who} changed its parameters in place, and they stay so; a stage is a pure function."
         )
-    refuse_odd_output(y, given.who)
+    ports = outputs_of(run.model, op.stage or 0, y)
+    for port in ports:
+        refuse_odd_output(port, given.who)
 
     def around(what: Callable[[], Any]) -> Any:
         return what() if stage.within is None else stage.within(params, what)
 
     made = {
-        "y": lambda: tree.tree_map(_same_leaf, y),
-        "again": lambda: tree.tree_map(_same_leaf, y),
         "state": lambda: tree.tree_map(detached, beside["state"]),
         "seen": lambda: tree.tree_map(detached, beside["seen"]),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
@@ -154,7 +154,11 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
             around=around,
         ),
     }
-    return [made[value.name]() for value in op.writes]
+    outs = ("y", "again")
+    return [
+        tree.tree_map(_same_leaf, ports[value.port]) if value.name in outs else made[value.name]()
+        for value in op.writes
+    ]
 
 
 def _apart(loss: Tensor | None) -> Tensor | None:
@@ -168,7 +172,9 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
     residuals: Residuals = named["res"]
     weight = (named.get("w", 1.0) if run.model.reduction == "mean" else 1.0) * run.loss_scale
-    roots = _roots(residuals, named.get("dy", named.get("dx")), named.get("dcarry"), weight)
+    pairs = zip(op.reads, args, strict=True)
+    cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
+    roots = _roots(residuals, cotangents, named.get("dcarry"), weight)
     inputs, carry, params = _gradients(residuals, roots)
     made: dict[str, Callable[[int], Any]] = {
         "dx": inputs.__getitem__,
@@ -180,11 +186,11 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 
 def _roots(
-    residuals: Residuals, cotangent: Leaves | None, carried: Leaves | None, weight: float
+    residuals: Residuals, cotangent: Leaves, carried: Leaves | None, weight: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Where the gradient starts: each output that has a cotangent, and the loss with its microbatch's weight."""
     pairs = [
-        *zip(residuals.outputs, cotangent or [], strict=False),
+        *zip(residuals.outputs, cotangent, strict=False),
         *zip(residuals.carried, carried or [], strict=False),
     ]
     if residuals.loss is not None:

@@ -24,7 +24,7 @@ from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
-from fpipe.traces import Call, Traces, wants
+from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
@@ -123,8 +123,7 @@ class Shapes:
             made |= self.outlined(loss, pair)
             made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
         self.calls[op[1:4]] = (call, loss, op)
-        made["again"] = made["y"]
-        self.things.update({value: made[value.name] for value in op.writes if value.name != "res"})
+        self.things.update({value: made[label_of(value)] for value in op.writes if value.name != "res"})
 
     def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
         """What a call writes, each tensor in memory of its own or in that of what is given."""
@@ -180,7 +179,7 @@ class Shapes:
         counts: dict[str, int] = {}
         for value in op.reads:
             word = _LABELS.get(value.name, value.name) if op.kind in "FR" else _BACKWARD_LABELS.get(value.name)
-            if word in ("params", "x"):
+            if word in ("params", "x", "dy"):
                 at = counts[word] = counts.get(word, -1) + 1
                 word += f":{at}" if at else ""
             if word is not None:
@@ -194,10 +193,10 @@ class Shapes:
         named = self.labels(op)
         seeds: dict[str, tuple[Any, ...]] = {}
         outline = self.traces.outline(call)
-        if "dy" in named:
-            seeds["dy"] = self.cotangents(named["dy"], outline.avals("y"))
-        elif loss is None:
-            seeds["dy"] = (None,) * len(outline.writes["y"])
+        if loss is None:
+            for label in _outputs(outline):
+                value, leaves = named.get(f"d{label}"), outline.avals(label)
+                seeds[f"d{label}"] = (None,) * len(leaves) if value is None else self.cotangents(value, leaves)
         if "dcarry" in named:
             seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
         if "loss" in outline.writes:  # a loss of the stage's own
@@ -216,7 +215,9 @@ class Shapes:
         place = op[1:4]
         if place not in self.cuts:
             call, loss, _ = self.calls[place]
-            graph = self.traced(call, {"dy": (None,) * len(self.traces.outline(call).writes["y"])}, loss)
+            outline = self.traces.outline(call)
+            seeds = {f"d{label}": (None,) * len(outline.writes[label]) for label in _outputs(outline)}
+            graph = self.traced(call, seeds, loss)
             self.cuts[place] = graph.once(("cut", ()), lambda: Cut(graph, ()))
         return self.cuts[place]
 
@@ -250,7 +251,7 @@ class Shapes:
         self.constant.update(graph.facts[name].storage for name in graph.constants)
         places = {graph.facts[name].storage: graph.facts[name].storage for name in graph.constants}
         given = {label: self.things[value] for label, value in self.labels(first).items()}
-        given |= {label: self.things[named[label]] for label in ("dy", "dcarry") if label in named}
+        given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
         given |= self.constants(op.stage)
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
             places[graph.facts[name].storage] = self.seed
@@ -333,6 +334,11 @@ class Shapes:
 
 _LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
 _BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
+
+
+def _outputs(outline: Outline) -> list[str]:
+    """The labels of a stage's outputs."""
+    return [label for label in outline.writes if label.split(":")[0] == "y"]
 
 
 def label_of(value: Value) -> str:

@@ -14,6 +14,7 @@ from typing import Literal
 from fpipe.program import Op, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
 
+Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
 
 
@@ -104,13 +105,13 @@ def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:
         inner = {
             value
             for value in op.reads
-            if value in by_output and op.stage in group_of and group_of.get(value.stage or 0) == group_of[op.stage]
+            if value._replace(port=0) in by_output
+            and op.stage in group_of
+            and group_of.get(value.stage or 0) == group_of[op.stage]
         }
         renamed |= inner
         changed.append(op._replace(reads=tuple(v._replace(name="again") if v in inner else v for v in op.reads)))
-    return [
-        op._replace(writes=(value._replace(name="again"), *op.writes))
-        if (value := Value("y", op.stage, op.microbatch, op.slice)) in renamed
-        else op
-        for op in changed
-    ]
+    outputs: dict[Place, list[Value]] = {}
+    for value in sorted(renamed, key=lambda value: value.port):
+        outputs.setdefault(value[1:4], []).append(value._replace(name="again"))
+    return [op._replace(writes=(*outputs.get(op[1:4], ()), *op.writes)) for op in changed]

@@ -1,0 +1,441 @@
+"""One value with many readers: tied parameters and skips, under every schedule, policy, balance and replica."""
+
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe import Pop, Stash
+
+F = nn.functional
+TRACED = pytest.mark.parametrize("trace", [True, False])
+
+SCHEDULES = {
+    "one rank": lambda p: fpipe.identity(),
+    "gpipe": fpipe.schedules.gpipe,
+    "1f1b": fpipe.schedules.one_f_one_b,
+    "zb_h1": fpipe.schedules.zb_h1,
+    "from both ends": lambda p: fpipe.chain(fpipe.place("bidirectional"), fpipe.reorder(as_it_is)),
+    "chimera": fpipe.schedules.chimera,
+}
+POLICIES = {
+    "kept": fpipe.identity(),
+    "always": fpipe.checkpoint("always"),
+    "except_last": fpipe.checkpoint("except_last"),
+    "groups": fpipe.checkpoint("always", groups=[(0, 1)]),
+    "cut": fpipe.chain(fpipe.checkpoint("except_last"), fpipe.split_backward()),
+}
+
+
+def as_it_is(program):
+    return program.table()
+
+
+def bits(one, other):
+    pairs = zip(fpipe.tree.leaves(one), fpipe.tree.leaves(other), strict=True)
+    return all(a is b or torch.equal(a, b) for a, b in pairs)
+
+
+# Ties
+
+
+class Head(nn.Module):
+    """An embedding's table the other way round."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x):
+        return x @ self.embedding.weight.t()
+
+
+def tied_net(layers=2):
+    torch.manual_seed(0)
+    embedding = nn.Embedding(11, 6)
+    blocks = [layer for _ in range(layers) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(embedding, *blocks, Head(embedding))
+
+
+def cross_entropy(y, t):
+    return F.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+def words(rows=8):
+    make = torch.Generator().manual_seed(1)
+    return torch.randint(0, 11, (rows, 5), generator=make), torch.randint(0, 11, (rows, 5), generator=make)
+
+
+@pytest.mark.parametrize("sizes", [[6], [3, 3], [1, 2, 2, 1]], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_a_tied_net_is_the_unsplit_one_under_every_schedule(schedule, sizes):
+    """Behaviour 6: in one stage, in two stages on one rank, in two stages on two ranks, with replicas on both ends."""
+    net = tied_net()
+    model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=cross_entropy)
+    if schedule is fpipe.schedules.chimera and len(sizes) == 1:
+        schedule = fpipe.schedules.gpipe  # two ends are of two ranks
+    pipeline = fpipe.chain(fpipe.split(4), schedule(len(sizes)), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, words()).bitwise
+    found = fpipe.build(program, model)(params, words())
+    own = [net[0].weight, *(p for layer in net[1:-1] for p in layer.parameters())]
+    assert sum(len(stage) for stage in params) == len(own)
+    grads = torch.autograd.grad(cross_entropy(net(words()[0]), words()[1]), own)
+    joined = fpipe.join_params(model, found.grads)
+    assert set(joined) == set(net.state_dict())
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        right = next(grad for leaf, grad in zip(own, grads, strict=True) if leaf is parameter)
+        assert torch.allclose(joined[name], right, atol=1e-6), name
+    assert joined["0.weight"] is joined["5.embedding.weight"]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@TRACED
+def test_a_tied_net_is_the_unsplit_one_under_every_policy(policy, trace: bool):
+    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    schedule = fpipe.schedules.one_f_one_b(2 if policy is POLICIES["groups"] else 3)  # a group is on one rank
+    pipeline = fpipe.chain(fpipe.split(3), policy, schedule, fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, words(7)).bitwise
+    expected = fpipe.reference(model, params, words(7), microbatches=3)
+    assert bits(fpipe.build(program, model, trace=trace)(params, words(7)).grads, expected.grads)
+
+
+def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
+    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    assert [list(stage) for stage in params] == [["0.weight", "1.weight", "1.bias"], ["3.weight", "3.bias"], []]
+    assert model.ties == (((0, "0.weight"), (2, "5.embedding.weight")),)
+    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.communicate())
+    sends = [op for op in pipeline(fpipe.program(model)).ops if op.kind == "SEND"]
+    weights = [op for op in sends if op.reads[0].name == "params"]
+    sums = [op for op in sends if op.reads[0].name in ("g", "sum")]
+    assert len(weights) == 1
+    assert len(sums) == 1
+
+
+def test_join_and_split_undo_each_other_with_ties():
+    net = tied_net()
+    model, params, _ = fpipe.from_sequential(net, sizes=[2, 2, 2], loss=cross_entropy)
+    again = fpipe.split_params(model, net.state_dict())
+    assert [list(stage) for stage in again] == [list(stage) for stage in params]
+    assert bits(again, params)
+    wrong = dict(net.state_dict(), **{"5.embedding.weight": torch.zeros(11, 6)})
+    with pytest.raises(ValueError, match=re.escape("'0.weight' and '5.embedding.weight' are one parameter, but have")):
+        fpipe.split_params(model, wrong)
+
+
+@TRACED
+def test_a_block_applied_in_three_stages_is_one_block(trace: bool):
+    """ALBERT: one module in three places."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh())
+    net = nn.Sequential(nn.Linear(6, 6), block, block, block)
+    model, params, _ = fpipe.from_sequential(net, sizes=[1, 1, 1, 1], loss=F.mse_loss)
+    assert [len(stage) for stage in params] == [2, 4, 0, 0]
+    x, t = torch.randn(7, 6), torch.randn(7, 6)
+    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(4), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, (x, t)).bitwise
+    F.mse_loss(net(x), t).backward()
+    grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, (x, t)).grads)
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(grads[name], parameter.grad, atol=1e-6)
+
+
+def test_an_optimizer_trains_a_tied_net_through_the_pipeline():
+    net, same = tied_net(), tied_net()
+    model, params, _ = fpipe.from_sequential(net, sizes=[2, 2, 2], loss=cross_entropy)
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(3), fpipe.merge())
+    step = fpipe.build(pipeline(fpipe.program(model)), model)
+    one = torch.optim.SGD([leaf for stage in params for leaf in stage.values()], lr=0.5)
+    other = torch.optim.SGD(same.parameters(), lr=0.5)
+    for _ in range(3):
+        fpipe.assign_grads(params, step(params, words()).grads)
+        one.step()
+        other.zero_grad()
+        cross_entropy(same(words()[0]), words()[1]).backward()
+        other.step()
+    for name, parameter in same.named_parameters():
+        assert torch.allclose(net.get_parameter(name), parameter, atol=1e-5)
+    assert net[0].weight is net[5].embedding.weight
+
+
+def test_stages_that_share_a_module_take_turns():
+    """Its parameters are swapped while one of them runs."""
+    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=False)
+    expected = step(params, words()).grads
+    found = [None] * 4
+
+    def work(number):
+        found[number] = step(params, words()).grads
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(bits(grads, expected) for grads in found)
+
+
+# Skips
+
+
+def add(x, value):
+    return x + value
+
+
+def concatenated(x, value):
+    return torch.cat([x, value], -1)
+
+
+def unet():
+    """Two skips, one inside the other, as in a U-Net."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 6),
+        nn.Tanh(),
+        Stash("outer"),
+        nn.Linear(6, 6),
+        Stash("inner"),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        Pop("inner", add),
+        nn.Tanh(),
+        nn.Linear(6, 6),
+        Pop("outer", concatenated),
+        nn.Linear(12, 6),
+    )
+
+
+def by_hand(net, x):
+    outer = net[1](net[0](x))
+    inner = net[3](outer)
+    x = net[8](net[6](net[5](inner)) + inner)
+    return net[11](torch.cat([net[9](x), outer], -1))
+
+
+def numbers(rows=7, dtype=torch.float32):
+    make = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 6, generator=make, dtype=dtype), torch.randn(rows, 6, generator=make, dtype=dtype)
+
+
+BALANCES = [[12], [2, 10], [3, 9], [6, 6], [3, 3, 3, 3], [1, 4, 2, 5], [2, 1, 1, 1, 2, 1, 2, 2], [1] * 12]
+
+
+@TRACED
+@pytest.mark.parametrize("sizes", BALANCES, ids=str)
+def test_skips_give_the_same_under_every_balance(sizes, trace: bool):
+    """Behaviour 17."""
+    net = unet().double()
+    model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=F.mse_loss)
+    batch = numbers(dtype=torch.float64)
+    pipeline = fpipe.chain(
+        fpipe.split(3), fpipe.schedules.one_f_one_b(len(sizes)), fpipe.merge(), fpipe.communicate(), fpipe.free()
+    )
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch).bitwise
+    found = fpipe.build(program, model, trace=trace)(params, batch)
+    expected = by_hand(net, batch[0])
+    assert torch.allclose(found.outputs, expected, rtol=1e-10)
+    F.mse_loss(expected, batch[1]).backward()
+    grads = fpipe.join_params(model, found.grads)
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_skips_give_the_same_under_every_schedule_and_policy(schedule, policy):
+    model, params, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(4), policy, schedule(4), fpipe.merge(), fpipe.communicate())
+    if policy is POLICIES["groups"]:
+        pipeline = fpipe.chain(fpipe.split(4), policy, fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, numbers()).bitwise
+
+
+TRIPS = {
+    (3, 3, 3, 3): [(0, 1), (1, 2), (2, 3), (0, 3), (1, 2)],  # outer is the first stage's output and one of its own
+    (1, 4, 2, 5): [(0, 1), (1, 2), (2, 3), (1, 3), (1, 3)],
+}
+
+
+@pytest.mark.parametrize("sizes", TRIPS)
+def test_a_skip_travels_once_from_its_rank_to_its_readers(sizes):
+    """Stage 1's value read by stage 3 goes past stage 2, and back again as one gradient."""
+    model, _, _ = fpipe.from_sequential(unet(), sizes=sizes, loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(4), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    trips = [(op.rank, int(op.writes[0].at[1:])) for op in program.ops if op.kind == "SEND"]
+    assert sorted(trip for trip in trips if trip[0] < trip[1]) == sorted(TRIPS[sizes])
+    assert sorted((to, start) for start, to in trips if start > to) == sorted(TRIPS[sizes])
+
+
+def test_a_skip_that_is_an_output_anyway_is_not_handed_on_twice():
+    net = nn.Sequential(nn.Linear(6, 6), Stash("s"), nn.Tanh(), nn.Tanh(), Pop("s", add))
+    model, _, _ = fpipe.from_sequential(net, sizes=[2, 1, 2], loss=F.mse_loss)
+    assert model.inputs == ("batch", 0, (1, 0))
+    model, _, _ = fpipe.from_sequential(net, sizes=[1, 2, 2], loss=F.mse_loss)
+    assert model.inputs == ("batch", 0, (1, 0))
+    model, _, _ = fpipe.from_sequential(net, sizes=[3, 2], loss=F.mse_loss)
+    assert model.inputs == ("batch", (0, (0, 1)))
+
+
+def test_a_skip_is_gone_after_its_last_reader():
+    model, _, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    program = fpipe.chain(fpipe.split(2), fpipe.free())(fpipe.program(model))
+    skip = fpipe.Value("y", 1, 0, port=1)
+    readers = [op.cell for op in program.ops if skip in op.reads]
+    assert readers[0] == "3F0"
+    assert [op.kind for op in program.ops if skip in op.reads][-1] == "FREE"
+
+
+@TRACED
+def test_a_value_taken_up_in_every_later_stage_has_its_cotangents_summed(trace: bool):
+    """An encoder's output in every decoder stage (Megatron)."""
+    torch.manual_seed(0)
+    pops = [part for _ in range(3) for part in (nn.Linear(6, 6), Pop("memory", add))]
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Stash("memory"), nn.Tanh(), *pops)
+    model, params, _ = fpipe.from_sequential(net, sizes=[4, 2, 2, 2], loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    summed = next(op for op in program.ops if op.kind == "ADD" and op.writes[0].name == "dy")
+    assert summed.writes == (fpipe.Value("dy", 0, 0, port=1),)
+    assert [value.stage for value in summed.reads] == [3, 2, 1]
+    assert fpipe.verify(program, model, params, numbers()).bitwise
+    x, t = numbers()
+    memory = net[1](net[0](x))
+    y = net[3](memory)
+    for linear in net[4::2]:
+        y = linear(y) + memory
+    F.mse_loss(y, t).backward()
+    grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, (x, t)).grads)
+    for name, parameter in net.named_parameters():
+        assert torch.allclose(grads[name], parameter.grad, atol=1e-6)
+
+
+class Pairs(nn.Module):
+    def forward(self, x):
+        return {"x": x, "mask": x > 0, "count": len(x), "nothing": None}
+
+
+class Masked(nn.Module):
+    def forward(self, both):
+        x, found = both
+        assert found["nothing"] is None
+        return torch.where(found["mask"], x, found["x"]) / found["count"]
+
+
+class OnlyX(nn.Module):
+    def forward(self, found):
+        return found["x"]
+
+
+@TRACED
+def test_none_ints_and_masks_flow_through_skips(trace: bool):
+    net = nn.Sequential(nn.Linear(6, 6), Pairs(), Stash("all"), OnlyX(), nn.Linear(6, 6), Pop("all"), Masked())
+    model, params, _ = fpipe.from_sequential(net, sizes=[4, 1, 2], loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(3), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    assert fpipe.verify(program, model, params, numbers()).bitwise
+    found = fpipe.build(program, model, trace=trace)(params, numbers())
+    assert bits(found.grads, fpipe.reference(model, params, numbers(), microbatches=3).grads)
+
+
+@TRACED
+def test_functions_have_several_outputs_too(trace: bool):
+    def first(p, x):
+        hidden = torch.tanh(x @ p["w"])
+        return hidden, {"mask": hidden > 0, "early": hidden * 2}, hidden.sum(-1)
+
+    def middle(p, x):
+        return torch.tanh(x @ p["w"])
+
+    def last(p, x):
+        y, extra, total = x
+        return torch.where(extra["mask"], y, extra["early"]) @ p["w"] + total[:, None]
+
+    model = fpipe.from_functions([first, middle, last], F.mse_loss, inputs=("batch", 0, (1, (0, 1), (0, 2))))
+    params = tuple({"w": torch.randn(6, 6)} for _ in range(3))
+    pipeline = fpipe.chain(
+        fpipe.split(3),
+        fpipe.checkpoint("except_last"),
+        fpipe.schedules.zb_h1(3),
+        fpipe.merge(),
+        fpipe.communicate(),
+        fpipe.free(),
+    )
+    program = pipeline(fpipe.program(model, input_grads=True))
+    assert fpipe.Program.parse(str(program)) == program
+    assert fpipe.verify(program, model, params, numbers()).bitwise
+    found = fpipe.build(program, model, trace=trace)(params, numbers())
+    x, t = numbers()
+    x.requires_grad_()
+    F.mse_loss(last(params[2], (middle(params[1], first(params[0], x)[0]), *first(params[0], x)[1:])), t).backward()
+    assert torch.allclose(found.input_grads, x.grad, atol=1e-6)
+
+
+def test_sizes_are_told_with_skips_too():
+    model, params, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
+    program = pipeline(fpipe.program(model))
+    batch = numbers(8)
+    told = fpipe.sizes(program, model, params, batch)
+    held = fpipe.build(program, model, record=True)(params, batch).timeline
+    assert told.peak == tuple(held.peak)
+    assert told.bytes[fpipe.Value("y", 1, 0, port=1)] == 4 * 6 * 4
+
+
+def sequential(*children, sizes):
+    return fpipe.from_sequential(nn.Sequential(*children), sizes=sizes, loss=F.mse_loss)
+
+
+REFUSED = {
+    "Stash('a') stands twice; a name is put aside once.": lambda: sequential(Stash("a"), Stash("a"), sizes=[2]),
+    "Pop('a') takes up what no Stash('a') before it puts aside.": lambda: sequential(
+        nn.Tanh(), Pop("a"), Stash("a"), sizes=[3]
+    ),
+    "nobody takes up what Stash('a') puts aside; leave it out, or add Pop('a').": lambda: sequential(
+        Stash("a"), nn.Tanh(), sizes=[1, 1]
+    ),
+    "Stash('a') is inside '0' as '1'; it stands among the children of the Sequential itself.": lambda: sequential(
+        nn.Sequential(nn.Tanh(), Stash("a")), Pop("a"), sizes=[1, 1]
+    ),
+    "the join of Pop('a') is a function; put the module Bilinear behind it.": lambda: Pop("a", nn.Bilinear(2, 2, 2)),
+    "Stash('outer') puts a value aside inside a stage of fpipe.from_sequential": lambda: unet()(torch.randn(2, 6)),
+    "stage 0 (<lambda>) returns a tuple of 2 outputs, which others take; found Tensor.": lambda: fpipe.reference(
+        fpipe.from_functions([lambda p, x: x, lambda p, x: x[0]], F.mse_loss, inputs=("batch", (0, (0, 1)))),
+        ({}, {}),
+        numbers(),
+    ),
+    "nobody takes output 0 of stage 0; only the last stage, 1, gives the loss its input.": lambda: fpipe.program(
+        2, inputs=("batch", ((0, 1), "batch"))
+    ),
+    "stage 1 takes (1, 0); it can take a stage from 0 to 0, or 'batch'.": lambda: fpipe.program(
+        2, inputs=("batch", (0, (1, 0)))
+    ),
+    "module '1' (BatchNorm1d) stands in stages 0 and 1, and what it remembers would be in both": lambda: twice(
+        nn.BatchNorm1d(6)
+    ),
+    "'0.weight' in stage 0 and '1.weight' in stage 1 share their memory, but are two parameters": lambda: two_views(),
+}
+
+
+def twice(module):
+    return sequential(module, module, sizes=[1, 1])
+
+
+def two_views():
+    one, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    other.weight = nn.Parameter(one.weight.detach())
+    return sequential(one, other, sizes=[1, 1])
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_is_refused(sentence: str):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(sentence)):
+        REFUSED[sentence]()
