@@ -11,6 +11,7 @@ from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
 from fpipe.freeze import freeze
+from fpipe.kept import keep
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
@@ -93,6 +94,7 @@ __all__ = [
     "identity",
     "interop",
     "join_params",
+    "keep",
     "linearize",
     "merge",
     "merge_backward",

@@ -111,6 +111,8 @@ class Costs:
         kind, stage = op.kind, op.stage or 0
         if kind == "F":
             return _at(self.forward, stage, "forward")
+        if op.how and kind in "BI":  # it computes its stage again itself
+            return self.seconds(op._replace(how=())) + self.seconds(op._replace(kind="R"))
         if kind == "B" and self.backward is not None:
             return _at(self.backward, stage, "backward")
         if kind == "B":

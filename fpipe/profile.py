@@ -68,9 +68,9 @@ def profile(
     """
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"repeats is how often each op is timed, at least 1; found {repeats!r}.")
-    alone = _alone(the_program(program))
-    halves = split_backward()(alone)
-    variants = dict.fromkeys((_joined(alone), checkpoint()(halves)))
+    halves = split_backward()(_alone(the_program(program)))
+    plain = _plain(halves)
+    variants = dict.fromkeys((_joined(plain), checkpoint()(plain)))
     least: Least = defaultdict(dict)
     done, runs = 0, len(variants) * (repeats + 1)
     if progress:
@@ -121,6 +121,12 @@ def _alone(program: Program) -> Program:
 
 def _at_home(op: Op) -> Op:
     return op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
+
+
+def _plain(program: Program) -> Program:
+    """The same without a backward that computes its stage again itself: that is R's time."""
+    ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
 def _joined(program: Program) -> Program:

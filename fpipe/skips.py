@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fpipe.kept import keep
 from fpipe.models import Source
 
 
@@ -88,11 +89,12 @@ def through(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
         x, *taken = x
         aside = dict(zip(skips.takes, taken, strict=True))
     aside |= dict.fromkeys(skips.same, x)
-    for child in children.values():
+    for at, child in enumerate(children.values()):
         if isinstance(child, Stash):
             aside[child.name] = x
-        else:
-            x = child.joined(x, aside[child.name]) if isinstance(child, Pop) else child(x)
+            continue
+        x = keep(x) if at else x  # what enters a layer
+        x = child.joined(x, aside[child.name]) if isinstance(child, Pop) else child(x)
     return (x, *(aside[name] for name in skips.gives)) if skips.gives else x
 
 

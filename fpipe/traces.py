@@ -20,6 +20,7 @@ from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
+from fpipe.kept import listening
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
 from fpipe.stage_module import StageModule
@@ -256,20 +257,23 @@ class Traces:
             if isinstance(one.forward, StageModule):
                 order = _positions(model, one.forward, call)
                 params = [given[label][at] for label, at in order]
-                return outputs(call.stage, *taken_apart(one, one.forward.pure(params, given.get("const", []), x)))
+                with listening() as kept:
+                    made = one.forward.pure(params, given.get("const", []), x)
+                return outputs(call.stage, *taken_apart(one, made), kept)
             own = whole(given, "params")
             ties = [leaf for _, _, leaf in model.tied(call.stage)]
             more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
             said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
             said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-            made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
-            return outputs(call.stage, *taken_apart(one, made))
+            with listening() as kept:
+                made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
+            return outputs(call.stage, *taken_apart(one, made), kept)
 
-        def outputs(stage: int, y: Any, beside: Mapping[str, Any]) -> dict[str, list[Any]]:
+        def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
             ports = {f"y:{port}" if port else "y": one for port, one in enumerate(outputs_of(model, stage, y))}
             for one in ports.values():
                 refuse_odd_output(one, "it")
-            return written({**ports, **beside})
+            return written({**ports, **beside, "kept": kept})
 
         def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
             leaves: dict[str, list[Any]] = {}

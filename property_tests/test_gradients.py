@@ -19,6 +19,7 @@ SEED = st.integers(0, 2**16)
 STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
     "checkpoint()": lambda: fpipe.checkpoint("always"),
     "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
+    "checkpoint(grain='layer')": lambda: fpipe.checkpoint(grain="layer"),
     "split_backward()": lambda: fpipe.split_backward(),
     "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
     "merge_backward()": lambda: fpipe.merge_backward(),

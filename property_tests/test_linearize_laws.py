@@ -207,6 +207,7 @@ def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int
 STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
     "checkpoint()": lambda: fpipe.checkpoint("always"),
     "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
+    "checkpoint(grain='layer')": lambda: fpipe.checkpoint(grain="layer"),
     "split_backward()": lambda: fpipe.split_backward(),
     "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
     "merge_backward()": lambda: fpipe.merge_backward(),

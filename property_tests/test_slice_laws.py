@@ -105,6 +105,7 @@ class Sliced:
 STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
     "checkpoint()": lambda: fpipe.checkpoint(),
     "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
+    "checkpoint(grain='layer')": lambda: fpipe.checkpoint(grain="layer"),
     "split_backward()": lambda: fpipe.split_backward(),
     "merge()": lambda: fpipe.merge(),
     "offload()": lambda: fpipe.offload(),

@@ -22,6 +22,7 @@ FLOORS = {
         "skips",
         "batch_norm",
         "models",
+        "kept",
         "marks",
         "marked",
         "modules",

@@ -6,6 +6,7 @@ import pytest
 
 import fpipe
 from fpipe.program import Op, Program, ProgramError
+from property_tests.strategies import Net
 
 CHAIN = fpipe.program(3)
 SPLIT = fpipe.split(4)(CHAIN)
@@ -357,3 +358,15 @@ def test_a_transform_says_that_it_wants_a_program(transform):
     model = fpipe.from_functions([lambda p, x: x])
     with pytest.raises(TypeError, match=r"a Program is wanted here, such as fpipe.program\(model\); found Model."):
         transform(model)
+
+
+def test_only_the_head_s_weight_gradient_waits():
+    net = Net(("mlp", "attention", "linear"), ("batch", 0, 1))
+    params, batch = net.params(), net.batch(6)
+    head = fpipe.split_backward(where=lambda stage, microbatch: stage == 2)
+    program = fpipe.chain(fpipe.split(3), head, fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(net.model))
+    assert {op.stage for op in program.ops if op.kind == "W"} == {2}
+    assert {op.stage for op in program.ops if op.kind == "B"} == {0, 1}
+    assert fpipe.verify(program, net.model, params, batch).bitwise
+    costs = fpipe.Costs(1, 1, [1, 1, 3])
+    assert fpipe.simulate(program, costs).makespan < fpipe.simulate(fpipe.merge_backward()(program), costs).makespan

@@ -40,10 +40,13 @@ class Cut:
         graph: the stage and its gradient.
         wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`), and the places of the leaves
             that have one; the others are not computed.
+        saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
+            drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
     """
 
     graph: Graph
     wanted: tuple[tuple[str, tuple[int, ...]], ...]
+    saved: tuple[str, ...] | None = None
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
@@ -76,6 +79,8 @@ class Cut:
         drawn = self._drawn if LABEL in given else []  # a forward draws all its numbers, whoever reads them
         ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops])
+        if self.saved is not None and any(label in _SEEDS for label in reads):
+            nodes = _when_needed(nodes, self._forward_ops)
         return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
 
     @cached_property
@@ -139,6 +144,8 @@ class Cut:
         """What F leaves for the backward."""
         backward = self._input_ops | self._weight_ops
         made = self._leaves([*dict(self.wanted), *self._gradients])
+        if self.saved is not None:
+            return self._crossing(self.graph.behind(made, self._kept), made, self._kept)
         return self._crossing(backward, made, self._forward_ops | self._held)
 
     @cached_property
@@ -147,6 +154,14 @@ class Cut:
         seeds = {name for label in self._seeds for name in self.graph.reads[label] if name is not None}
         known = self._forward_ops | self._input_ops | self._held | seeds
         return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
+
+    @cached_property
+    def _kept(self) -> set[Name]:
+        """What F keeps where the rest is computed again."""
+        known = {node.name for node in self.graph.nodes if _is_saved(node, self.saved or ())}
+        known |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in known}
+        known |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
+        return self._held | {name for name in known & self._forward_ops if name in self.graph.facts}
 
     @cached_property
     def _held(self) -> set[Name]:
@@ -192,6 +207,34 @@ def prepared(graph: Graph) -> tuple[Graph, Graph]:
     )
     reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
     return first, replace(graph, nodes=tuple(rest), reads={"ready": ready, **reads})
+
+
+def _is_saved(node: Node, saved: Sequence[str]) -> bool:
+    return str(node.op) in saved or isinstance(node.kwargs.get("generator"), Name)
+
+
+def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
+    """The same ops, those of `again` just before the first that reads what they write."""
+    waiting = {node.name: node for node in nodes if node.name in again}
+    order: list[Node] = []
+
+    def bring(names: Iterable[Name]) -> None:
+        todo = [*names]
+        while todo:
+            node = waiting.get(todo[-1])
+            missing = [name for name in node.reads if name in waiting] if node else []
+            todo += missing
+            if node and not missing:
+                order.append(waiting.pop(node.name))
+            if not missing:
+                todo.pop()
+
+    for node in nodes:
+        if node.name not in again:
+            bring(node.reads)
+            order.append(node)
+    bring([*waiting])
+    return order
 
 
 def _narrowed(nodes: list[Node]) -> list[Node]:

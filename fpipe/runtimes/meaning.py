@@ -74,6 +74,14 @@ class Residuals:
     around: Callable[[Callable[[], Any]], Any]
 
 
+@dataclass
+class Inputs:
+    """What a stage was given, for a backward that runs it again."""
+
+    op: Op
+    args: Sequence[Any]
+
+
 class _Given:
     """What an F or R reads, as its stage takes it: leaves of a graph of its own, on the storage of what came in."""
 
@@ -143,15 +151,19 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         "loss": lambda: _apart(loss),
         "count": lambda: detached(count),
         "aux": lambda: tree.tree_map(detached, aux),
-        "res": lambda: Residuals(
-            params=[tree.leaves(bundle) for bundle in given.bundles],
-            inputs=given.inputs,
-            carry=tree.leaves(given.carry),
-            outputs=outputs,
-            carried=tree.leaves(carried),
-            loss=loss,
-            saved=saved,
-            around=around,
+        "res": lambda: (
+            Inputs(op, args)
+            if op.how
+            else Residuals(
+                params=[tree.leaves(bundle) for bundle in given.bundles],
+                inputs=given.inputs,
+                carry=tree.leaves(given.carry),
+                outputs=outputs,
+                carried=tree.leaves(carried),
+                loss=loss,
+                saved=saved,
+                around=around,
+            )
         ),
     }
     outs = ("y", "again")
@@ -171,6 +183,9 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     cannot stop half-way without doing the way to that point twice."""
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
     residuals: Residuals = named["res"]
+    if isinstance(residuals, Inputs):
+        first = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
+        (residuals,) = forward(first, residuals.args, run)
     weight = (named.get("w", 1.0) if run.model.reduction == "mean" else 1.0) * run.loss_scale
     pairs = zip(op.reads, args, strict=True)
     cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next

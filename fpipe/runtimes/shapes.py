@@ -207,7 +207,8 @@ class Shapes:
             for value in op.writes
             if value.name in ("dx", "dcarry")
         )
-        cut = self.cuts[place] = graph.once(("cut", wanted), lambda: Cut(graph, wanted))
+        saved = dict(first.how).get("saved")
+        cut = self.cuts[place] = graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
         self.write(op, first, cut, named)
 
     def cut_of(self, op: Op) -> Cut:

@@ -16,7 +16,7 @@ from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
 from fpipe.runtimes.ends import handed_back, handed_in
-from fpipe.runtimes.meaning import RULES, Residuals, Run, batch_of
+from fpipe.runtimes.meaning import RULES, Inputs, Residuals, Run, batch_of
 from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]
@@ -99,7 +99,9 @@ def place_of(op: Op, model: Model) -> str:
 def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:
     """An error at the first value with NaN or an infinite number in it, residuals aside."""
     for value, thing in written:
-        for leaf in () if isinstance(thing, Residuals) or value.name in ("res", "wres") else tree.leaves(thing):
+        for leaf in (
+            () if isinstance(thing, Residuals | Inputs) or value.name in ("res", "wres") else tree.leaves(thing)
+        ):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
 
@@ -118,4 +120,6 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
 
 def leaves_of(thing: Any) -> list[Any]:
     """The leaves of a value, those that autograd keeps for it among them."""
+    if isinstance(thing, Inputs):
+        return tree.leaves(list(thing.args))
     return [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)

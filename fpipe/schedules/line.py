@@ -114,7 +114,7 @@ def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float
     if any(op.slice is not None for op in program.ops):
         raise ProgramError(f"{name}: this program has sequence slices, which this schedule does not order.")
     stages, microbatches = len(placement), program.microbatches
-    redone = {op.stage for op in program.ops if op.kind == "R"}
+    redone = {op.stage for op in program.ops if op.kind == "R" or (op.how and op.kind in "BI")}
 
     def cost(kind: str, stage: int) -> float:
         return costs.seconds(Op(kind, stage, 0, None, placement[stage], (), ()))

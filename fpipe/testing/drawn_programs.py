@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -102,6 +103,7 @@ class Plan:
     recomputed: frozenset[tuple[int, int]]
     halved: frozenset[tuple[int, int]]
     table: Order
+    grain: Literal["stage", "layer"] = "stage"
 
     @property
     def base(self) -> Program:
@@ -117,7 +119,7 @@ class Plan:
     def transforms(self) -> dict[str, Transform]:
         """The four that commute."""
         return {
-            "checkpoint": checkpoint(lambda stage, microbatch: (stage, microbatch) in self.recomputed),
+            "checkpoint": checkpoint(lambda stage, microbatch: (stage, microbatch) in self.recomputed, self.grain),
             "split_backward": split_backward(lambda stage, microbatch: (stage, microbatch) in self.halved),
             "schedule": from_table(self.table),
             "merge": merge(),
@@ -147,4 +149,4 @@ def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, mic
     recomputed, halved = draw(some), draw(some)
     cut = chain(split(m), split_backward(lambda stage, index: (stage, index) in halved))
     table = draw(legal_orders(cut(base_program(len(graph), inputs=graph))))
-    return Plan(graph, m, recomputed, halved, table)
+    return Plan(graph, m, recomputed, halved, table, draw(st.sampled_from(["stage", "layer"])))

@@ -4,30 +4,48 @@
 
 F writes no residuals then; an R of its own, which reads what F read, does. R keeps to its data: it stands just before
 the op that reads the residuals, wherever a schedule puts that.
+
+    res[0,0] = F[0,0]   B[0,0] res[0,0]
+        --> checkpoint("always", grain="layer") -->
+    res[0,0] = F[0,0] {saved=()}   B[0,0] res[0,0] {saved=()}
+
+There is no R then: F keeps what enters each layer of its stage, and B or I computes one layer after the other again,
+from the last one back, so that the residuals of one layer are there at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from fpipe.program import Op, Program, ProgramError, Value
+from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
+from fpipe.transforms._saved import saved_ops
 
 Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
 
 
 def checkpoint(
-    policy: Policy = "always", grain: Literal["stage"] = "stage", *, groups: Sequence[Iterable[int]] = ()
+    policy: Policy = "always",
+    grain: Literal["stage", "layer"] = "stage",
+    *,
+    groups: Sequence[Iterable[int]] = (),
+    save: Iterable[Any] | Callable[..., Any] = (),
 ) -> Transform:
     """Recompute residuals instead of keeping them.
 
     Args:
         policy: for which forwards: "always", "except_last" (all microbatches but the last), "never", or
             `f(stage, microbatch) -> bool`.
-        grain: "stage": one R for a whole stage.
-        groups: groups of adjacent stages of which only what enters the group is kept; inside, R passes its outputs on.
+        grain: "stage": one R for a whole stage. "layer": no R; the backward computes again itself, from what enters
+            each layer (of stages that `from_sequential` makes; other stages are one layer), what `fpipe.keep` marks
+            and what was drawn at random.
+        groups: for grain="stage", groups of adjacent stages of which only what enters the group is kept; inside, R
+            passes its outputs on.
+        save: for grain="layer", ops whose results are kept too: a list such as `[torch.ops.aten.mm.default]`, or
+            `policy(ctx, op)` as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it. A program is
+            data and knows no tensors, so the policy is asked of each op once, and not of what the op is called with.
 
     Returns:
         A transform; what is recomputed already stays so.
@@ -42,14 +60,22 @@ def checkpoint(
     rank 0 | 0F0 1F0 1B0 0B0
     >>> print(fpipe.plot(fpipe.checkpoint("always")(program)))
     rank 0 | 0F0 1F0 1R0 1B0 0R0 0B0
+    >>> print(*fpipe.checkpoint(grain="layer")(fpipe.program(1)).ops, sep="\\n")
+    y[0,0] loss[0,0] res[0,0] = F[0,0] params[0] inputs target {saved=()} @ 0
+    g[0,0] = B[0,0] params[0] res[0,0] {saved=()} @ 0
     """
-    if grain != "stage":
-        raise ValueError(f"grain is 'stage', found {grain!r}; recomputing layer by layer is not supported yet.")
+    if grain not in ("stage", "layer"):
+        raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
+    groups = [tuple(group) for group in groups]
+    saved = saved_ops(save)
+    if grain == "stage" and saved:
+        raise ValueError("save= is what a backward finds that computes its stage again itself: say grain='layer'.")
+    if grain == "layer" and groups:
+        raise ValueError("groups= is for grain='stage': by layers, what enters each stage is kept.")
     if not callable(policy) and policy not in ("always", "except_last", "never"):
         raise ValueError(
             f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
         )
-    groups = [tuple(group) for group in groups]
     for group in groups:
         if list(group) != list(range(group[0], group[0] + len(group))) if group else True:
             raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
@@ -73,6 +99,8 @@ def checkpoint(
                 return policy(op.stage, op.microbatch)
             return policy == "always" or (policy == "except_last" and op.microbatch != last)
 
+        if grain == "layer":
+            return _by_layers(program, chosen, saved)
         recomputed: list[Op] = []
 
         def change(op: Op) -> Op:
@@ -80,7 +108,7 @@ def checkpoint(
                 parts = tuple(map(change, op.parts))
                 return op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
             kept = tuple(value for value in op.writes if value.name != "res")
-            if not chosen(op) or kept == op.writes:
+            if not chosen(op) or kept == op.writes or op.how:
                 return op
             residuals = tuple(value for value in op.writes if value.name == "res")
             recomputed.append(op._replace(kind="R", writes=residuals))
@@ -94,6 +122,20 @@ def checkpoint(
         return rebuilt(program, placed)
 
     return transform
+
+
+def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
+    """Mark the forwards that keep only what enters their layers, and the backwards that compute them again."""
+    forwards = [op for op in parts_of(program.ops) if not op.how and any(v.name == "res" for v in op.writes)]
+    places = {op[1:4] for op in forwards if chosen(op)}
+
+    def change(op: Op) -> Op:
+        if op.parts:
+            return op._replace(parts=tuple(map(change, op.parts)))
+        return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in places else op
+
+    ops = tuple(map(change, program.ops))
+    return Program.trusted(program.inputs, ops, program.outputs, program.sources) if places else program
 
 
 def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:

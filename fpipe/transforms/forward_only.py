@@ -57,4 +57,5 @@ def _needed_for(program: Program, ends: tuple[Output, ...]) -> Program:
 def _useful(op: Op, wanted: set[Value]) -> Op | None:
     """The op with what is wanted of its writes; None if nothing is."""
     writes = tuple(value for value in op.writes if value in wanted)
-    return op._replace(writes=writes) if writes else None
+    how = () if op.kind == "F" else op.how  # how it was to be computed again
+    return op._replace(writes=writes, how=how) if writes else None

@@ -40,7 +40,7 @@ def split_backward(where: Where | None = None) -> Transform:
             handed = Value("wres", op.stage, op.microbatch, op.slice)
             params = tuple(value for value in op.reads if value.name == "params")
             yield op._replace(kind="I", writes=(*cotangents, handed))
-            yield op._replace(kind="W", reads=(*params, handed), writes=gradients)
+            yield op._replace(kind="W", reads=(*params, handed), writes=gradients, how=())
         else:
             yield op
 

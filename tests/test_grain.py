@@ -1,0 +1,190 @@
+"""checkpoint(grain="layer"): the backward computes one layer after the other again, from what enters each of them."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import FlopCounterMode
+
+import fpipe
+from examples import demo
+from tests.test_traces import Attention, Peak
+
+M = 4
+LAYERS = fpipe.checkpoint(grain="layer")
+HALVES = fpipe.split_backward()
+aten = torch.ops.aten
+
+
+def perceptron(layers: int = 8, width: int = 64) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)) for _ in range(layers))
+    )
+
+
+def made(net: nn.Sequential, stages: int, rows: int = 32, width: int = 64) -> tuple[fpipe.Model, Any, Any, Any]:
+    model, params, state = fpipe.from_sequential(net, stages=stages, loss=nn.functional.mse_loss)
+    return model, params, state, (torch.randn(rows, width), torch.randn(rows, width))
+
+
+def program_of(model: fpipe.Model, *steps: Any, ranks: int = 1, m: int = M) -> fpipe.Program:
+    schedule = fpipe.schedules.gpipe(ranks)
+    return fpipe.chain(fpipe.split(m), *steps, schedule, fpipe.merge(outputs=False))(fpipe.program(model))
+
+
+def same(found: fpipe.Result, expected: fpipe.Result) -> bool:
+    pairs = zip(found.grads, expected.grads, strict=True)
+    every = [(one[name], other[name]) for one, other in pairs for name in other]
+    return all(torch.equal(one, other) for one, other in [(found.loss, expected.loss), *every])
+
+
+STEPS = {"B": (LAYERS,), "I W": (LAYERS, HALVES), "some": (fpipe.checkpoint(lambda s, m: (s + m) % 2 == 0, "layer"),)}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("trace", [True, False])
+def test_it_is_bitwise_and_holds_what_was_told(steps: str, trace: bool):
+    layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Dropout(0.3)]
+    net = nn.Sequential(*layers, nn.Unflatten(1, (4, 16)), Attention(16), nn.Flatten(), nn.Linear(64, 64))
+    model, params, state, batch = made(net, 3)
+    program = program_of(model, *STEPS[steps], ranks=3)
+    found = fpipe.build(program, model, trace=trace, record=True)(params, batch, state=state, key=7)
+    assert same(found, fpipe.reference(model, params, batch, microbatches=M, state=state, key=7))
+    if trace:
+        sizes = fpipe.sizes(program, model, params, batch, state=state)
+        assert found.timeline.peak == sizes.peak == fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak
+
+
+def alive(model: fpipe.Model, params: Any, batch: Any, *steps: Any, m: int) -> float:
+    """The most MiB alive at any time in a step, what an op makes for itself too."""
+    step = fpipe.build(program_of(model, *steps, m=m), model)
+    step(params, batch)
+    with Peak([batch, params]) as peak:
+        step(params, batch)
+    return peak.most / 2**20
+
+
+@pytest.mark.parametrize("halves", [(), (HALVES,)], ids=["B", "I W"])
+def test_the_residuals_of_one_layer_are_there_at_a_time(halves: tuple[Any, ...]):
+    model, params, _, batch = made(perceptron(), 1, rows=2048)
+    ways = ((), (fpipe.checkpoint(),), (LAYERS,))
+    never, stage, layer = (alive(model, params, batch, *steps, *halves, m=1) for steps in ways)
+    assert stage > 0.95 * never  # an R of all there is gives back all there is
+    assert layer <= (1 if halves else 0.6) * never  # W needs as much as this of each layer, recomputed or not
+
+
+@pytest.mark.parametrize(("grain", "products"), [("stage", 15), ("layer", 9)])
+def test_a_stage_is_computed_again_once_for_each_microbatch(grain: Any, products: int):
+    """Of 16 products, what no backward reads is left out: the last one of each stage, by layers of each layer, but for
+    the one that the loss follows. The halves of a backward ask for nothing twice."""
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(8))
+    model, params, _, batch = made(nn.Sequential(*blocks), 2)
+
+    def flops(*steps: Any) -> int:
+        step = fpipe.build(program_of(model, *steps), model)
+        step(params, batch)
+        with FlopCounterMode(display=False) as counter:
+            step(params, batch)
+        return counter.get_total_flops()
+
+    again = fpipe.checkpoint(grain=grain)
+    assert flops(again) - flops() == flops(again, HALVES) - flops(HALVES) == products * 2 * 32 * 64 * 64
+
+
+def test_always_holds_at_most_a_quarter_of_never_on_the_demo_s_gpt():
+    sizes = demo.Sizes()
+    model, params, _ = fpipe.from_sequential(demo.gpt(sizes), stages=4, loss=demo.cross_entropy)
+    batch = next(demo.batches(sizes))
+
+    def held(*steps: Any) -> int:
+        return sum(fpipe.sizes(program_of(model, *steps, ranks=4, m=8), model, params, batch).peak)
+
+    assert held(fpipe.checkpoint()) <= held() / 4
+    assert held(LAYERS) <= held() / 8
+    assert held(LAYERS, HALVES) <= held(HALVES) / 4
+
+
+def test_no_r_is_written_and_every_order_of_transforms_gives_the_same():
+    base = fpipe.split(2)(fpipe.program(3))
+    program = fpipe.chain(LAYERS, HALVES)(base)
+    assert not any(op.kind == "R" for op in program.ops)
+    assert {op.kind for op in program.ops if op.how} == {"F", "I", "SPLIT"}
+    assert program == fpipe.chain(HALVES, LAYERS)(base) == LAYERS(program) == fpipe.checkpoint()(program)
+    assert fpipe.merge_backward()(program) == LAYERS(base)
+    assert fpipe.forward_only()(program) == fpipe.forward_only()(base)
+    assert fpipe.Program.parse(str(program)) == program
+    recomputed = fpipe.checkpoint()(base)
+    assert LAYERS(recomputed) == recomputed
+
+
+def test_a_backward_that_computes_again_takes_the_time_of_both():
+    costs = fpipe.Costs(1, 2, 3, recompute=10)
+    some = fpipe.checkpoint(lambda stage, microbatch: microbatch == 1, "layer")
+    base = fpipe.split(3)(fpipe.program(1))
+    assert fpipe.simulate(base, costs).makespan == 3 * 6
+    assert fpipe.simulate(some(base), costs).makespan == 3 * 6 + 10
+    assert fpipe.simulate(HALVES(some(base)), costs).makespan == 3 * 6 + 10
+
+
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As torch's own documentation has it."""
+    saved = op in (aten.addmm.default, aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("save", [[aten.addmm.default, aten.mm.default], policy], ids=["list", "policy"])
+def test_what_a_policy_saves_is_not_computed_again(save: Any):
+    model, params, _, batch = made(perceptron(), 2)
+    program = program_of(model, fpipe.checkpoint(grain="layer", save=save))
+    step = fpipe.build(program, model, record=True)
+    plain = fpipe.build(program_of(model), model)
+    plain(params, batch)
+    with FlopCounterMode(display=False) as never:
+        plain(params, batch)
+    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=M))
+    with FlopCounterMode(display=False) as counter:
+        result = step(params, batch)
+    assert counter.get_total_flops() == never.get_total_flops()
+    bare = fpipe.sizes(program_of(model, LAYERS), model, params, batch)
+    assert bare.peak < result.timeline.peak < fpipe.sizes(program_of(model), model, params, batch).peak
+
+
+def test_a_routing_decision_that_is_kept_is_made_once():
+    def experts(params: Any, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(x @ params["router"], -1)
+        weight, route = fpipe.keep(scores.topk(2))
+        gates = torch.zeros_like(scores).scatter(-1, route, weight)
+        return torch.einsum("nd,edf,ne->nf", torch.tanh(x), params["experts"], gates)
+
+    model = fpipe.from_functions([experts] * 2, loss=nn.functional.mse_loss)
+    params = tuple({"router": torch.randn(16, 4), "experts": torch.randn(4, 16, 16)} for _ in range(2))
+    batch = torch.randn(8, 16), torch.randn(8, 16)
+    program = program_of(model, LAYERS)
+    found = fpipe.build(program, model)(params, batch)
+    assert same(found, fpipe.reference(model, params, batch, microbatches=M))
+    kept = fpipe.sizes(program, model, params, batch).bytes[fpipe.Value("res", 0, 0)]
+    assert kept == 2 * 2 * (4 + 8)  # of two rows two weights and two numbers of experts; the batch is the caller's
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "grain": ({"grain": "op"}, ValueError, "grain is 'stage' or 'layer', found 'op'."),
+    "groups": ({"grain": "layer", "groups": [(0, 1)]}, ValueError, "groups= is for grain='stage'"),
+    "save": ({"save": [aten.mm.default]}, ValueError, "save= is what a backward finds that computes its stage again"),
+    "a packet": ({"grain": "layer", "save": [aten.mm]}, TypeError, "an op is named with its overload, such as"),
+    "tensors": (
+        {"grain": "layer", "save": lambda ctx, op, x: True},
+        TypeError,
+        "It is asked as policy(ctx, op), without tensors, since a program knows none.",
+    ),
+    "an answer": ({"grain": "layer", "save": lambda ctx, op: "yes"}, TypeError, "a policy answers with a torch.utils."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    said, error, sentence = REFUSED[name]
+    with pytest.raises(error, match=re.escape(sentence)):
+        fpipe.checkpoint(**said)
