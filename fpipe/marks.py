@@ -8,7 +8,7 @@ anew by each stage that reads it, and no stage hands it on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ class Marked:
             parts.insert(0, part)
         order = {node: number for number, node in enumerate(traced.module.graph.nodes)}
         self.outs = [dict.fromkeys(sorted(outs, key=order.__getitem__)) for outs in self.outs]
+        self.groups = [_by_readers(outs, parts) for outs in self.outs]
+        self.port = {node: at for groups in self.groups for at, group in enumerate(groups) for node in group}
         self.sources: tuple[Source | tuple[Source, ...], ...] = tuple(part.sources for part in parts)
         readers = {name: [s for s, part in enumerate(parts) if name in part.params] for name in names}
         self.owned = [[n for n, read in readers.items() if min(read, default=0) == s] for s in range(len(parts))]
@@ -131,7 +133,7 @@ class Marked:
         return judged
 
     def _refuse_odd(self) -> None:
-        for node in self.judged:
+        for node in [one for one in (*self.target, *self.at) if one in self.judged]:
             if self.at.get(node, self.last) < self.last:
                 raise ValueError(
                     f"stage {self.at[node]} reads the target ({node.name}); only what comes after the last boundary "
@@ -210,10 +212,15 @@ class _Part:
     @property
     def sources(self) -> Source | tuple[Source, ...]:
         """What a stage takes: the batch, and earlier stages."""
-        earlier = sorted({self.whole.at[node] for node in self.taken})
+        earlier = sorted(set(map(self._source, self.taken)))
         sources: list[Source] = ["batch"] if self.batch or not earlier else []
-        sources += earlier
-        return tuple(sources) if len(sources) > 1 else sources[0]
+        sources += [source if source[1] else source[0] for source in earlier]
+        many = len(sources) > 1 or isinstance(sources[0], tuple)
+        return tuple(sources) if many else sources[0]
+
+    def _source(self, node: fx.Node) -> tuple[int, int]:
+        """The stage that an operation runs in, and which of its outputs has it."""
+        return self.whole.at[node], self.whole.port[node]
 
     def function(self) -> Callable[..., Any]:
         """The part as a function: `f(params, x) -> y` of a stage, `loss(y, target)`."""
@@ -230,8 +237,8 @@ class _Part:
             result = whole.traced.module.graph.output_node().args[0]
             made.output(fx.map_arg(result, lambda one: now[whole.root(one)]))
         else:
-            outs = [now[node] for node in whole.outs[self.stage]]
-            made.output(tuple(outs) if len(outs) > 1 else outs[0])
+            outs = [tuple(now[node] for node in group) for group in whole.groups[self.stage]]
+            made.output(_one_or_all([_one_or_all(group) for group in outs]))
         run = fx.GraphModule(whole.traced.module, made).forward
         return self._loss(run) if self.stage is None else self._stage(run)
 
@@ -262,12 +269,26 @@ class _Part:
 
     def _takes(self) -> list[tuple[int, int]]:
         """For each tensor taken, which of the stage's inputs it is in, and at which leaf."""
-        sources = self.sources if isinstance(self.sources, tuple) else (self.sources,)
+        sources: tuple[Source, ...] = self.sources if isinstance(self.sources, tuple) else (self.sources,)
         found = [(0, at) for at in self.batch.values()]
         for node in self.taken:
-            source = self.whole.at[node]
-            found.append((sources.index(source), list(self.whole.outs[source]).index(node)))
+            stage, port = self._source(node)
+            group = self.whole.groups[stage][port]
+            found.append((sources.index((stage, port) if port else stage), group.index(node)))
         return found
+
+
+def _by_readers(outs: Iterable[fx.Node], parts: list[_Part]) -> list[list[fx.Node]]:
+    """What a stage hands on, in groups that the same stages read: each group is an output of its own. What the next one
+    reads comes first."""
+    groups: dict[tuple[int, ...], list[fx.Node]] = {}
+    for node in outs:
+        groups.setdefault(tuple(stage for stage, part in enumerate(parts) if node in part.taken), []).append(node)
+    return [groups[readers] for readers in sorted(groups)]
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]
 
 
 class _Rows:

@@ -379,6 +379,40 @@ def test_functions_have_several_outputs_too(trace: bool):
     assert torch.allclose(found.input_grads, x.grad, atol=1e-6)
 
 
+@TRACED
+def test_a_skip_inside_one_loss_function_travels_past_too(trace: bool):
+    """What stages 1 and 3 read of stage 0 are two outputs of it."""
+
+    def loss_fn(params, batch):
+        x, t = batch
+        early = torch.tanh(x @ params["a"])
+        y = fpipe.boundary(early @ params["b"])
+        y = fpipe.boundary(torch.tanh(y @ params["b"]))
+        y = fpipe.boundary(torch.tanh(y @ params["c"]))
+        return F.mse_loss(y @ params["a"] + early, t)
+
+    whole = {name: torch.randn(6, 6) / 2 for name in "abc"}
+    model, params = fpipe.from_loss(loss_fn, whole, numbers())
+    assert model.inputs == ("batch", 0, 1, (2, (0, 1)))
+    pipeline = fpipe.chain(
+        fpipe.split(3),
+        fpipe.checkpoint("except_last"),
+        fpipe.schedules.zb_h1(4),
+        fpipe.merge(),
+        fpipe.communicate(),
+        fpipe.free(),
+    )
+    program = pipeline(fpipe.program(model))
+    skips = {(op.rank, op.writes[0].at) for op in program.ops if op.kind == "SEND" and op.reads[0].port == 1}
+    assert {at for rank, at in skips if rank == 0} == {">3"}
+    assert fpipe.verify(program, model, params, numbers()).bitwise
+    own = {name: leaf.clone().requires_grad_() for name, leaf in whole.items()}
+    loss_fn(own, numbers()).backward()
+    grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, numbers()).grads)
+    for name, leaf in own.items():
+        assert torch.allclose(grads[name], leaf.grad, atol=1e-6)
+
+
 def test_sizes_are_told_with_skips_too():
     model, params, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
     pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
