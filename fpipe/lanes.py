@@ -71,7 +71,8 @@ def walk_plain(program: Program, costs: Costs, transfer: float, known: Columns) 
     plain = (op._replace(how=()) if op[8] and op[0] in "BI" else op for op in known.firsts.values())
     seconds = dict(zip(known.firsts, map(costs.seconds, plain), strict=True))
     took: list[float] = list(map(seconds.__getitem__, known.keys))
-    if any(how and kind in "BI" for kind, how in set(map(itemgetter(0, 8), ops))) or "PAIR" in known.kinds:
+    again = any(how and how[0][0] == "saved" for how in set(map(itemgetter(8), ops)))
+    if again or "PAIR" in known.kinds:
         took = [costs.seconds(op) if op[7] or op[8] else cost for op, cost in zip(ops, took, strict=True)]
     loose = {key for key, cost in seconds.items() if not cost and not _is_scheduled(key[0])}
     lanes = [-1 if key in loose else key[2] for key in known.keys] if loose else ranks

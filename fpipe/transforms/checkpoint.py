@@ -40,7 +40,8 @@ def checkpoint(
             `f(stage, microbatch) -> bool`.
         grain: "stage": one R for a whole stage. "layer": no R; the backward computes again itself, from what enters
             each layer (of stages that `from_sequential` makes; other stages are one layer), what `fpipe.keep` marks
-            and what was drawn at random.
+            and what was drawn at random. Where peaks are in microbatches such a one counts as any other: they are of
+            use in bytes.
         groups: for grain="stage", groups of adjacent stages of which only what enters the group is kept; inside, R
             passes its outputs on.
         save: for grain="layer", ops whose results are kept too: a list such as `[torch.ops.aten.mm.default]`, or
