@@ -393,7 +393,7 @@ def test_a_skip_inside_one_loss_function_travels_past_too(trace: bool):
 
     whole = {name: torch.randn(6, 6) / 2 for name in "abc"}
     model, params = fpipe.from_loss(loss_fn, whole, numbers())
-    assert model.inputs == ("batch", 0, 1, (2, (0, 1)))
+    assert model.inputs == ("batch", 0, 1, ((0, 1), 2))
     pipeline = fpipe.chain(
         fpipe.split(3),
         fpipe.checkpoint("except_last"),
