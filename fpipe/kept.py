@@ -2,7 +2,8 @@
 
     hidden = f(x);  route = fpipe.keep(router(hidden));  y = experts(hidden, route)
 
-Nothing happens where a stage just runs. While it is traced, the marks are results of the trace like its outputs.
+Nothing happens where a stage just runs. While it is traced, the marks are results of the trace like its outputs. Where
+`from_loss` writes a whole function down before it is cut, a mark is an operation that marks when its stage is traced.
 """
 
 from __future__ import annotations
@@ -12,11 +13,23 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
 
 _TRACING = threading.local()
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define("keep(Tensor value) -> Tensor")
+
+
+def _noted(value: Tensor) -> Tensor:
+    value = value.view_as(value)
+    getattr(_TRACING, "marks", []).append(value)
+    return value
+
+
+_LIBRARY.impl("keep", _noted, "CompositeImplicitAutograd")
 
 
 def keep(values: Any) -> Any:
@@ -32,18 +45,32 @@ def keep(values: Any) -> Any:
     >>> fpipe.keep(torch.ones(2))
     tensor([1., 1.])
     """
-    marks: list[Tensor] | None = getattr(_TRACING, "marks", None)
-    if marks is not None:
-        marks += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
+    if getattr(_TRACING, "written_down", False):
+        return tree.tree_map(_operation, values)
+    if hasattr(_TRACING, "marks"):
+        _TRACING.marks += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     return values
+
+
+def _operation(leaf: Any) -> Any:
+    return torch.ops.fpipe.keep(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def written_down() -> Generator[None]:
+    """Marks are operations meanwhile, in this thread."""
+    _TRACING.written_down = True
+    try:
+        yield
+    finally:
+        _TRACING.written_down = False
 
 
 @contextmanager
 def listening() -> Generator[list[Tensor]]:
     """The list of what is marked meanwhile, in this thread."""
-    before = getattr(_TRACING, "marks", None)
     _TRACING.marks = list[Tensor]()
     try:
         yield _TRACING.marks
     finally:
-        _TRACING.marks = before
+        del _TRACING.marks

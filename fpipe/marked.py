@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fpipe import tree
+from fpipe.kept import written_down
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
 from fpipe.models import Model, Reduction, from_functions, refuse_inference_mode
@@ -139,7 +140,7 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
 
     _TRACING.marks = 0
     try:
-        with torch.enable_grad(), mode:
+        with torch.enable_grad(), mode, written_down():
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         marks: int = _TRACING.marks
     finally:

@@ -169,6 +169,22 @@ def test_a_routing_decision_that_is_kept_is_made_once():
     assert kept == 2 * 2 * (4 + 8)  # of two rows two weights and two numbers of experts; the batch is the caller's
 
 
+def test_marks_hold_in_a_loss_function_too():
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        x, target = batch
+        for w in params:
+            x = fpipe.boundary(fpipe.keep(torch.tanh(x @ w)).exp().sin())
+        return nn.functional.mse_loss(x * 2, target)
+
+    whole = [torch.randn(16, 16) for _ in range(2)]
+    batch = torch.randn(8, 16), torch.randn(8, 16)
+    model, params = fpipe.from_loss(loss_fn, whole, batch)
+    program = program_of(model, LAYERS, m=1)
+    assert same(fpipe.build(program, model)(params, batch), fpipe.reference(model, params, batch))
+    sizes = fpipe.sizes(program, model, params, batch)
+    assert sizes.bytes[fpipe.Value("res", 0, 0)] == 8 * 16 * 4  # the tanh
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "grain": ({"grain": "op"}, ValueError, "grain is 'stage' or 'layer', found 'op'."),
     "groups": ({"grain": "layer", "groups": [(0, 1)]}, ValueError, "groups= is for grain='stage'"),
