@@ -61,7 +61,12 @@ def boundary(values: Any) -> Any:
 
 
 def from_loss(
-    loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any], *, reduction: Reduction = "mean"
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batch: tuple[Any, Any],
+    *,
+    reduction: Reduction = "mean",
+    aux: bool = False,
 ) -> tuple[Model, tuple[dict[str, Tensor], ...]]:
     """Cut a loss function into stages at its `fpipe.boundary` marks.
 
@@ -71,7 +76,8 @@ def from_loss(
             read the target, and with it no parameter.
         params: any pytree of tensors.
         batch: an example (inputs, target); rows may differ later, other sizes may not.
-        reduction: how the losses of microbatches make one, as in `from_functions`.
+        reduction, aux: how the losses of microbatches make one, and whether there are auxiliary results, as in
+            `from_functions`.
 
     Returns:
         The model, and per stage the parameters it is the first to read, by their place in `params`; `join_params`
@@ -94,7 +100,9 @@ def from_loss(
     refuse_inference_mode()
     names = _names(params)
     marked = Marked(_traced(loss_fn, params, batch), names)
-    model = from_functions(marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction)
+    model = from_functions(
+        marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
+    )
     named = zip(model.stages, marked.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
@@ -175,12 +183,11 @@ def _compare(
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     with torch.enable_grad():
-        made = loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch)
-        loss = made[0] if model.reduction == "count" else made
+        loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
         )
-    found = reference(replace(model, reduction="sum", loss=_first(model)), own, batch)
+    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch)
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
@@ -198,7 +205,17 @@ def _compare(
             )
 
 
-def _first(model: Model) -> Callable[[Any, Any], Any]:
-    """The model's loss without what it counts."""
-    loss: Any = model.loss
-    return (lambda y, target: loss(y, target)[0]) if model.reduction == "count" else loss
+def _alone(model: Model) -> Callable[[Any, Any], Any]:
+    """The model's loss without what it returns beside."""
+    whole: Any = model.loss
+
+    def loss(y: Any, target: Any) -> Any:
+        return _first(model, whole(y, target))
+
+    return loss
+
+
+def _first(model: Model, made: Any) -> Any:
+    """A loss without what it counts and what it returns beside."""
+    made = made[0] if model.aux else made
+    return made[0] if model.reduction == "count" else made
