@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 
 Norms = Sequence[tuple[str, Any]]
-Notes = Mapping[str, Sequence[Any]]
+Notes = Sequence[Sequence[Any]]
+"""For each norm what its update needs of its calls. By place, since equal stages share a trace, and no names."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -36,23 +37,23 @@ def names_of(norms: Norms) -> list[str]:
 
 
 @contextmanager
-def noted(norms: Norms, deferred: bool) -> Generator[dict[str, tuple[Any, ...]]]:
-    """While it lasts these norms have no buffers, and what their updates need of each call is noted by their names.
+def noted(norms: Norms, deferred: bool) -> Generator[list[tuple[Any, ...]]]:
+    """While it lasts these norms have no buffers, and what their updates need of each call is noted in their order.
 
     `_check_input_dim` is where a norm's forward meets its input, that of a subclass too.
     """
-    notes: dict[str, tuple[Any, ...]] = {path: () for path, _ in norms}
+    notes: list[tuple[Any, ...]] = [() for _ in norms]
 
-    def meet(path: str, module: Any, x: Tensor) -> None:
+    def meet(place: int, module: Any, x: Tensor) -> None:
         type(module)._check_input_dim(module, x)
         later = deferred and isinstance(module, _BatchNorm)
-        notes[path] = (*notes[path], statistics(x.detach()) if later else x.detach())
+        notes[place] = (*notes[place], statistics(x.detach()) if later else x.detach())
 
     kept = [{name: module._buffers[name] for name in _BUFFERS} for _, module in norms]
     try:
-        for path, module in norms:
+        for place, (_, module) in enumerate(norms):
             module._buffers.update(dict.fromkeys(_BUFFERS))
-            vars(module)["_check_input_dim"] = partial(meet, path, module)
+            vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
     finally:
         for (_, module), buffers in zip(norms, kept, strict=True):
@@ -63,8 +64,8 @@ def noted(norms: Norms, deferred: bool) -> Generator[dict[str, tuple[Any, ...]]]
 def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """The running statistics after the calls that were noted: what the modules would have written, bit by bit."""
     made = {name: held.clone() if isinstance(held, Tensor) else held for name, held in state.items()}
-    for path, module in norms:
-        for x in notes[path]:
+    for (path, module), calls in zip(norms, notes, strict=True):
+        for x in calls:
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
             if isinstance(module, _BatchNorm):
                 torch.batch_norm_update_stats(x, mean, var, _count(path, module, made))
@@ -78,10 +79,12 @@ def updated_at_the_end(
     norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
 ) -> dict[str, Any]:
     """The state after microbatch `index` of `count`: statistics are gathered, and enter at the last of them."""
-    later = [(path, module) for path, module in norms if isinstance(module, _BatchNorm)]
-    made = updated([norm for norm in norms if norm not in later], state, notes)
-    for path, module in later:
-        for call, found in enumerate(notes[path]):
+    noted_by = list(zip(norms, notes, strict=True))
+    later = [(*norm, calls) for norm, calls in noted_by if isinstance(norm[1], _BatchNorm)]
+    now = [(norm, calls) for norm, calls in noted_by if not isinstance(norm[1], _BatchNorm)]
+    made = updated([norm for norm, _ in now], state, [calls for _, calls in now])
+    for path, module, each in later:
+        for call, found in enumerate(each):
             name = f"{path}.gathered.{call}"
             found = found if index == 0 else together(made.pop(name), found)
             if index < count - 1:

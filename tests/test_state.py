@@ -207,3 +207,20 @@ def test_deferred_gradients_are_those_of_the_microbatches():
 def test_without_batch_norms_nothing_is_deferred():
     model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2)), stages=1)
     assert fpipe.deferred_batch_norm(model) == model
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_equal_stages_remember_each_their_own(deferred: bool):
+    """They share a trace. What a norm had noted went by its name, which is another in each stage, so that the step fell
+    back to run under autograd."""
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
+    net = nn.Sequential(*blocks)
+    batch = X, torch.randn_like(X)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
+    model = fpipe.deferred_batch_norm(model) if deferred else model
+    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch, state=state).bitwise  # a warning is an error
+    found = fpipe.build(program, model)(params, batch, state=state).state
+    walked = fpipe.build(program, model, trace=False)(params, batch, state=state).state
+    assert [list(stage) for stage in found] == [list(stage) for stage in walked]
+    assert all(torch.equal(stage[n], other[n]) for stage, other in zip(found, walked, strict=True) for n in stage)
