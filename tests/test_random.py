@@ -118,6 +118,25 @@ def test_a_hundred_layers_of_dropout_drop_in_the_gradient_what_they_drop():
         assert 0.05 < (y == 0).float().mean() < 0.15
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_numbers_that_nobody_reads_are_drawn_all_the_same(policy: str):
+    """Else those after them would be others: torch draws what Python asks for."""
+
+    class Wasteful(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(5)
+            F.dropout(x, 0.3)
+            torch.empty(3).normal_()
+            return F.dropout(x, 0.5)
+
+    torch.manual_seed(0)
+    net, batch = linears(Wasteful()), (torch.randn(TABLE), torch.randn(TABLE))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.merge())(fpipe.program(model))
+    grads = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
+    assert all(torch.equal(grads[name], grad) for name, grad in by_hand(net, model, batch).items())
+
+
 def test_another_key_draws_other_numbers_and_retraces_nothing():
     net, batch = case("Dropout")
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)

@@ -49,8 +49,13 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
 
 
 def drawn(graph: Graph) -> list[Node]:
-    """The ops of a graph that draw random numbers."""
-    return [node for node in graph.nodes if draws(node.op, node.args, dict(node.kwargs))]
+    """The ops of a graph that draw random numbers, those that are handed a generator already too."""
+    handed = set(graph.reads.get(LABEL, ()))
+    return [
+        node
+        for node in graph.nodes
+        if node.kwargs.get("generator") in handed or draws(node.op, node.args, dict(node.kwargs))
+    ]
 
 
 # Tensors that a random op has filled in place, as a new tensor in the same order in memory. The op without its `_`
