@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from fpipe.costs import Costs
+from fpipe.costs import Costs, the_costs
 from fpipe.lanes import columns, walk
 from fpipe.memory import residuals_stay, shares, units_held
 from fpipe.program import Op, Program, Value, building, kind_of, the_program
@@ -137,7 +137,7 @@ def bounds(
     Source: each follows from one rank's window; head and drain for linear placement are in Qi et al. 2024, section 2.
     """
     program = the_program(program)
-    costs = Costs() if costs is None else costs
+    costs = the_costs(costs)
     with building():
         graph = _Graph(program, costs)
         ranks = range(program.ranks)

@@ -171,6 +171,15 @@ class Costs:
         return {value._replace(at=""): cast("int", size)}
 
 
+def the_costs(costs: object) -> Costs:
+    """The costs that were given, or one second for each F, I and W."""
+    if costs is None:
+        return Costs()
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
+    return costs
+
+
 class Ticks(Costs):
     """The clock that fixes a program's global order: F, B, I, W and R take one tick each."""
 

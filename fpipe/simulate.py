@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, repeat
 
-from fpipe.costs import Costs
+from fpipe.costs import Costs, the_costs
 from fpipe.lanes import columns, is_plain, walk, walk_plain
 from fpipe.memory import bytes_held, units_held
 from fpipe.program import Program, building, the_program
@@ -37,7 +37,7 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     (15.0, 0.2, (2.0, 1.0))
     """
     program = the_program(program)
-    costs = Costs() if costs is None else costs
+    costs = the_costs(costs)
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():
@@ -64,15 +64,9 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
 
 
 def _delivered(program: Program, ends: list[float], transfer: float) -> float:
-    """When the last result has reached its last home, if that is away."""
-    if not transfer:
-        return 0.0
-    writers = ((program.writer[end.value], end.homes) for end in program.outputs)
+    """When the last result has reached its last home."""
+    written = ((program.writer[end.value], end.homes) for end in program.outputs)
     return max(
-        (
-            ends[at] + transfer
-            for at, homes in writers
-            if at >= 0 and any(rank != program.ops[at].rank for rank in homes)
-        ),
+        (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
         default=0.0,
     )

@@ -71,6 +71,7 @@ def told(timeline: Timeline) -> dict[str, Any]:
             timeline.bubble_span,
             timeline.iterations,
             timeline.steady,
+            timeline.delivered,
         ),
         "transfers": timeline.transfers,
         "path": [(named(step.what), step.start, step.end, step.why) for step in timeline.critical_path],

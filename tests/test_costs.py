@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -241,3 +242,11 @@ def test_a_rank_that_is_not_there_holds_nothing():
 def test_a_gap_is_of_makespan_or_span():
     with pytest.raises(ValueError, match="found 'bubble'"):
         fpipe.bounds(TWO).gap(fpipe.simulate(TWO), "bubble")
+
+
+@pytest.mark.parametrize("reading", [fpipe.simulate, fpipe.bounds])
+def test_costs_are_costs(reading: Callable[..., object]):
+    with pytest.raises(
+        TypeError, match=re.escape("costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found int.")
+    ):
+        reading(TWO, 3)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fpipe.costs import Costs
+from fpipe.costs import Costs, the_costs
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
 from fpipe.schedules.line import way
@@ -91,15 +91,6 @@ def from_priority(
         return by_table(program, rows, move=False)
 
     return transform
-
-
-def the_costs(costs: object) -> Costs:
-    """The costs a schedule is ordered by: those given, or one second for each F, I and W."""
-    if costs is None:
-        return Costs()
-    if not isinstance(costs, Costs):
-        raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
-    return costs
 
 
 def _limits(cap: object, ranks: int) -> list[float]:
