@@ -195,3 +195,15 @@ def test_a_schedule_can_be_applied_again_over_another(schedule):
     program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(3))
     other = fpipe.chain(fpipe.schedules.gpipe(2), schedule(3))(program)
     assert other == schedule(3)(program)
+
+
+def test_a_schedule_of_ones_own_has_stages():
+    with pytest.raises(ValueError, match="stages_per_rank is a whole number, at least 1; found 0"):
+        fpipe.schedules.register("nothing_to_do", fpipe.schedules.gpipe, stages_per_rank=0)
+    assert "nothing_to_do" not in fpipe.schedules.names()
+
+
+@pytest.mark.parametrize("name", [None, ["gpipe"], 3])
+def test_a_schedule_is_asked_for_by_name(name: object):
+    with pytest.raises(ValueError, match="there is no schedule "):
+        fpipe.schedules.get(name)

@@ -67,7 +67,7 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         stages_per_rank: how many stages a rank has where nothing else is said.
 
     Raises:
-        ValueError: the name is taken, or is no name.
+        ValueError: the name is taken, or is no name; a rank without a stage.
 
     >>> register("as_it_comes", lambda ranks: get("gpipe")(ranks))
     >>> "as_it_comes" in names()
@@ -78,6 +78,8 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         raise ValueError(f"a schedule's name is a word such as 'my_schedule', found {name!r}.")
     if not callable(factory):
         raise TypeError(f"a schedule is a function of ranks that gives a transform, found {factory!r}.")
+    if type(stages_per_rank) is not int or stages_per_rank < 1:
+        raise ValueError(f"stages_per_rank is a whole number, at least 1; found {stages_per_rank!r}.")
     _add(Schedule(name, factory, stages_per_rank))
 
 
@@ -142,7 +144,7 @@ def about(name: str) -> Schedule:
     Traceback (most recent call last):
     ValueError: there is no schedule 'looped_bsf'; did you mean looped_bfs? fpipe.schedules.names() lists them all.
     """
-    if name not in _SCHEDULES:
+    if not isinstance(name, str) or name not in _SCHEDULES:  # pyright: ignore[reportUnnecessaryIsInstance]
         close = difflib.get_close_matches(str(name), _SCHEDULES, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(f"there is no schedule {name!r}; {hint}fpipe.schedules.names() lists them all.")
