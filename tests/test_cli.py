@@ -150,6 +150,7 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
         (["check", "-"], '{"format": "other"}', 'this JSON is not a program: it says "format": "fpipe.program"'),
         (["check", "-"], "params[0] @ 0\ny[0,0] = F[0,0] params[0] x @ 0", "reads x"),
         (["check", "missing.csv"], None, "error: missing.csv: there is no such file."),
+        (["check", "."], None, "error: .: this is a folder; name a file in it."),
         (["show", "-"], STRAY, "error: row 2, column 2: '1F1x' is not a cell"),
         (["verify", "-"], STUCK, "wait for each other in a circle"),
         (["show", "chimera", "-p", "3"], None, "error: chimera: "),
@@ -235,3 +236,11 @@ def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "fpipe.cli.app")
     with pytest.raises(SystemExit, match=r"^the command line needs typer, which is not installed: pip install"):
         main()
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path):
+    file = tmp_path / "table.csv"
+    file.write_bytes(b"0F0,\xff")
+    code, _, complaint = run("check", str(file))
+    assert code == 1
+    assert "this is not text: byte 4 is no UTF-8." in complaint

@@ -70,11 +70,19 @@ def read(file: str, *, replicated: bool = False) -> Program:
 
     Raises:
         ProgramError: it is none of these, with row and column of what is wrong; or it means nothing.
-        OSError: there is no such file.
+        OSError: there is no such file, or it is a folder.
     """
+    if Path(file).is_dir():
+        raise IsADirectoryError("this is a folder; name a file in it.")
     if file != "-" and not Path(file).is_file():
         raise FileNotFoundError("there is no such file.")
-    return program_of(sys.stdin.read() if file == "-" else Path(file).read_text(), replicated=replicated)
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProgramError(
+            f"this is not text: byte {error.start} is no UTF-8. Write a program, a table, CSV or JSON."
+        ) from None
+    return program_of(text, replicated=replicated)
 
 
 def program_of(text: str, *, replicated: bool = False) -> Program:
