@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fpipe import tree
+from fpipe.graphs.draws import draws
 from fpipe.kept import written_down
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
@@ -153,6 +154,12 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
         marks: int = _TRACING.marks
     finally:
         del _TRACING.marks
+    drawing = next((n.target for n in module.graph.nodes if draws(n.target, n.args, dict(n.kwargs))), None)
+    if drawing is not None:
+        raise ValueError(
+            f"loss_fn draws random numbers ({drawing}): what is cut is compared with the function itself, which knows "
+            "no key. Write its stages for from_functions, or switch them off."
+        )
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
         raise ValueError("loss_fn holds for one number of rows only, that of the example: it compares or fixes it.")
@@ -179,7 +186,7 @@ def _compare(
     names: list[str],
 ) -> None:
     """The stages give the function's own loss and gradients on the example: a trace may have lost something, such as
-    the backward of a custom `autograd.Function`, or a draw of random numbers."""
+    the backward of a custom `autograd.Function`."""
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     with torch.enable_grad():
@@ -191,7 +198,7 @@ def _compare(
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
-            "something that a trace does not hold, such as random numbers or values read by .item()."
+            "something that a trace does not hold, such as values read by .item()."
         )
     right = dict(zip(map(id, trained), own_grads, strict=True))
     for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):

@@ -32,7 +32,7 @@ def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     schema = named._schema
     said = {argument.name: argument.default_value for argument in schema.arguments}
     said |= dict(zip(said, args, strict=False)) | kwargs
-    return said.get("dropout_p") != 0.0 and said.get("training") is not False
+    return said.get("dropout_p") != 0.0 and said.get("training") is not False and said.get("train") is not False
 
 
 def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
