@@ -207,3 +207,13 @@ def test_a_schedule_of_ones_own_has_stages():
 def test_a_schedule_is_asked_for_by_name(name: object):
     with pytest.raises(ValueError, match="there is no schedule "):
         fpipe.schedules.get(name)
+
+
+@pytest.mark.parametrize("name", fpipe.schedules.__all__)
+def test_help_on_a_published_schedule_shows_its_source_and_formulas(name: str):
+    if name not in fpipe.schedules.names():
+        pytest.skip("not a schedule of the literature")
+    about = fpipe.schedules.about(name)
+    text = getattr(fpipe.schedules, name).__doc__
+    for line in (f"Source: {about.source}", f"Idle: {about.idle}", f"Peak: {about.peak}", f"Accepts: {about.accepts}"):
+        assert line in text

@@ -93,7 +93,10 @@ def published(
     stages_per_rank: int = 1,
     refuses: Refusal | None = None,
 ) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
-    """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve."""
+    """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve.
+
+    Its docstring ends with its source and its formulas, so that `help` shows what the registry knows.
+    """
 
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
         @wraps(factory)
@@ -112,6 +115,9 @@ def published(
 
             return checked
 
+        said = (("Source", source), ("Idle", idle), ("Peak", peak), ("Accepts", accepts))
+        facts = "".join(f"    {word}: {text}\n" for word, text in said)
+        refusing.__doc__ = f"{(factory.__doc__ or title).rstrip()}\n\n{facts}    "
         about = (stages_per_rank, title, source, idle, peak, accepts, *((refuses,) if refuses else ()))
         _add(Schedule(factory.__name__, refusing, *about))
         return refusing
