@@ -481,3 +481,19 @@ def test_losses_are_merged_as_one_after_the_other_and_as_large_as_told(reduction
     found = fpipe.build(one, model, record=True)(params, batch)
     assert same(found, fpipe.reference(model, params, batch, microbatches=m))
     assert found.timeline.peak == fpipe.sizes(one, model, params, batch).peak
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_parameter_as_an_output_is_averaged_as_any_other_number(trace: bool):
+    # It is one object in all microbatches of a traced step, and was handed back itself.
+    def stage(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * p["w"], p["w"]
+
+    model = fpipe.from_functions([stage], loss=lambda y, target: squares(y[0], target) + y[1])
+    params, batch = ({"w": torch.tensor(0.1)},), (torch.randn(7, 4), torch.randn(7, 4))
+    found = fpipe.build(program(model, m=3), model, trace=trace)(params, batch)
+    expected = fpipe.reference(model, params, batch, microbatches=3)
+    assert same(found, expected)
+    assert torch.equal(found.outputs[1], expected.outputs[1])
+    found.outputs[1].zero_()
+    assert params[0]["w"] == 0.1

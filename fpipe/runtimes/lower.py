@@ -8,7 +8,7 @@ it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -222,6 +222,9 @@ class _Writer:
             if all(part is not None for part in plan):
                 return self.call(at, partial(_slice, plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
+        if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
+            run = partial(_by_rule, op, things, self.shapes.run, self.casts)
+            return self.call(at, lambda *lists: run(*map(_apart, lists)), op.reads, op.writes)
         return self.call(at, partial(_by_rule, op, things, self.shapes.run, self.casts), op.reads, op.writes)
 
     def slices(self, op: Op, value: Value) -> Any:
@@ -348,6 +351,15 @@ def _aval(known: Any) -> Any:
 
 def _seen(leaf: Any) -> Any:
     return aval(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+
+
+def _numbers(thing: Thing) -> Iterator[Fact]:
+    return (leaf for leaf in thing.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)
+
+
+def _apart(leaves: Leaves) -> Leaves:
+    """The same leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _empty(lists: Sequence[Leaves]) -> None:
