@@ -41,16 +41,23 @@ def fold_in(key: int, *ints: int) -> int:
         if type(number) is not int:
             raise TypeError(f"a key is a whole number, and so is what is folded into it; found {number!r}.")
     for number in ints:
-        z = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _ALL
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
-        key = (z ^ (z >> 31)) >> 1
+        key = _mixed(key, number)
     return key
 
 
+def _mixed(key: int, number: int) -> int:
+    z = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _ALL
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
+    return (z ^ (z >> 31)) >> 1
+
+
 def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> int:
-    """The seed of a stage's forward for a microbatch (and slice of its sequences)."""
-    return fold_in(key, stage, microbatch) if piece is None else fold_in(key, stage, microbatch, piece)
+    """The seed of a stage's forward for a microbatch (and slice of its sequences): they are folded into the key."""
+    if type(key) is not int:
+        return fold_in(key)  # which says what is wrong
+    seed = _mixed(_mixed(key, stage), microbatch)
+    return seed if piece is None else _mixed(seed, piece)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from fpipe.microbatch import (
 )
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
 from fpipe.program import Op, Program, kind_of
+from fpipe.stage_module import StageModule
 
 Leaves = list[Any]
 
@@ -347,9 +348,12 @@ def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     assert change is not None, f"stage {op.stage} has no update"
     state, *taken = args
     x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
+    more = dict(op.how) if stage.counts else {}
+    if isinstance(stage.forward, StageModule):  # it is ours; a function of others is watched
+        return [change(state, x, **more)]
     who = f"the update of stage {op.stage}"
     with unchanged(state, who), drawing(None, who):
-        return [change(state, tree.tree_map(detached, x), **(dict(op.how) if stage.counts else {}))]
+        return [change(state, tree.tree_map(detached, x), **more)]
 
 
 def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
