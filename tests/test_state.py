@@ -224,3 +224,19 @@ def test_equal_stages_remember_each_their_own(deferred: bool):
     walked = fpipe.build(program, model, trace=False)(params, batch, state=state).state
     assert [list(stage) for stage in found] == [list(stage) for stage in walked]
     assert all(torch.equal(stage[n], other[n]) for stage, other in zip(found, walked, strict=True) for n in stage)
+
+
+def test_an_update_of_ones_own_that_writes_into_its_state_is_refused():
+    """That of a norm is ours and runs unwatched."""
+
+    def counting(state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        state["n"].add_(len(x))
+        return state
+
+    stage = fpipe.Stage(lambda p, x: x * p["w"], update=counting)
+    model = fpipe.Model((stage,), nn.functional.mse_loss, ("batch",))
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    batch, state = (torch.ones(4), torch.zeros(4)), ({"n": torch.tensor(0)},)
+    with pytest.raises(RuntimeError, match="the update of stage 0 changed what it was given in place"):
+        step(({"w": torch.tensor(1.0)},), batch, state=state)
+    assert state[0]["n"] == 0
