@@ -290,10 +290,9 @@ def _drawing(
     """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
     microbatch (and slice)."""
     seed = seed_of(lists[at], *place)
-    generators = [generator_on(device) for device in devices]
-    for generator in generators:
-        generator.manual_seed(seed)
-    return run(*lists[:at], generators, *lists[at + 1 :])
+    given = [*lists]
+    given[at] = [generator_on(device).manual_seed(seed) for device in devices]
+    return run(*given)
 
 
 def _pass_on(*lists: Leaves) -> Sequence[Leaves]:
