@@ -13,8 +13,7 @@ from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.png import raster
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
-from fpipe.program import Program
-from fpipe.shown import Shown
+from fpipe.program import Program, Shown
 from fpipe.simulate import simulate
 from fpipe.timeline import Timeline
 

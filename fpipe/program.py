@@ -46,9 +46,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
-
-from fpipe.shown import Shown
+from typing import Any, ClassVar, Literal, NamedTuple
 
 
 class ProgramError(ValueError):
@@ -217,6 +215,22 @@ def kind_of(name: str) -> Kind:
 Sources = tuple[int, ...]
 """The positions of the writers of what an op reads, in that order: -1 for an input, `NOWHERE` if nothing above does."""
 NOWHERE = -2
+
+
+class Shown:
+    """What programs and timelines have in common: a notebook asks for HTML, and the painter gives it.
+
+    `fpipe.plot`, two floors up, puts the painter here when fpipe is imported.
+
+    >>> import fpipe
+    >>> fpipe.program(2)._repr_html_()[:27]
+    '<div style="overflow-x:auto'
+    """
+
+    painter: ClassVar[Callable[[Any], str] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        return None if Shown.painter is None else Shown.painter(self)
 
 
 ENTRY_RULES: list[Callable[[Program], None]] = []

@@ -9,8 +9,7 @@ from functools import cached_property
 from fpipe.costs import Costs
 from fpipe.lanes import Transfer, updated_by, walk
 from fpipe.memory import Steps, curve, shares, unit_steps
-from fpipe.program import Program, kind_of
-from fpipe.shown import Shown
+from fpipe.program import Program, Shown, kind_of
 from fpipe.waiting import Event, Step, Wait, Waiting, in_order
 
 

@@ -52,7 +52,7 @@ FLOORS = {
         "plan",
         "costs",
     },
-    0: {"tree", "program", "shown"},
+    0: {"tree", "program"},
 }
 
 

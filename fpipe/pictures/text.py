@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import terminal
 from fpipe.pictures.panel import Panel
-from fpipe.program import Op
-from fpipe.shown import Shown
+from fpipe.program import Op, Shown
 
 Piece = tuple[str, Op | None]
 """Some characters of a line, and the op they stand for."""
