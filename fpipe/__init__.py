@@ -11,12 +11,13 @@ from fpipe.check import check
 from fpipe.costs import Costs, register_cost
 from fpipe.custom import custom_stage
 from fpipe.freeze import freeze
+from fpipe.functions import from_functions
 from fpipe.kept import keep
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
 from fpipe.microbatch import Chunk, Replicate, Sum, register_spec
-from fpipe.models import Model, Stage, from_functions
+from fpipe.models import Model, Stage
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
 from fpipe.plan import Plan, plan

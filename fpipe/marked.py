@@ -27,11 +27,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fpipe import tree
+from fpipe.functions import from_functions
 from fpipe.graphs.draws import draws
 from fpipe.kept import written_down
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
-from fpipe.models import Model, Reduction, from_functions, refuse_inference_mode
+from fpipe.models import Model, Reduction, refuse_inference_mode
 from fpipe.params import join_params
 from fpipe.reference import reference
 

@@ -21,6 +21,7 @@ FLOORS = {
         "freeze",
         "skips",
         "batch_norm",
+        "functions",
         "models",
         "kept",
         "marks",

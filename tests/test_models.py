@@ -4,7 +4,8 @@ import re
 import pytest
 import torch
 
-from fpipe.models import from_functions, normalise_inputs
+from fpipe.functions import from_functions
+from fpipe.models import normalise_inputs
 
 
 def f(params, x):

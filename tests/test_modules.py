@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from fpipe.models import from_functions
+from fpipe.functions import from_functions
 from fpipe.modules import from_sequential
 from fpipe.params import assign_grads, join_params, split_params
 from fpipe.runtimes.build import build

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fpipe.models import Model, from_functions
+from fpipe.functions import from_functions
+from fpipe.models import Model
 from fpipe.program import Program
 
 WIDTH = 8

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fpipe.models import Model, from_functions
+from fpipe.functions import from_functions
+from fpipe.models import Model
 from fpipe.testing.drawn_programs import Takes, graphs
 from fpipe.testing.layers import BODIES, LOSSES, SHAPES, Body
 
