@@ -637,10 +637,10 @@ def einsum(p, x):
     return torch.einsum("bshk,bthk,hkd->bsd", q, q, p["w1"])
 
 
-@pattern("cumsum, cumprod, logsumexp", weights((8, 8)), rows(4, 8))
+@pattern("cumsum, logsumexp, logcumsumexp", weights((8, 8)), rows(4, 8))
 def cumsum(p, x):
     y = x @ p["w0"]
-    return y.cumsum(1) + y.cumprod(1) + y.logsumexp(1, keepdim=True) + y.logcumsumexp(1)
+    return y.cumsum(1) + y.logsumexp(1, keepdim=True) + y.logcumsumexp(1)
 
 
 @pattern("sort and topk", weights((8, 8)), rows(4, 8))
@@ -658,13 +658,14 @@ def extremes(p, x):
 
 
 @pattern(
-    "prod",
+    "prod, cumprod",
     weights((8, 8)),
     rows(4, 8),
     rounding="autograd looks for zeros in its input and divides by it if there are none; a trace cannot look",
 )
 def product(p, x):
-    return (x @ p["w0"]).prod(1)
+    y = x @ p["w0"]
+    return y.prod(1, keepdim=True) + y.cumprod(1)
 
 
 @pattern("where", weights((8, 8)), rows(4, 8))
