@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import Literal
 
 from fpipe.costs import Costs, the_costs
-from fpipe.lanes import columns, walk
+from fpipe.lanes import columns, is_work, walk
 from fpipe.memory import residuals_stay, shares, units_held
-from fpipe.program import Op, Program, Value, building, kind_of, the_program
+from fpipe.program import Op, Program, Value, building, the_program
 from fpipe.timeline import Timeline
 
 
@@ -200,7 +200,7 @@ class _Graph:
         self.tails = self._tails()
         self.rows: defaultdict[int, list[int]] = defaultdict(list)
         for at, op in enumerate(self.ops):
-            if kind_of(op.kind).lane == "main" and self.seconds[at]:
+            if is_work(op.kind, self.seconds[at]):
                 self.rows[op.rank].append(at)
 
     def _needs(self, at: int) -> Iterable[tuple[int, float]]:
@@ -230,14 +230,14 @@ class _Graph:
         return starts
 
     def _tails(self) -> list[float]:
-        """How long after the end of each op there is work that needs it, at least."""
-        tails = [0.0] * len(self.ops)
-        for at in reversed(range(len(self.ops))):
-            left = self.seconds[at] + tails[at] if kind_of(self.ops[at].kind).lane == "main" else tails[at]
+        """How long after the end of each op the work that needs it ends, at least."""
+        tails = [float("-inf")] * len(self.ops)  # no work needs it
+        for at, op in reversed([*enumerate(self.ops)]):
+            left = max(tails[at], 0.0) if is_work(op.kind, self.seconds[at]) else tails[at]
             for source, way in self.needs[at]:
-                if source >= 0 and left:
-                    tails[source] = max(tails[source], way + self.seconds[at] + tails[at])
-        return tails
+                if source >= 0:
+                    tails[source] = max(tails[source], way + self.seconds[at] + left)
+        return [max(tail, 0.0) for tail in tails]
 
     def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
         """The earliest start, the work and the shortest tail of a rank's ops."""
@@ -245,6 +245,8 @@ class _Graph:
         if not row:
             return 0.0, 0.0, 0.0
         work = sum(self.seconds[at] for at in row)
+        if work:  # any of its ops have a window; the narrower, the better
+            row = [at for at in row if self.seconds[at]]
         return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
 
 
@@ -262,7 +264,7 @@ def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[fl
         since: defaultdict[int, float] = defaultdict(float)
         for at in group:
             op = ops[at]
-            if not seconds[at] or kind_of(op.kind).lane != "main":
+            if not seconds[at] or not is_work(op.kind, seconds[at]):
                 continue
             after = _after(graph, group, at)
             for other in backwards:

@@ -74,7 +74,7 @@ def walk_plain(program: Program, costs: Costs, transfer: float, known: Columns) 
     again = any(how and how[0][0] == "saved" for how in set(map(itemgetter(8), ops)))
     if again or "PAIR" in known.kinds:
         took = [costs.seconds(op) if op[7] or op[8] else cost for op, cost in zip(ops, took, strict=True)]
-    loose = {key for key, cost in seconds.items() if not cost and not _is_scheduled(key[0])}
+    loose = {key for key, cost in seconds.items() if not cost and not is_scheduled(key[0])}
     lanes = [-1 if key in loose else key[2] for key in known.keys] if loose else ranks
     free = [0.0] * program.ranks
     starts: list[float] = []
@@ -142,9 +142,15 @@ def updated_by(program: Program) -> dict[Value, list[tuple[Value, int]]]:
     }
 
 
-def _is_scheduled(kind: str) -> bool:
+def is_scheduled(kind: str) -> bool:
+    """Whether an op of this kind waits for its turn on the main lane, even where it takes no time."""
     known = kind_of(kind)
     return bool(known.time) or known.place == "table"
+
+
+def is_work(kind: str, seconds: float) -> bool:
+    """Whether an op is work of its rank: what a schedule names, and what else takes time on the main lane."""
+    return is_scheduled(kind) or (seconds > 0 and kind_of(kind).lane == "main")
 
 
 def _with_transfers(program: Program, costs: Costs) -> Program:
@@ -232,7 +238,7 @@ class _Lanes:
                 end = start + cost
                 if cost:
                     self.copying[rank] = end
-            elif cost or _is_scheduled(kind):
+            elif cost or is_scheduled(kind):
                 start = begun[rank] = max(start, free[rank])
                 end = free[rank] = start + cost
             else:

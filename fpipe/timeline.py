@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fpipe.costs import Costs
-from fpipe.lanes import Transfer, updated_by, walk
+from fpipe.lanes import Transfer, is_work, updated_by, walk
 from fpipe.memory import Steps, curve, shares, unit_steps
-from fpipe.program import Program, Shown, kind_of
+from fpipe.program import Program, Shown
 from fpipe.waiting import Event, Step, Wait, Waiting, in_order
 
 
@@ -177,7 +177,7 @@ def _work_of(events: Sequence[Event], ranks: int) -> list[tuple[float, float, fl
     """Per rank: work, first start, last end."""
     found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
     for op, start, end in events:
-        if end > start and kind_of(op.kind).lane == "main":
+        if is_work(op.kind, end - start):
             row = found[op.rank]
             row[0] += end - start
             row[1] = min(row[1], start)

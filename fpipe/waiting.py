@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from fpipe.lanes import Transfer
+from fpipe.lanes import Transfer, is_work
 from fpipe.program import Op, Value, kind_of
 
 Why = Literal["start", "data", "rank", "lane", "link"]
@@ -106,7 +106,7 @@ class Waiting:
                     last["copy", op.rank] = at
                 if op.rank in begun and (self.lanes[at] is None or self.events[begun[op.rank]].start == start):
                     self.lanes[at] = (begun[op.rank], "lane")
-            elif end > start or known.time or known.place == "table":
+            elif is_work(op.kind, end - start):
                 if ("main", op.rank) in last:
                     self.lanes[at] = (last["main", op.rank], "rank")
                 last["main", op.rank] = begun[op.rank] = at
@@ -173,9 +173,7 @@ class Waiting:
 
     def path(self) -> tuple[Step, ...]:
         """The chain of causes that ends last, from the start on."""
-        work = [
-            at for at, (op, start, end) in enumerate(self.events) if end > start and kind_of(op.kind).lane == "main"
-        ]
+        work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op.kind, end - start)]
         if not work:
             return ()
         node = max(work, key=lambda at: self.events[at].end)
@@ -194,7 +192,7 @@ class Waiting:
         """Each time that a rank's main lane does nothing, rank by rank."""
         rows: list[list[tuple[float, float, int | None]]] = [[] for _ in range(ranks)]
         for at, (op, start, end) in enumerate(self.events):
-            if end > start and kind_of(op.kind).lane == "main":
+            if is_work(op.kind, end - start):
                 rows[op.rank].append((start, end, at))
         if self.busy:
             for one in self.sent.values():

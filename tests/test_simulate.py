@@ -91,6 +91,16 @@ def test_an_empty_time_has_no_bubble():
     assert (timeline.makespan, timeline.bubble, timeline.bubble_span) == (0, 0, 0)
 
 
+def test_the_end_of_an_op_that_takes_no_time_is_an_end_of_work():
+    """Only ops that took time counted: with costs of 0 and a transfer of 1 the makespan was 0, under a bound of 2."""
+    program = fpipe.chain(fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(2))
+    timeline, bounds = (read(program, fpipe.Costs(0, 0, 0, transfer=1)) for read in (fpipe.simulate, fpipe.bounds))
+    path = [(step.what.cell if isinstance(step.what, fpipe.Op) else "way", step.end) for step in timeline.critical_path]
+    assert path == [("0F0", 0), ("way", 1), ("1F0", 1), ("1I0", 1), ("way", 2), ("0I0", 2)]
+    assert [(wait.rank, wait.start, wait.end) for wait in timeline.waits] == [(0, 0, 2), (1, 0, 1), (1, 1, 2)]
+    assert (timeline.makespan, timeline.span, timeline.iterations, bounds.makespan) == (2, 2, (2,), 2)
+
+
 def test_events_stand_in_the_order_of_the_program():
     assert [event.op for event in fpipe.simulate(GPIPE).events] == list(GPIPE.ops)
 
