@@ -141,18 +141,68 @@ def test_megatrons_groups_of_three():
     assert [next(step for step, cell in enumerate(row) if "B" in cell) - 1 for row in table] == [5, 3]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 4), (4, 6), (4, 9), (5, 7), (5, 12)])
-def test_ragged_microbatches_beat_a_padded_round_and_evened_groups_lose_nothing(ranks: int, microbatches: int):
-    """(5, 7) and (5, 12) never end where a last group of fewer microbatches than ranks is simply shorter."""
+RAGGED = [(p, m) for p in (2, 3, 4, 5) for m in range(p + 1, 3 * p + 2) if m % p]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
+def test_evened_groups_lose_nothing(ranks: int, microbatches: int):
     about = fpipe.schedules.about("interleaved")
-    padded = fpipe.simulate(about.program(ranks, -(-microbatches // ranks) * ranks))
-    found = fpipe.simulate(about.program(ranks, microbatches))
-    assert found.makespan < padded.makespan
     group = -(-microbatches // (microbatches // ranks))
     even = fpipe.simulate(about.program(ranks, microbatches, group=group))
     assert even.makespan == 6 * (microbatches + (ranks - 1) / 2)
     formula = [min(microbatches, (group + 2 * (ranks - 1 - rank) + 1) / 2) for rank in range(ranks)]
     assert list(even.peak) == formula
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
+@pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "group_interleaved"])
+def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: int):
+    """A last group that is short both ways left its places free: 34 for 30 at p=3, m=4. At m < 2p one of less than half
+    the ranks has too few others around it."""
+    found = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches))
+    floor = 6 * microbatches + (ranks - 1) * (2 if name == "group_interleaved" else 3)
+    if microbatches > 2 * ranks or 2 * (microbatches % ranks) >= ranks or name == "group_interleaved":
+        assert found.makespan == floor
+    else:
+        padded = fpipe.simulate(fpipe.schedules.about(name).program(ranks, 2 * ranks))
+        assert floor <= found.makespan < padded.makespan
+
+
+def test_the_ragged_size_whose_optimum_is_proven():
+    """p=3, v=2, m=4 at F=1, B+W=1 in six chunks: 20. A padded last group took 22; where B is 2F it now is optimal."""
+    program = fpipe.schedules.about("interleaved").program(3, 4)
+    assert 20 <= fpipe.simulate(program, fpipe.Costs(1, 0.5, 0.5)).makespan <= 21
+    assert fpipe.simulate(program).makespan == 30
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 3, 4) for m in range(1, 3 * p + 1) if m % p])
+@pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "interleaved_zb", "group_interleaved"])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_ragged_order_is_never_longer_than_its_padded_round(name: str, chunks: int, ranks: int, microbatches: int):
+    about = fpipe.schedules.about(name)
+    found = fpipe.simulate(about.program(ranks, microbatches, chunks * ranks))
+    padded = fpipe.simulate(about.program(ranks, -(-microbatches // ranks) * ranks, chunks * ranks))
+    assert found.makespan < padded.makespan
+    assert all(own <= most for own, most in zip(found.peak, padded.peak, strict=True))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved_zb"])
+def test_torchs_order_of_six_microbatches_on_four_ranks(name: str):
+    """torch 2.13 takes one group of six; `group` says it."""
+    table = fpipe.schedules.about(name).program(4, 6, group=6).table()
+    assert table[3][:9] == [
+        "3F0",
+        "3F1",
+        "3F2",
+        "3F3",
+        "3F4",
+        "3F5",
+        "7F0",
+        "7B0" if name == "interleaved" else "7I0",
+        "7F1",
+    ]
+    halves = 2 if name == "interleaved" else 3
+    assert [len(row) for row in table] == [12 * halves] * 4
 
 
 def test_groups_that_would_wait_for_themselves_are_refused():

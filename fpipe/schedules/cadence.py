@@ -62,22 +62,37 @@ def in_turn(
         last_first: backwards take the forwards in reverse instead, the last microbatch first.
     """
 
-    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        whole(program)
-        count = program.microbatches
-        made: list[list[Key]] = []
-        for rank in range(ranks):
-            own = [stage for stage, at in enumerate(placed) if at == rank]
-            chunks = [own] if placement == "linear" else [[stage] for stage in own]
-            seat = Seat(rank, ranks, len(chunks), count)
-            forwards = [(0, index) for index in range(count)] if units is None else units(seat)
-            mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
-            backwards = forwards[::-1] if last_first else mirrored
-            row = _row(chunks, forwards, backwards, warm_up(seat), lag and lag(seat))
-            made.append([cell for cell in row if cell[2] < count])
-        return made
+    return in_rows(
+        placement,
+        ranks,
+        lambda program, placed: beats(program, placement, placed, warm_up, units=units, lag=lag, last_first=last_first),
+    )
 
-    return in_rows(placement, ranks, rows)
+
+def beats(
+    program: Program,
+    placement: str,
+    placed: list[int],
+    warm_up: Callable[[Seat], int],
+    *,
+    units: Callable[[Seat], Sequence[Unit]] | None = None,
+    lag: Callable[[Seat], int] | None = None,
+    last_first: bool = False,
+) -> list[list[Key]]:
+    """The rows of `in_turn` for a program whose stages are placed."""
+    whole(program)
+    count, ranks = program.microbatches, 1 + max(placed)
+    made: list[list[Key]] = []
+    for rank in range(ranks):
+        own = [stage for stage, at in enumerate(placed) if at == rank]
+        chunks = [own] if placement == "linear" else [[stage] for stage in own]
+        seat = Seat(rank, ranks, len(chunks), count)
+        forwards = [(0, index) for index in range(count)] if units is None else units(seat)
+        mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
+        backwards = forwards[::-1] if last_first else mirrored
+        row = _row(chunks, forwards, backwards, warm_up(seat), lag and lag(seat))
+        made.append([cell for cell in row if cell[2] < count])
+    return made
 
 
 def whole(program: Program) -> None:
@@ -108,29 +123,6 @@ def _row(
     if lag:
         row += [cell for unit in backwards[max(0, len(backwards) - lag) :] for cell in cells("W", unit)]
     return row
-
-
-def in_groups(seat: Seat, group: int) -> list[Unit]:
-    """Megatron's order: a group of microbatches through chunk 0, the same through chunk 1, and so on; the next group.
-
-    A last group of fewer microbatches than ranks would come back to a rank before the ranks between are through with
-    it, and all would wait, some for ever. So it is padded up to the ranks with microbatches that are not there, whose
-    places go free.
-
-    >>> [index for _, index in in_groups(Seat(0, 2, 2, 5), 3)]
-    [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-    """
-    count = seat.microbatches
-    rest = count % group
-    if rest and count > group:
-        count += max(0, min(group, seat.ranks) - rest)
-    starts = range(0, count, group)
-    return [
-        (chunk, index)
-        for start in starts
-        for chunk in range(seat.chunks)
-        for index in range(start, min(count, start + group))
-    ]
 
 
 def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fpipe.schedules.cadence import Seat, Unit, even_chunks, in_groups, in_turn
+from fpipe.schedules.cadence import Seat, Unit, even_chunks, in_turn
 from fpipe.schedules.registry import published
+from fpipe.schedules.rounds import in_rounds
 from fpipe.transforms._rewrite import Transform
 
 
@@ -22,10 +23,11 @@ def interleaved(ranks: int, group: int | None = None) -> Transform:
     Groups of microbatches go through chunk 0, then through chunk 1, and so on. Rank r of p warms up with
     2(p-r-1) + (v-1)group forwards.
 
-    Megatron and torch refuse a number of microbatches that the groups do not divide. Here a last group of at least p is
-    just shorter, and a smaller one runs in the places of a group of p: the peak stays, and up to v-1 rounds of the
-    places that stay free are idle. `group=ceil(m / (m // p))` evens the groups out instead: idle time (p-1)T/v for any
-    m of at least p, and a peak of ((v-1)group + 2(p-1-r) + 1)/v.
+    Megatron and torch refuse a number of microbatches that the groups do not divide. Here a short group runs early,
+    where others fill the places that it leaves free (see rounds.py): the peak stays, and from 2p microbatches on the
+    idle time of two chunks too; more chunks, or a group of less than half the ranks after a single full one, cost some.
+    `group=ceil(m / (m // p))` evens the groups out instead, as torch does where it can: idle time (p-1)T/v for any m of
+    at least p, and a peak of ((v-1)group + 2(p-1-r) + 1)/v.
 
     Args:
         ranks: how many.
@@ -43,12 +45,7 @@ def interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2B0 2B1 2B2  .   .
     """
     group = _group(ranks, group, ranks, None)
-    return in_turn(
-        "looped",
-        ranks,
-        warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * group,
-        units=lambda seat: in_groups(seat, group),
-    )
+    return in_rounds(ranks, group, warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * group)
 
 
 @published(
@@ -73,12 +70,7 @@ def kimi_k2(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .  4B0  .  4B1 4B2 1B0 1B1 1B2  .
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
     """
-    return in_turn(
-        "looped",
-        ranks,
-        warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * ranks + 1,
-        units=lambda seat: in_groups(seat, ranks),
-    )
+    return in_rounds(ranks, ranks, warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * ranks + 1)
 
 
 @published(
@@ -119,10 +111,18 @@ def looped_bfs(ranks: int) -> Transform:
     stages_per_rank=2,
     refuses=even_chunks,
 )
-def interleaved_zb(ranks: int) -> Transform:
+def interleaved_zb(ranks: int, group: int | None = None) -> Transform:
     """ZB-H1 over v chunks a rank: interleaved 1F1B whose weight gradients wait and fill the drain.
 
     Rank r of p warms up with (p-r-1) + (v-1)p forwards, and its W's stay r I's behind: every rank holds p microbatches.
+
+    Args:
+        ranks: how many.
+        group: of `interleaved`. One of g > p instead of p holds (v-1)(g-p)/v microbatches more; with `m // (m // p)`
+            the order is torch's for a number of microbatches that p does not divide.
+
+    Raises:
+        ValueError: a group of fewer microbatches than ranks.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.interleaved_zb(3))(fpipe.program(6))
@@ -131,12 +131,9 @@ def interleaved_zb(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1  .  4I0 4F2 4I1 4W0 4I2 4W1 1I0 4W2 1I1 1W0 1I2 1W1 1W2
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 5W0 2I0 5W1 2I1 5W2 2I2 2W0 2W1 2W2
     """
-    return in_turn(
-        "looped",
-        ranks,
-        warm_up=lambda seat: seat.below + (seat.chunks - 1) * ranks,
-        units=lambda seat: in_groups(seat, ranks),
-        lag=lambda seat: seat.rank,
+    group = _group(ranks, group, ranks, None)
+    return in_rounds(
+        ranks, group, warm_up=lambda seat: seat.below + (seat.chunks - 1) * group, lag=lambda seat: seat.rank
     )
 
 
@@ -170,13 +167,7 @@ def group_interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 2 |  .   .  2F0 2F1  .  5F0 5I0 5W0 5F1 5I1 5W1 2F2 2I0 2W0 2I1 2W1 5F2 5I2 5W2  .  2I2 2W2  .   .
     """
     group = _group(ranks, group, -(-ranks // 2), ranks)
-    return in_turn(
-        "looped",
-        ranks,
-        warm_up=lambda seat: seat.below + (seat.chunks - 1) * group,
-        units=lambda seat: in_groups(seat, group),
-        lag=lambda seat: 0,
-    )
+    return in_rounds(ranks, group, warm_up=lambda seat: seat.below + (seat.chunks - 1) * group, lag=lambda seat: 0)
 
 
 def _group(ranks: int, group: int | None, least: int, most: int | None) -> int:

@@ -1,0 +1,183 @@
+"""Rounds of a loop: a group of microbatches goes through chunk after chunk, and one group may have to be short.
+
+A group fills the ranks, so that its first microbatch has come round when its last has left. Where groups do not divide
+the microbatches, Megatron and torch refuse: a short group would come round too early. It can run in the places of a
+full one, but if it is the last group both ways, the ranks all wait in the places that stay free:
+
+    p=3, v=2, m=4       F | 0 1 2 0'1'2'3 . . 3'. .        B | 0'1'2'0 1 2 3'. . 3 . .
+
+So the short group of the backwards is their first one, and that of the forwards their second: where one of the two
+leaves places free, the other has something to do:
+
+                        F | 0 1 2 0'1'2'3 . . 3'. .        B | 0'. . 0 . . 1'2'3'1 2 3
+
+These frames say who goes first. A rank takes of the ops that are ready the one with the first place, as long as it does
+not hold more than in the padded order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fpipe.program import Program
+from fpipe.schedules.cadence import Seat, Unit, beats
+from fpipe.schedules.engine import NOTHING, Run, Work, run
+from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.cells import Key
+from fpipe.transforms.reorder import in_rows
+
+_SHORT = ((1, 0), (0, 0))
+"""Which group is short of the forwards and of the backwards, in the frames that are tried."""
+
+PerSeat = Callable[[Seat], int]
+
+
+def in_rounds(ranks: int, group: int, warm_up: PerSeat, lag: PerSeat | None = None) -> Transform:
+    """A looped schedule in the beat of `in_turn` that takes its chunks in rounds of groups.
+
+    Where a group has to be short, the padded order and those of the frames are played for F = I = W, and the shortest
+    is taken, in doubt the padded one.
+
+    Args:
+        ranks: how many.
+        group: microbatches that go through a chunk before the next chunk has its turn.
+        warm_up, lag: as `in_turn` has them.
+    """
+
+    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
+        padded = beats(program, "looped", placed, warm_up, units=lambda seat: in_groups(seat, group), lag=lag)
+        count, chunks = program.microbatches, placed.count(0)
+        if chunks == 1 or count % group == 0 or count % group >= ranks:  # no group, or none that is too short
+            return padded
+        loop = _Loop([Seat(rank, ranks, chunks, count) for rank in range(ranks)], group, warm_up, lag)
+        return loop.shortest(padded)
+
+    return in_rows("looped", ranks, rows)
+
+
+def in_groups(seat: Seat, group: int) -> list[Unit]:
+    """Megatron's order: a group of microbatches through chunk 0, the same through chunk 1, and so on; the next group.
+
+    A last group of fewer microbatches than ranks is padded up to the ranks with microbatches that are not there.
+
+    >>> [index for _, index in in_groups(Seat(0, 2, 2, 5), 3)]
+    [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    """
+    count = seat.microbatches
+    rest = count % group
+    if rest and count > group:
+        count += max(0, min(group, seat.ranks) - rest)
+    starts = range(0, count, group)
+    return [
+        (chunk, index)
+        for start in starts
+        for chunk in range(seat.chunks)
+        for index in range(start, min(count, start + group))
+    ]
+
+
+class _Loop:
+    """The ops of a looped schedule as numbers, kind by kind, stage by stage, microbatch by microbatch."""
+
+    def __init__(self, seats: list[Seat], group: int, warm_up: PerSeat, lag: PerSeat | None) -> None:
+        self.seats, self.group = seats, group
+        self.ahead = [warm_up(seat) for seat in seats]
+        self.lag = [lag(seat) if lag else 0 for seat in seats]
+        self.kinds = "FIW" if lag else "FB"
+        self.count, self.stages = seats[0].microbatches, seats[0].chunks * len(seats)
+        self.work = self._work()
+
+    def shortest(self, padded: list[list[Key]]) -> list[list[Key]]:
+        """The rows of the order that ends first: of the padded one and those of the frames that come to an end."""
+        kinds, stages, count = self.kinds, self.stages, self.count
+        runs = [self._as_written([[self._number(*key[:3]) for key in row] for row in padded])]
+        runs += [self._by_frame(*short) for short in _SHORT]
+        done = [one for one in runs if sum(map(len, one.rows)) == len(self.work.needs)]
+        best = min(done, key=lambda one: max(one.start[row[-1]] + self.work.seconds[row[-1]] for row in one.rows))
+        return [
+            [(kinds[op // count // stages], op // count % stages, op % count, None) for op in row] for row in best.rows
+        ]
+
+    def _number(self, kind: str, stage: int | None, index: int | None) -> int:
+        return (self.kinds.index(kind) * self.stages + (stage or 0)) * self.count + (index or 0)
+
+    def _work(self) -> Work:
+        stages, count, kinds = self.stages, self.count, self.kinds
+        total = len(kinds) * stages * count
+        readers: list[list[tuple[int, float]]] = [[] for _ in range(total)]
+        needs = [0] * total
+        lanes = [(stage, stage + 1) for stage in range(stages - 1)]
+        lanes += [(stage, stages + stage) for stage in range(stages)]
+        lanes += [(stages + stage + 1, stages + stage) for stage in range(stages - 1)]
+        lanes += [(stages + stage, 2 * stages + stage) for stage in range(stages if kinds == "FIW" else 0)]
+        edges = [(lane * count + index, after * count + index) for lane, after in lanes for index in range(count)]
+        for op, after in [
+            *edges,
+            *((index, index + 1) for index in range(count - 1)),
+        ]:  # and microbatches enter in turn
+            readers[op].append((after, 0.0))
+            needs[after] += 1
+        ranks = [op // count % stages % len(self.seats) for op in range(total)]
+        seconds = [2.0 if kinds[op // count // stages] == "B" else 1.0 for op in range(total)]
+        return Work(len(self.seats), ranks, seconds, readers, needs)
+
+    def _as_written(self, rows: list[list[int]]) -> Run:
+        """Play rows as they are."""
+        turn = [0] * len(rows)
+
+        def pick(rank: int, time: float, ready: list[int]) -> int:
+            op = rows[rank][turn[rank]]
+            if op not in ready:
+                return NOTHING
+            turn[rank] += 1
+            return op
+
+        return run(self.work, pick)
+
+    def _by_frame(self, forward: int, backward: int) -> Run:
+        """The ready op with the first place of a frame in which these groups are short."""
+        places, count, stages = self._places(forward, backward), self.count, self.stages
+        forwards, last = stages * count, (len(self.kinds) - 1) * stages * count
+        held, most = [0] * len(self.seats), [ahead + 1 + lag for ahead, lag in zip(self.ahead, self.lag, strict=True)]
+
+        def pick(rank: int, time: float, ready: list[int]) -> int:
+            full = held[rank] >= most[rank]
+            best = min([op for op in ready if not (full and op < forwards)], key=places.__getitem__, default=NOTHING)
+            if best != NOTHING:
+                held[rank] += (best < forwards) - (best >= last)
+            return best
+
+        return run(self.work, pick)
+
+    def _places(self, forward: int, backward: int) -> list[int]:
+        """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn."""
+        chunks, group, per_kind = self.seats[0].chunks, self.group, self.stages * self.count
+        out, back = (_frame(self.count, group, short) for short in (forward, backward))
+        found = [0] * len(self.work.needs)
+        for seat, ahead, lag in zip(self.seats, self.ahead, self.lag, strict=True):
+            for chunk in range(chunks):
+                first = (chunk * seat.ranks + seat.rank) * self.count
+                for index in range(self.count):
+                    turn = _turn(out[index], chunk, group, chunks)
+                    found[first + index] = turn if turn <= ahead else ahead + 3 * (turn - ahead)
+                    turn = _turn(back[index], chunks - 1 - chunk, group, chunks)
+                    found[per_kind + first + index] = ahead + 1 + 3 * turn
+                    if len(self.kinds) == 3:
+                        found[2 * per_kind + first + index] = ahead + 2 + 3 * (turn + lag)
+        return found
+
+
+def _frame(count: int, group: int, short: int) -> list[int]:
+    """The number that each microbatch has among those that are there and those that a short group lacks.
+
+    >>> _frame(4, 3, 0), _frame(4, 3, 1)
+    ([0, 3, 4, 5], [0, 1, 2, 3])
+    """
+    missing = -count % group
+    end = (short + 1) * group - missing
+    return [index if index < end else index + missing for index in range(count)]
+
+
+def _turn(number: int, chunk: int, group: int, chunks: int) -> int:
+    """How many units of a rank come before one, in groups that are full."""
+    return number // group * group * chunks + chunk * group + number % group
