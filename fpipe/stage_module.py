@@ -152,10 +152,6 @@ class StageModule:
         """The modules that draw random numbers as they are now."""
         return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws(module)]
 
-    def modes(self) -> list[bool]:
-        """Which modules are in training."""
-        return [module.training for _, module in self.modules]
-
     def twin(self) -> Any:
         """Equal for stages that compute the same function of their parameters and constants, in their order.
 

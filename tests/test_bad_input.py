@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.runtimes.meaning import RULES
 from property_tests.strategies import Net, linear, plain_autograd
 
 NET = Net(("linear", "mlp"), ("batch", 0))
@@ -415,3 +416,14 @@ def test_a_mistake_is_raised_and_not_printed(x, caplog: pytest.LogCaptureFixture
     with pytest.raises(ValueError, match="cannot be written down as torch ops"):
         fpipe.linearize(lambda params, x: x @ params["w"], EYE, x)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_rule_that_gives_more_than_its_op_writes_is_named(monkeypatch: pytest.MonkeyPatch):
+    model = fpipe.from_functions([lambda p, x: x @ p["w"]], loss=lambda y, t: (y.sum(), len(y)), reduction="count")
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    params, batch = ({"w": torch.randn(2, 2)},), (torch.randn(4, 2), torch.randn(4, 2))
+    step(params, batch)
+    plain = RULES["SCALE"]
+    monkeypatch.setitem(RULES, "SCALE", lambda op, args, run: [*plain(op, args, run), None])
+    with pytest.raises(ValueError, match=r"SCALE.* writes 1 values, and its rule gave 2\."):
+        step(params, batch)

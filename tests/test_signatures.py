@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
+from fpipe.graphs.ambient import ambient
 from fpipe.tree import leaves
 
 TRACES: Any = sys.modules["fpipe.traces"]
@@ -101,6 +102,19 @@ def test_kernel_flags_are_those_of_the_step(around: Callable[[], AbstractContext
 
 def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ p["w"])
+
+
+def test_the_flag_of_einsum_is_seen_whichever_way_it_is_set(monkeypatch: pytest.MonkeyPatch):
+    einsum: Any = torch.backends.opt_einsum
+    plain = ambient()
+    monkeypatch.setattr(einsum, "enabled", not einsum.enabled)
+    assert ambient() != plain
+    monkeypatch.undo()
+    vars(einsum).pop("enabled", None)
+    monkeypatch.setattr(einsum.m, "enabled", not einsum.enabled)
+    assert ambient() != plain
+    monkeypatch.undo()
+    assert ambient() == plain
 
 
 PARAMS, BATCH = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 4))

@@ -11,6 +11,7 @@ from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _BACKENDS: Any = torch.backends
+_EINSUM = _BACKENDS.opt_einsum
 _FLAGS = tuple(
     getattr(_C, f"_get_{name}")
     for name in (
@@ -63,13 +64,15 @@ def ambient() -> tuple[Any, ...]:
     if _C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise Untraceable("saved_tensors_hooks are on, which see only what autograd saves")
     defaults = torch.get_default_dtype(), _device.CURRENT_DEVICE
-    return *defaults, _BACKENDS.mha.get_fastpath_enabled(), _BACKENDS.opt_einsum.enabled, kernels(), casts()
+    # What was assigned to this flag, or else what its own functions set: its attribute takes four times as long.
+    einsum = vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
+    return *defaults, _BACKENDS.mha.get_fastpath_enabled(), einsum, kernels(), casts()
 
 
 def kernels() -> tuple[Any, ...]:
     """What chooses among the kernels of an op: flags, and the number of threads."""
-    precisions = tuple(_C._get_fp32_precision_getter(*place) for place in _PRECISIONS)
-    return (torch.get_num_threads(), *(flag() for flag in _FLAGS), *precisions, *_C._get_sdp_priority_order())
+    precisions = [_C._get_fp32_precision_getter(*place) for place in _PRECISIONS]
+    return (torch.get_num_threads(), *[flag() for flag in _FLAGS], *precisions, *_C._get_sdp_priority_order())
 
 
 Casts = tuple[tuple[str, torch.dtype, bool], ...]
@@ -77,6 +80,8 @@ Casts = tuple[tuple[str, torch.dtype, bool], ...]
 
 def casts() -> Casts:
     """The kinds of device that autocast is on for, to which dtype, and whether it keeps what it has cast."""
+    if not _C._is_any_autocast_enabled():
+        return ()
     return tuple(
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         for kind in _KINDS

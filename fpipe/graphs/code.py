@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.graphs.graph import Graph, Name, Node
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_KEPT = ("ready", "params", "const")
+_KEPT = ("ready", "params", "const", "dloss")
 
 
 def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _written(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
     for label, leaves in graph.reads.items():
         words = [leaf if leaf in needed else "_" for leaf in leaves]
         kept = label.split(":")[0] in _KEPT
-        if words and not (kept and {*words} == {"_"}):
+        if words and {*words} != {"_"}:
             drop = "; del _" if "_" in words and not kept else ""
             lines.append(f"    [{', '.join(words)}] = {labels[label]}{drop}")
     cleared = [word for label, word in labels.items() if label.split(":")[0] not in _KEPT]

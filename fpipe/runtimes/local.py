@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter, length_hint
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def local(
 
     if example is not None:
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            known[signatures.of(*tree.flatten(example))] = Prepared(program, model, *example, None, Plain(), loss_scale)
+            made = Prepared(program, model, *example, None, Plain(), loss_scale)
+            known[signatures.of(*tree.flatten(example), example=True)] = made
 
     def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
         seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see, loss_scale=loss_scale)
@@ -180,13 +182,14 @@ class Prepared:
         self.calls, self.things, self.given = self.lowered.calls, self.lowered.things, self.lowered.given
         self.model, self.program = model, program
         slots = self.lowered.slots
-        self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(len(slots))]
+        count = len(slots) - sum(len(call.writes) for call in self.calls)
+        self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
         if Value("key") in slots:
             self.start[slots[Value("key")]] = [None]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
         self.key = self.lowered.key
-        self.code = [call[:4] for call in self.calls]
+        self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
         self.results = self._results(program, params, whole, state, {*self.given})
 
     def run(self, leaves: Sequence[Any], state: Any, key: int | None, *, record: bool, check_finite: bool) -> Result:
@@ -218,17 +221,13 @@ class Prepared:
         return Result(**whole, timeline=book.timeline() if book else None)
 
     def _calls(self, slots: list[Any]) -> None:
-        """The calls, one after the other."""
-        at = -1
+        """The calls, one after the other. Each writes the slots behind those that are there."""
+        left, extend = iter(self.code), slots.extend
         try:
-            for at, (function, reads, shared, writes) in enumerate(self.code):  # noqa: B007
-                lists = [slots[k] for k in reads]
-                for k in shared:
-                    lists[k] = lists[k][:]
-                for k, made in zip(writes, function(*lists)):  # noqa: B905
-                    slots[k] = made
+            for function, taken in left:
+                extend(function(*taken(slots)))
         except Exception as error:
-            op = self.calls[at].ops[0]
+            op = self.calls[-1 - length_hint(left)].ops[0]
             error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
             raise
 
@@ -246,8 +245,7 @@ class Prepared:
                 raise
             if book:
                 book.note(call.ops, written, call.dead, started)
-            for k, (_, made) in zip(call.writes, written, strict=True):
-                slots[k] = made
+            slots.extend(made for _, made in written)
 
     def _results(
         self, program: Program, params: Any, batch: Any, state: Any, given: set[int]
@@ -273,6 +271,14 @@ class Prepared:
                 leaf.copied = bool(self.plain.stages) or known.storage in given or not dense(known)
                 given.add(known.storage)
         return containers, found, untouched
+
+
+def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What hands a call the lists in the slots that it reads: copies of those that others will read, too."""
+    if len(reads) > 1 and not shared:
+        return itemgetter(*reads)
+    places = [(slot, at in shared) for at, slot in enumerate(reads)]
+    return lambda slots: [slots[k][:] if copied else slots[k] for k, copied in places]
 
 
 def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:

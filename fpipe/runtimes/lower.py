@@ -2,7 +2,8 @@
 
     1F0 1B0 ADD(sum[1,0])        --> lower -->        y, res = forward(x); dx, sum = backward_adding(res, dy, sum)
 
-Values live in numbered slots, as lists of their leaves. A call that reads a value last is given the list itself, which
+Values live in numbered slots, as lists of their leaves: first what is there when the calls start, then what these
+write, in their order, so that each only adds to the end. A call that reads a value last is given the list itself, which
 it empties, so that each tensor is gone after its last read.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from fpipe.runtimes.sums import Sums
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
+_STEADY = ("ready", "weight")  # no call empties these
 
 
 class Call(NamedTuple):
@@ -53,7 +56,7 @@ class Lowered:
     """A program as calls, for one signature.
 
     Attributes:
-        slots: where each value lives.
+        slots: where each value lives; those that no call writes come first.
         constants: what some slots hold from the start.
         prepare: calls that a step makes first, once for all microbatches: views of parameters.
         calls: the calls, in the order of the program.
@@ -126,9 +129,21 @@ class _Writer:
         calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
         for value in (end.value for end in self.program.inputs):
             self.slot(value)
-        drawing = tuple(self.drawing.values())
-        known = (self.slots, self.constants, self.prepare, calls, self.things, self.given)
-        return Lowered(*known, self.slots.get(KEY), drawing)
+        written = [slot for call in calls for slot in call.writes]
+        there = {*self.slots.values()}.difference(written)
+        at = {slot: place for place, slot in enumerate((*sorted(there), *written))}
+        calls = [call._replace(reads=_moved(call.reads, at), writes=_moved(call.writes, at)) for call in calls]
+        slots = {value: at[slot] for value, slot in self.slots.items()}
+        return Lowered(
+            slots,
+            {at[slot]: leaves for slot, leaves in self.constants.items()},
+            [(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
+            calls,
+            self.things,
+            self.given,
+            slots.get(KEY),
+            tuple(self.drawing.values()),
+        )
 
     def slot(self, value: Any) -> int:
         return self.slots.setdefault(value, len(self.slots))
@@ -159,7 +174,7 @@ class _Writer:
     ) -> Call:
         ops = (self.ops[at], *extra)
         mine = {value for value in reads if self.last.get(value) == at and value not in self.kept}
-        shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] != "ready")
+        shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] not in _STEADY)
         slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
         dead = tuple(value for value in self.dead.get(at, ()) if value not in self.kept)
         return Call(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
@@ -220,12 +235,12 @@ class _Writer:
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
-                return self.call(at, partial(_slice, plan), op.reads, op.writes)
+                return self.call(at, _slicing(plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
+        run = partial(_by_rule, op, [*map(_container, things)], self.shapes.run, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
-            run = partial(_by_rule, op, things, self.shapes.run, self.casts)
             return self.call(at, lambda *lists: run(*map(_apart, lists)), op.reads, op.writes)
-        return self.call(at, partial(_by_rule, op, things, self.shapes.run, self.casts), op.reads, op.writes)
+        return self.call(at, run, op.reads, op.writes)
 
     def slices(self, op: Op, value: Value) -> Any:
         """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
@@ -249,16 +264,23 @@ class _Writer:
         return (at, found)
 
 
-def _slice(plan: Sequence[tuple[int, list[Any]]], *lists: Leaves) -> Sequence[Leaves]:
+def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(at[slot] for slot in slots)
+
+
+def _slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
     """What SPLIT does, where it takes plain slices of the batch."""
-    made: list[Leaves] = []
-    for at, parts in plan:
-        if at < 0:
-            made.append([*parts])
-        else:
-            leaves = lists[at]
-            made.append([x if p is None else x.narrow(*p) for x, p in zip(leaves, parts, strict=True)])
-    return made
+    parts = [_part(at, leaves) for at, leaves in plan]
+    return lambda *lists: [part(lists) for part in parts]
+
+
+def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]:
+    if at < 0:
+        return lambda lists: [*parts]
+    if len(parts) == 1 and parts[0] is not None:
+        dim, start, length = parts[0]
+        return lambda lists: [lists[at][0].narrow(dim, start, length)]
+    return lambda lists: [x if p is None else x.narrow(*p) for x, p in zip(lists[at], parts, strict=True)]
 
 
 def _code(
@@ -314,11 +336,22 @@ def _add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
     return [made]
 
 
-def _by_rule(op: Op, reads: Sequence[Thing], run: Run, casts: Casts, *lists: Leaves) -> Sequence[Leaves]:
+def _container(thing: Thing) -> Callable[[Leaves], Any]:
+    """What puts the leaves of a value into its containers."""
+    if thing.spec is None:
+        return list
+    return itemgetter(0) if thing.spec.is_leaf() else partial(tree.unflatten, thing.spec)
+
+
+def _by_rule(
+    op: Op, containers: Sequence[Callable[[Leaves], Any]], run: Run, casts: Casts, *lists: Leaves
+) -> Sequence[Leaves]:
     """What the walk would do: a graph holds its casts, a rule casts as the step does that it was lowered for."""
     with casting(casts) if casts else nullcontext():
-        made = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, lists, strict=True)], run)
+        made = RULES[op.kind](op, [whole(leaves) for whole, leaves in zip(containers, lists, strict=True)], run)
     _empty(lists)
+    if len(made) != len(op.writes):
+        raise ValueError(f"{op.cell} writes {len(op.writes)} values, and its rule gave {len(made)}.")
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
 

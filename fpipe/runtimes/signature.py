@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,23 +19,47 @@ from fpipe.models import Model
 from fpipe.stage_module import StageModule
 
 
+class Signature(tuple[Any, ...]):
+    """The parts of a signature, of which the hash is found once: steps are told to be alike, and then looked up."""
+
+    def __hash__(self) -> int:
+        if not hasattr(self, "_hash"):
+            self._hash = super().__hash__()
+        return self._hash
+
+
 class Signatures:
     """The signatures of what one step is handed."""
 
     def __init__(self, model: Model) -> None:
-        self._modules = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
+        self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
+        self._modules = [module for stage in self._stages for _, module in stage.modules]
         self._new = 0
         self._last: Any = None
+        self._now = Signature()
 
-    def of(self, leaves: Sequence[Any], containers: tree.Spec) -> Any:
+    def of(self, leaves: Sequence[Any], containers: tree.Spec, example: bool = False) -> Signature:
         """The signature of these leaves in these containers, under what is around them now.
 
+        Args:
+            leaves, containers: of what a step is handed.
+            example: whether they only show what it will be: those without data stand for tensors on the default device.
+
         Raises:
+            TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under what is around them.
         """
-        modes = tuple(mode for module in self._modules for mode in module.modes())
-        own = (leaf for module in self._modules for leaf in module.constants())
-        return ambient(), modes, containers, tree.odd_keys(containers), *map(_known, leaves), *map(_known, own)
+        modes, now = tuple(map(_training, self._modules)), self._now
+        own = [leaf for stage in self._stages for leaf in stage.constants()]
+        known = [*map(_known, leaves), *map(_known, own)]
+        if example:
+            known = [*map(_at_home, known)]
+        found = (ambient(), modes, containers, tree.odd_keys(containers), *known)
+        if found != now:
+            now = Signature(found)
+            hash(now)  # what cannot be hashed is told here, and never compared
+            self._now = now
+        return now
 
     def count(self, signature: Any, given: Any) -> None:
         """Note that a step was traced for a signature, and say what changes if that happens again and again."""
@@ -52,11 +77,19 @@ class Signatures:
 _OFTEN = 8
 
 
+_training = attrgetter("training")
+_looks = attrgetter("shape", "dtype", "device")
+
+
 def _known(leaf: Any) -> Any:
     """What of a leaf the traces depend on."""
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, torch.get_default_device() if leaf.is_meta else leaf.device
+        return leaf.stride(), *_looks(leaf)
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
+
+
+def _at_home(known: Any) -> Any:
+    return (*known[:3], torch.get_default_device()) if len(known) == 4 and known[3].type == "meta" else known
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:
@@ -82,5 +115,5 @@ def _changed(before: Any, now: Any, given: Any) -> str:
 def _shown(known: Any) -> str:
     if len(known) == 2:
         return str(known[1])
-    shape, stride, dtype, device = known
+    stride, shape, dtype, device = known
     return f"{str(dtype).removeprefix('torch.')}{[*shape]} with strides {[*stride]} on {device}"
