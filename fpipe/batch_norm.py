@@ -23,17 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]
 """For each norm what its update needs of its calls. By place, since equal stages share a trace, and no names."""
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def remembers(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm that writes its running statistics now."""
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
-
-
-def names_of(norms: Norms) -> list[str]:
-    """The names of the buffers that norms write."""
-    return [f"{path}.{name}" for path, module in norms for name in _BUFFERS if getattr(module, name) is not None]
 
 
 @contextmanager
@@ -49,10 +44,10 @@ def noted(norms: Norms, deferred: bool) -> Generator[list[tuple[Any, ...]]]:
         later = deferred and isinstance(module, _BatchNorm)
         notes[place] = (*notes[place], statistics(x.detach()) if later else x.detach())
 
-    kept = [{name: module._buffers[name] for name in _BUFFERS} for _, module in norms]
+    kept = [{name: module._buffers[name] for name in STATISTICS} for _, module in norms]
     try:
         for place, (_, module) in enumerate(norms):
-            module._buffers.update(dict.fromkeys(_BUFFERS))
+            module._buffers.update(dict.fromkeys(STATISTICS))
             vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
     finally:

@@ -1,11 +1,38 @@
-"""Notice which buffers a module writes as it runs, and put them back."""
+"""Notice which buffers modules write as they run, and put them back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+
+Modules = Sequence[tuple[str, nn.Module]]
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Where a module has its buffers; what is written here is there."""
+    return vars(module)["_buffers"]
+
+
+class Places:
+    """Which tensors are modules' buffers, to tell afterwards where others are, and to put these back."""
+
+    def __init__(self, modules: Modules) -> None:
+        self.owners = [(path, owner, dict(own_buffers(owner))) for path, owner in modules]
+
+    def put_back(self, free: Collection[tuple[nn.Module, str]] = ()) -> list[str]:
+        """The names of buffers that are others, or new, save those that are `free` to be."""
+        changed: list[str] = []
+        for path, owner, found in self.owners:
+            now = own_buffers(owner)
+            names = [name for name in now if name not in found or now[name] is not found[name]]
+            names = [name for name in (*names, *(found.keys() - now.keys())) if (owner, name) not in free]
+            changed += [f"{path}.{name}" for name in names]
+            for name in names:
+                now.pop(name, None)
+            now.update({name: found[name] for name in names if name in found})
+        return changed
 
 
 class Buffers:
@@ -15,33 +42,25 @@ class Buffers:
     compared.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self.owners = [(path, owner, _own_buffers(owner)) for path, owner in modules]
+    def __init__(self, modules: Modules) -> None:
+        self.places = Places(modules)
         self.copies = [
-            {name: (buffer._version, buffer.clone()) for name, buffer in found.items()} for _, _, found in self.owners
+            (f"{path}.{name}", owner, buffer, buffer._version, buffer.clone())
+            for path, owner, found in self.places.owners
+            for name, buffer in found.items()
+            if buffer is not None
         ]
 
     def put_back(self) -> list[str]:
         """The names of what was written, which is now as it was."""
-        written: list[str] = []
-        for (path, owner, found), copies in zip(self.owners, self.copies, strict=True):
-            now = _own_buffers(owner)
-            for name, buffer in found.items():
-                version, before = copies[name]
-                told = buffer._version == version and not (owner.training and buffer.is_floating_point())
-                if now.get(name) is not buffer or not (told or _equal(buffer, before)):
-                    written.append(f"{path}.{name}")
-                    setattr(owner, name, buffer)
-                    with torch.no_grad():
-                        buffer.copy_(before)
-            for name in now.keys() - found.keys():
-                written.append(f"{path}.{name}")
-                delattr(owner, name)
+        written = self.places.put_back()
+        for name, owner, buffer, version, before in self.copies:
+            told = buffer._version == version and not (owner.training and buffer.is_floating_point())
+            if not (told or _equal(buffer, before)):
+                written.append(name)
+                with torch.no_grad():
+                    buffer.copy_(before)
         return written
-
-
-def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

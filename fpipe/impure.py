@@ -1,23 +1,21 @@
-"""What keeps a module from being a function of what it is handed: random numbers, and buffers or weights it writes."""
+"""What keeps a module from being a function of what it is handed: random numbers, and weights that it writes."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
-from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.utils.spectral_norm import SpectralNorm
 
-DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase, _SpectralNorm)
+DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase)
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that would write its weights, or buffers that its output reads."""
-    who = f"module {path!r} ({type(module).__name__})"
+    """A ValueError for a module that would write its weights."""
     if getattr(module, "max_norm", None) is not None:
-        raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
-    if _writes(module):
-        raise ValueError(f"{who}: buffers written in training that the output reads are not supported; call .eval().")
+        raise ValueError(
+            f"module {path!r} ({type(module).__name__}): max_norm rewrites the weight as it runs, which a pure "
+            "function cannot; leave it out."
+        )
 
 
 def draws(module: nn.Module) -> bool:
@@ -32,11 +30,3 @@ def draws(module: nn.Module) -> bool:
         (isinstance(module, _DropoutNd) and module.p > 0)
         or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
     )
-
-
-def _writes(module: nn.Module) -> bool:
-    hooks = getattr(module, "_forward_pre_hooks", {}).values()
-    spectral = (isinstance(module, _SpectralNorm) and hasattr(module, "_u")) or any(
-        isinstance(hook, SpectralNorm) for hook in hooks
-    )
-    return module.training and spectral

@@ -4,7 +4,7 @@
 
 The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
 parameters, and buffers that no stage writes, are constants: a stage reads the module's own at each call. What would
-make a stage impure (buffers that its output reads and writes, hooks that nobody would run) is refused by name.
+make a stage impure (weights that it writes, hooks that nobody would run) is refused by name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def from_sequential(
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name; per stage its module state: the buffers that its batch norms write in training, by name.
+        first name; per stage its module state: the buffers that its modules write, by name. Updates of batch and
+        instance norms are apart from the forwards, which then come in any order. A stage with another module that
+        writes buffers (spectral norm, one of your own) reads them in its forward, microbatch after microbatch.
 
     Raises:
         ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.
@@ -158,13 +160,20 @@ def _share(runs: Sequence[StageModule]) -> None:
     """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
 
     Raises:
-        ValueError: that module remembers something, which would be two stages' state.
+        ValueError: that module remembers something, which would be two stages' state; or one buffer has two homes.
     """
     homes: dict[int, StageModule] = {}
+    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
+    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.fixed)):
+        first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
+        if place != [owner, name]:
+            raise ValueError(
+                f"buffers {first!r} and {path!r} are one tensor, which the first's module writes; give each its own."
+            )
     for run in runs:
         for path, module in run.modules:
             first = homes.setdefault(id(module), run)
-            if first is not run and any(module is norm for _, norm in run.norms):
+            if first is not run and any(module is owner for _, owner, _ in run.remembered):
                 raise ValueError(
                     f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
                     "what it remembers would be in both; choose sizes= that keep it in one."
@@ -199,6 +208,9 @@ def deferred_batch_norm(model: Model) -> Model:
     Returns:
         Another model for the same params and state. Without batch norms that remember it is the same.
 
+    Raises:
+        ValueError: a batch norm shares its stage with a module that reads the buffers it writes.
+
     Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
 
     >>> import fpipe, torch
@@ -215,7 +227,17 @@ def deferred_batch_norm(model: Model) -> Model:
 
 def _deferred(stage: Stage) -> Stage:
     run = stage.forward
-    if not isinstance(run, StageModule) or not any(isinstance(module, _BatchNorm) for _, module in run.norms):
+    if not isinstance(run, StageModule):
+        return stage
+    taken = next((path for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
+    if taken is not None:
+        other = next(path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm))
+        raise ValueError(
+            f"stage {run.number} has the batch norm {taken.rpartition('.')[0]!r} beside {other!r}, a buffer that its "
+            "forward reads and writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep "
+            "them apart."
+        )
+    if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage
     later = StageModule(run.number, run.children, run.names, run.skips, deferred=True)
     return replace(stage, forward=later, within=later.within, **later.remembering())

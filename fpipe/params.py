@@ -163,14 +163,16 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
     return torch.nn.utils.get_total_norm(found, norm_type)
 
 
-def same_keys(found: Mapping[Any, Any], expected: Sequence[Any], who: str) -> None:
+def same_keys(
+    found: Mapping[Any, Any], expected: Sequence[Any], who: str, what: str = "a parameter of it that trains"
+) -> None:
     """A dict has exactly the expected keys."""
     missing = next((name for name in expected if name not in found), None)
     if missing is not None:
         raise ValueError(f"{who} must have {missing!r}, which is missing.")
     if len(found) != len(expected):
         extra = next(name for name in found if name not in expected)
-        raise ValueError(f"{who} has {extra!r}, which is not a parameter of it that trains.")
+        raise ValueError(f"{who} has {extra!r}, which is not {what}.")
 
 
 def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:

@@ -1,6 +1,7 @@
 """The function of a stage that is made of modules: they run on what they are handed instead of what they hold.
 
-f(params, x) = modules(x) while `params`, and where asked buffers, are in the place of the modules' own
+f(params, x) = modules(x)                         while `params` are in the place of the modules' own
+f(params, x, state=s) = modules(x), s'            and buffers too, where a module reads what it writes
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from fpipe.batch_norm import names_of, noted, remembers, updated, updated_at_the_end
-from fpipe.buffers import Buffers
+from fpipe.batch_norm import STATISTICS, noted, remembers, updated, updated_at_the_end
+from fpipe.buffers import Buffers, Places, own_buffers
 from fpipe.graphs.alike import Same
+from fpipe.graphs.graph import storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
 from fpipe.skips import Skips, through
 from fpipe.twins import twin
+from fpipe.writers import Write, written_buffers
 
 Names = tuple[tuple[str, ...], ...]
 """The names of each trained parameter."""
+WRITTEN = "a buffer that it writes"
 
 
 class StageModule:
     """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
 
     The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
+
+    Attributes:
+        norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
+        held: where else a module writes buffers: these are the stage's state, the norms' too, and a forward reads it.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class StageModule:
     ) -> None:
         self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
         self.skips = skips or Skips()
+        self.held: list[tuple[str, nn.Module, str]] = []
         self.bound = _Bound(children)
         modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.modules = modules
@@ -48,11 +58,19 @@ class StageModule:
         self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
         self.lock = threading.RLock()
         self.norms = [(path, module) for path, module in modules if remembers(module)]
+        writes = [write for write in written_buffers(m for _, m in modules) if not _is_statistic(write)]
+        turning = [write.writer for write in writes if write.moody]
         trained = {name for leaf in names for name in leaf}
         fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        written = {id(buffer) for _, module in self.norms for buffer in module.buffers(recurse=False)}
-        named = self.bound.named_buffers(remove_duplicate=False)
-        fixed += [path for path, buffer in named if id(buffer) not in written]
+        own = {(norm, name) for _, norm in self.norms for name, _ in norm.named_buffers(recurse=False)}
+        own |= {(write.owner, write.name) for write in writes if write.now}
+        buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
+        self.remembered = [(path, *place) for path, place in buffers if place in own]
+        if any(write.now for write in writes):
+            self.held, self.norms = self.remembered, []
+            turning += [module for _, module in modules if isinstance(module, _NormBase)]
+        self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
+        fixed += [path for path, place in buffers if place not in own]
         self.fixed = [(path, *place) for path, place in self._places(fixed)]
         self.swapped = [[path for path, _ in self._places(leaf)] for leaf in names]
 
@@ -70,14 +88,27 @@ class StageModule:
     def __reduce__(self) -> tuple[Any, ...]:
         return StageModule, (self.number, self.children, self.names, self.skips, self.deferred)
 
-    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
-        """The stage's output; with norms that remember, also what their update needs."""
-        return self.within(params, partial(self._through, x), noting=bool(self.norms))
+    def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
+        """The stage's output; with norms that remember, also what their update needs; with a state, also the new."""
+        if not self.held:
+            return self.within(params, partial(self._through, x), noting=bool(self.norms))
+        names = [path for path, _, _ in self.held]
+        given = state or {}
+        same_keys(given, names, f"state of stage {self.number}", WRITTEN)
+        made = self.within(params, partial(self._through, x), buffers=[given[name] for name in names])
+        new = dict(zip(names, made[1], strict=True))
+        return made[0], {name: new[name] for name in given}
 
     def _through(self, x: Any) -> Any:
         return through(self.children, self.skips, x)
 
-    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any], noting: bool = False) -> Any:
+    def within(
+        self,
+        params: Mapping[str, Tensor],
+        what: Callable[[], Any],
+        noting: bool = False,
+        buffers: Sequence[Tensor] | None = None,
+    ) -> Any:
         """Do something while `params` are in the modules' place.
 
         A backward pass needs this where a module runs again in it: torch.utils.checkpoint recomputes with whatever
@@ -87,41 +118,89 @@ class StageModule:
         self._refuse_changed()
         own = {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
         with self.lock:
-            buffers = Buffers(self.modules)
+            before = Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
                 with noted(self.norms, self.deferred) as notes:
-                    made = torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+                    made, new = self._called(own, buffers, what)
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
                     vars(module).update(attributes)
-                written = buffers.put_back()
-        if written:
+                written = before.put_back()
+        self._refuse_written(written)
+        return (made, notes) if noting else (made, new) if buffers is not None else made
+
+    def _called(
+        self, own: dict[str, Tensor], buffers: Sequence[Tensor] | None, what: Callable[[], Any], traced: bool = False
+    ) -> tuple[Any, list[Any]]:
+        """What something makes while tensors are in the modules' place; and what is then in the place of the buffers
+        that it may write, which are copies of those handed in.
+        """
+        held = [] if buffers is None else self.held
+        copies = [buffer.clone() for buffer in buffers or ()]
+        own |= {path: copy for (path, _, _), copy in zip(held, copies, strict=True)}
+        memory = [storage_of(copy) for copy in copies]
+
+        def watched() -> tuple[Any, list[Any]]:
+            before = Places(self.modules)
+            made = what()
+            new = [own_buffers(owner).get(name) for _, owner, name in held]
+            self._refuse_written(before.put_back({(owner, name) for _, owner, name in held}))
+            return made, new
+
+        made, new = torch.func.functional_call(self.bound, own, (watched,), tie_weights=False)
+        odd = next((path for (path, _, _), one in zip(held, new, strict=True) if not isinstance(one, Tensor)), None)
+        if odd is not None:
+            raise RuntimeError(f"stage {self.number} left no tensor in buffer {odd!r}, which is its module state.")
+        for one, copy, before, (path, _, _) in zip(new, copies, memory, held, strict=True):
+            if traced and one is copy and storage_of(one) != before:
+                raise RuntimeError(f"it assigns the .data of buffer {path!r}, which no trace sees")
+        return made, new
+
+    def _refuse_written(self, written: Sequence[str]) -> None:
+        if not written:
+            return
+        if any(path == written[0] for path, _, _ in self.held):
             raise RuntimeError(
-                f"stage {self.number} wrote buffer {written[0]!r} of its module as it ran (it is put back): buffers "
-                "that a stage writes are not supported yet. Switch the writing off, say by .eval()."
+                f"stage {self.number} wrote buffer {written[0]!r} once more as its backward computed it again (it is "
+                "put back): torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
             )
-        return (made, notes) if noting else made
+        name = written[0].rpartition(".")[2]
+        raise RuntimeError(
+            f"stage {self.number} wrote buffer {written[0]!r} of its module as it ran (it is put back), and the "
+            f"module's code does not show that it does. Write it in the module's forward, as self.{name} = ... or "
+            f"self.{name}.copy_(...): then it is module state. Or switch the writing off, say by .eval()."
+        )
 
     def _refuse_changed(self) -> None:
         """The mode may have changed since the stage was made."""
         norms = {path for path, _ in self.norms}
         for path, module in self.moody:
             refuse_impure(path, module)
-            if remembers(module) != (path in norms):
-                was, now = ("training", "eval") if path in norms else ("eval", "training")
-                raise ValueError(
-                    f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is "
-                    f"in {now} now: what it remembers is part of the program. Call from_sequential again."
-                )
+            if not self.held and remembers(module) != (path in norms):
+                self._refuse_turned(path, module, path in norms)
+        for path, module, was in self.turning:
+            if module.training != was:
+                self._refuse_turned(path, module, was)
+
+    def _refuse_turned(self, path: str, module: nn.Module, training: bool) -> None:
+        was, now = ("training", "eval") if training else ("eval", "training")
+        raise ValueError(
+            f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is in {now} "
+            "now: what it remembers is part of the program. Call from_sequential again."
+        )
 
     def constants(self) -> list[Tensor]:
         """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
         with self.lock:
             return [getattr(owner, name) for _, owner, name in self.fixed]
 
-    def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any) -> Any:
-        """The stage's output as a function of all that it reads, `params` in the order of its names."""
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
+    ) -> Any:
+        """The stage's output as a function of all that it reads, `params` in the order of its names, `buffers` in that
+        of what it holds.
+        """
         self._refuse_changed()
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
@@ -129,24 +208,25 @@ class StageModule:
             kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
                 with noted(self.norms, self.deferred) as notes:
-                    through = (partial(self._through, x),)
-                    made = torch.func.functional_call(self.bound, own, through, tie_weights=False)
-                return (made, notes) if self.norms else made
+                    through = partial(self._through, x)
+                    made, new = self._called(own, buffers if self.held else None, through, traced=True)
+                return (made, new) if self.held else (made, notes) if self.norms else made
             finally:  # as it was: whatever a module notes now is without data
                 for (_, module), attributes in zip(self.modules, kept, strict=True):
                     vars(module).clear()
                     vars(module).update(attributes)
 
     def state(self) -> dict[str, Tensor]:
-        """The buffers that the stage's norms write, by name, as they are now."""
-        return {name: self.bound.get_buffer(name).detach() for name in names_of(self.norms)}
+        """The buffers that the stage writes, by name, as they are now."""
+        return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}
 
     def remembering(self) -> dict[str, Any]:
-        """What a `Stage` says about its state: nothing without norms that remember."""
+        """What a `Stage` says about its state: nothing if it writes no buffer."""
+        said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
         if not self.norms:
-            return {}
+            return said
         update = updated_at_the_end if self.deferred else updated
-        return {"update": partial(update, self.norms), "notes": True, "counts": self.deferred}
+        return said | {"update": partial(update, self.norms), "notes": True, "counts": self.deferred}
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
@@ -162,7 +242,13 @@ class StageModule:
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(twin(module, odd) for module in self.children.values())
-        return tuple(short), fixed, twins, self.skips, self.deferred, Same(self) if odd else None
+        held = tuple(_short(path, place) for path, _, _ in self.held)
+        return tuple(short), fixed, held, twins, self.skips, self.deferred, Same(self) if odd else None
+
+
+def _is_statistic(write: Write) -> bool:
+    """Whether it is a norm's way to remember, which is known without reading its code."""
+    return isinstance(write.owner, _NormBase) and write.name in STATISTICS
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from fpipe.graphs.trace import outline, trace
 from fpipe.kept import listening
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
-from fpipe.stage_module import StageModule
+from fpipe.stage_module import WRITTEN, StageModule
 
 Spec = Any
 
@@ -218,10 +218,11 @@ class Traces:
             call.microbatch,
         )
         if isinstance(stage.forward, StageModule):
-            specs = tuple((label, spec) for label, spec in call.specs if label != "params")
+            specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
-            twin = self._twins[call.stage], _positions(self.model, stage.forward, call)
+            order = _positions(self.model, stage.forward, call), _buffers(stage.forward, call)
+            twin = self._twins[call.stage], order
             return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
         return store, (own, how, call.specs, *around)
@@ -257,9 +258,13 @@ class Traces:
             if isinstance(one.forward, StageModule):
                 order = _positions(model, one.forward, call)
                 params = [given[label][at] for label, at in order]
+                places = _buffers(one.forward, call)
                 with listening() as kept:
-                    made = one.forward.pure(params, given.get("const", []), x)
-                return outputs(call.stage, *taken_apart(one, made), kept)
+                    made = one.forward.pure(params, given.get("const", []), x, [given["state"][at] for at in places])
+                y, beside = taken_apart(one, made)
+                if places:  # in the order that they came in
+                    beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
+                return outputs(call.stage, y, beside, kept)
             own = whole(given, "params")
             ties = [leaf for _, _, leaf in model.tied(call.stage)]
             more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
@@ -298,6 +303,16 @@ def _positions(model: Model, module: StageModule, call: Call) -> tuple[tuple[str
     given |= {leaf: (f"params:{port}", 0) for port, (_, _, leaf) in enumerate(model.tied(module.number), 1)}
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
+
+
+def _buffers(module: StageModule, call: Call) -> tuple[int, ...]:
+    """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
+    if not module.held:
+        return ()
+    given: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))
+    names = [path for path, _, _ in module.held]
+    same_keys(given, names, f"state of stage {module.number}", WRITTEN)
+    return tuple(given[name] for name in names)
 
 
 def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:

@@ -365,14 +365,6 @@ layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(
 layer("weight_norm, as a hook", lambda: old_weight_norm(nn.Linear(8, 6)), table)
 layer("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6))
 layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), table)
-layer(
-    "spectral_norm in training",
-    lambda: parametrizations.spectral_norm(nn.Linear(8, 6)),
-    table,
-    untraced="it changes what it is given in place (aten.div.out)",
-    refused="module '1.parametrizations.weight.0' (_SpectralNorm): buffers written in training that the output reads "
-    "are not supported; call .eval().",
-)
 layer("CosineSimilarity", lambda: Two(F.cosine_similarity), table)
 layer("PairwiseDistance, cdist", lambda: Two(distances), table)
 layer("a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table)

@@ -30,6 +30,7 @@ FLOORS = {
         "stage_module",
         "buffers",
         "impure",
+        "writers",
         "twins",
         "params",
         "training",

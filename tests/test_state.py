@@ -1,11 +1,16 @@
 """Module state: what batch norms remember is a value, whatever the order of the forwards."""
 
 import copy
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
@@ -240,3 +245,252 @@ def test_an_update_of_ones_own_that_writes_into_its_state_is_refused():
     with pytest.raises(RuntimeError, match="the update of stage 0 changed what it was given in place"):
         step(({"w": torch.tensor(1.0)},), batch, state=state)
     assert state[0]["n"] == 0
+
+
+# What a forward reads and writes
+
+
+class Counter(nn.Module):
+    """Multiplies by how often it was called, in training or not."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Centred(nn.Module):
+    """Subtracts a moving average that it updates first; each way to write it is one that people use."""
+
+    mean: Tensor
+
+    def __init__(self, how: str, persistent: bool = True) -> None:
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("mean", torch.zeros(8), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.update(x.detach().mean(0))
+        return (x - self.mean) * self.scale
+
+    @torch.no_grad()
+    def update(self, now: Tensor) -> None:
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(now, alpha=0.1)
+        elif self.how == "another":
+            self.mean = 0.9 * self.mean + 0.1 * now
+        elif self.how == "out":
+            torch.lerp(self.mean, now, 0.1, out=self.mean)
+        elif self.how == "a slice":
+            self.mean[2:] = now[2:]
+        elif self.how == "by name":
+            held = self.mean
+            held.copy_(now)
+        elif self.how == "data":
+            self.mean.data = self.mean + now
+        elif self.how == "a function of torch":
+            torch.relu_(self.mean.add_(now))
+        else:
+            setattr(self, "mean", getattr(self, "mean") + now)  # noqa: B009, B010
+
+
+def pre_hook(module: Any, args: Any) -> None:
+    module.mean = module.mean + args[0].detach().mean(0)
+
+
+class ByHand(nn.Module):
+    """Batch norm as one writes it, which normalises by what it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nn.functional.batch_norm(x.detach(), self.mean, self.var, training=self.training)
+        return nn.functional.batch_norm(x, self.mean, self.var)
+
+
+class Outer(nn.Module):
+    """Writes a buffer of a module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Centred("in place")
+        self.inner.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.mean.copy_(x.detach().mean(0))
+        return self.inner(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_pre_hook(pre_hook)
+    return module.eval()
+
+
+def nameless() -> nn.Module:
+    """A module whose code has no text."""
+    made: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(
+        "class Nameless(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.register_buffer('seen', torch.zeros(8))\n"
+        "    def forward(self, x):\n        self.seen.add_(x.detach().sum(0))\n        return x * self.seen\n",
+        made,
+    )
+    return made["Nameless"]()
+
+
+def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
+    """Two equal stages."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 8), make(), nn.Tanh(), nn.Linear(8, 8), make(), nn.Tanh())
+
+
+READERS: dict[str, Callable[[], nn.Sequential]] = {
+    "spectral norm": lambda: twice(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "spectral norm, the old": lambda: twice(lambda: spectral_norm(nn.Linear(8, 8))),
+    "weight norm": lambda: twice(lambda: parametrizations.weight_norm(nn.Linear(8, 8))),
+    "a counter": lambda: twice(Counter),
+    "a counter in eval": lambda: twice(lambda: Counter().eval()),
+    "a hook": lambda: twice(lambda: hooked(Centred("hook"))),
+    "by hand": lambda: twice(ByHand),
+    "inside": lambda: twice(Outer),
+    "no text": lambda: twice(nameless),
+    "a batch norm beside": lambda: twice(lambda: nn.Sequential(Centred("in place"), nn.BatchNorm1d(8))),
+    "not in the state_dict": lambda: twice(lambda: Centred("in place", persistent=False)),
+} | {
+    how: functools.partial(twice, functools.partial(Centred, how))
+    for how in ("in place", "another", "out", "a slice", "by name", "a function of torch", "getattr")
+}
+PLANS: dict[str, tuple[Transform, ...]] = {
+    "gpipe": (fpipe.schedules.gpipe(2),),
+    "1f1b, recomputed": (fpipe.checkpoint("always"), fpipe.schedules.one_f_one_b(2)),
+    "1f1b, split": (fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
+    "zb-h1, recomputed": (fpipe.checkpoint("always"), fpipe.schedules.zb_h1(2)),
+    "layer by layer": (fpipe.checkpoint("always", grain="layer"),),
+}
+ROWS = torch.randn(10, 8), torch.randn(10, 8)
+
+
+def one_by_one(net: nn.Module) -> nn.Module:
+    """A copy of the net after plain autograd on one microbatch after the other."""
+    net = copy.deepcopy(net)
+    for x, t in zip(*(half.tensor_split(4) for half in ROWS), strict=True):
+        (nn.functional.mse_loss(net(x), t) * (len(x) / 10)).backward()
+    return net
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("name", READERS)
+def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, trace: bool):
+    """Refused once: a spectral norm, and any module of one's own that writes a buffer."""
+    net = READERS[name]()
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    right = one_by_one(net)
+    for plan in PLANS.values():
+        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
+        result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)  # a warning is an error
+        found = {name: tensor for stage in result.state or () for name, tensor in stage.items()}
+        assert found.keys() == (before.keys() if name != "weight norm" else set())
+        assert all(torch.equal(found[name], right.get_buffer(name)) for name in found)
+        grads = fpipe.join_params(model, result.grads)
+        assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+    assert {name: None for name, _ in net.named_buffers()} == dict.fromkeys(before)
+
+
+def test_a_buffer_whose_data_is_assigned_is_told():
+    """A trace does not see it, and once kept what the buffer was."""
+    model, params, state = fpipe.from_sequential(
+        twice(lambda: Centred("data")), sizes=[3, 3], loss=nn.functional.mse_loss
+    )
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    with pytest.warns(UserWarning, match=r"it assigns the \.data of buffer '[14]\.mean', which no trace sees"):
+        found = fpipe.build(program, model)(params, ROWS, state=state).state
+    right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
+    assert torch.equal(found[1]["4.mean"], right[1]["4.mean"])
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "a counter", "another"])
+def test_verify_and_equal_stages_know_it_too(name: str):
+    """Equal stages share a trace, under names that are not theirs."""
+    model, params, state = fpipe.from_sequential(READERS[name](), sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), *PLANS["1f1b, recomputed"], fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, ROWS, state=state).bitwise
+    turned = tuple(dict(reversed(stage.items())) for stage in state)
+    found = fpipe.build(program, model, example=(params, ROWS, turned))(params, ROWS, state=turned).state
+    right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
+    assert [list(stage) for stage in found] == [list(stage) for stage in turned]
+    assert all(torch.equal(stage[n], other[n]) for stage, other in zip(found, right, strict=True) for n in stage)
+
+
+def test_forwards_that_read_what_they_write_keep_to_their_order():
+    model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=nn.functional.mse_loss)
+    late = fpipe.schedules.from_table([LATE[0], [cell.replace("2", "1", 1) for cell in LATE[2]]])
+    sentence = "0F2 reads state[0,1] (the module state of stage 0 after microbatch 1), which comes later on the same"
+    with pytest.raises(fpipe.ProgramError, match=re.escape(sentence)):
+        fpipe.chain(fpipe.split(4), late)(fpipe.program(model))
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    for given, sentence in (
+        (None, r"this program reads state\[0\], the module state of stage 0 \(0, 1, 2\): hand it in as step"),
+        (({}, {}), r"state of stage 0 must have '1\.count', which is missing\."),
+        (({**state[0], "odd": T}, state[1]), "state of stage 0 has 'odd', which is not a buffer that it writes"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            step(params, ROWS, state=given)
+
+
+def test_in_eval_what_asks_for_its_mode_reads_constants():
+    net = READERS["in place"]()
+    net[1].mean.fill_(0.5)
+    model, params, state = fpipe.from_sequential(net.eval(), sizes=[3, 3], loss=nn.functional.mse_loss)
+    assert state == ({}, {})
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    result = fpipe.build(program, model)(params, ROWS)
+    assert torch.equal(result.outputs, torch.cat([*map(net, ROWS[0].tensor_split(4))]))
+    net[4].train()
+    sentence = "module '4' (Centred) was in eval when the net was cut into stages and is in training now: what it"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.build(program, model)(params, ROWS)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: self.counter(x).sin(), x, use_reentrant=False)
+
+
+def test_what_would_count_twice_is_refused():
+    model, params, state = fpipe.from_sequential(twice(Inner), sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    sentence = "stage 1 wrote buffer '4.counter.count' once more as its backward computed it again (it is put back)"
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.build(program, model, trace=False)(params, ROWS, state=state)
+
+
+def test_what_a_stage_remembers_has_one_home():
+    one, other = Centred("in place"), Centred("another")
+    with pytest.raises(ValueError, match=r"module '2' \(Centred\) stands in stages 0 and 1, and what it remembers"):
+        fpipe.from_sequential(nn.Sequential(one, nn.Tanh(), one), sizes=[1, 2])
+    other.mean = one.mean
+    sentence = "buffers '2.mean' and '0.mean' are one tensor, which the first's module writes; give each its own."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.from_sequential(nn.Sequential(one, nn.Tanh(), other), sizes=[1, 2])
+    model, _, _ = fpipe.from_sequential(READERS["a batch norm beside"](), sizes=[3, 3])
+    sentence = (
+        "stage 0 has the batch norm '1.1' beside '1.0.mean', a buffer that its forward reads and writes: it takes the "
+        "norm along, microbatch by microbatch. Choose sizes= that keep them apart."
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.deferred_batch_norm(model)

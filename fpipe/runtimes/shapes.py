@@ -24,6 +24,7 @@ from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
+from fpipe.stage_module import StageModule
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
@@ -116,6 +117,8 @@ class Shapes:
         named = self.labels(op)
         given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
         made = self.outlined(call, given)
+        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, StageModule):
+            made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
         loss = None
         if "target" in given:
             pair = {"x": made["y"], "target": given["target"]}
