@@ -140,10 +140,7 @@ def cut_sequence(
     >>> [(part.tolist(), share) for part, share in (cut_sequence(torch.arange(4)[None], k, 2) for k in range(2))]
     [([[0, 1]], 0.5), ([[2, 3]], 0.5)]
     """
-    if spec is None:
-        whole = [place is None for place in _dims(tree, row_spec)]
-        spec = trees.unflatten(trees.flatten(tree)[1], [Replicate() if one else Chunk(dim) for one in whole])
-    dims = _dims(tree, spec)
+    dims = _sequence_dims(tree, dim, spec, row_spec)
     lengths: dict[str, int] = {}
     for (place, leaf), along in zip(_named(tree, what), dims, strict=True):
         if along is not None and not -leaf.ndim <= along < leaf.ndim:
@@ -168,6 +165,13 @@ def cut_sequence(
     leaves, containers = trees.flatten(tree)
     parts = [leaf if d is None else leaf.narrow(d, start, size) for leaf, d in zip(leaves, dims, strict=True)]
     return trees.unflatten(containers, parts), size / length
+
+
+def _sequence_dims(tree: Any, dim: int, spec: Any, row_spec: Any) -> list[int | None]:
+    """Along which dimension the sequence of each leaf is; None for a leaf that every slice takes whole."""
+    if spec is not None:
+        return _dims(tree, spec)
+    return [None if rows is None else dim for rows in _dims(tree, row_spec)]
 
 
 def join(
@@ -206,9 +210,27 @@ def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None
     >>> join_gradients((torch.zeros(3), torch.tensor(2.0)), [[torch.zeros(2), torch.ones(())], [torch.ones(1)] * 2])
     [tensor([0., 0., 1.]), tensor([2.])]
     """
+    return _put_together(parts, _dims(inputs, spec))
+
+
+def join_slices(
+    inputs: Any, parts: Sequence[Sequence[Any]], dim: int = 1, spec: Any = None, *, row_spec: Any = None
+) -> list[Any]:
+    """The same for the slices of one microbatch: put together along the sequence, or added from the last slice back.
+
+    >>> import torch
+    >>> join_slices((torch.zeros(1, 3), torch.tensor(2.0)), [[torch.zeros(1, 2), None], [torch.ones(1, 1), None]])
+    [tensor([[0., 0., 1.]]), None]
+    """
+    dims = _sequence_dims(inputs, dim, spec, row_spec)
+    return _put_together(parts, dims, back=True)
+
+
+def _put_together(parts: Sequence[Sequence[Any]], dims: Sequence[int | None], back: bool = False) -> list[Any]:
+    """The gradients of each leaf along its dimension; added if it has none, from the first or from the last `back`."""
     made: list[Any] = []
-    for dim, column in zip(_dims(inputs, spec), zip(*parts, strict=True), strict=True):
-        found = [one for one in column if one is not None]
+    for dim, column in zip(dims, zip(*parts, strict=True), strict=True):
+        found = [one for one in (reversed(column) if back and dim is None else column) if one is not None]
         if dim is None or not found:
             made.append(functools.reduce(torch.add, found) if found else None)
         else:

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.microbatch import Chunk, check_batch, cut, cut_sequence, join, join_gradients, rows_of_each, streams
+from fpipe.microbatch import (
+    Chunk,
+    check_batch,
+    cut,
+    cut_sequence,
+    join,
+    join_gradients,
+    join_slices,
+    rows_of_each,
+    streams,
+)
 from fpipe.models import (
     Model,
     loss_of,
@@ -102,6 +112,12 @@ class Sliced:
             found.append(((x, target), share))
         return found
 
+    def joined(self, inputs: Any, parts: list[list[Any]]) -> list[Any]:
+        """The gradients of a microbatch's inputs from those of its slices."""
+        if not any(parts):
+            return []
+        return join_slices(inputs, parts, self.dim, self.specs[0], row_spec=self.row_specs[0])
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -134,7 +150,7 @@ def over_parts(
     outputs: list[Any] = []
     extras: list[Any] = []
     shares: list[float] = []
-    of_inputs: list[list[Any]] = []
+    of_inputs: list[list[Any]] = []  # of each microbatch, the gradients of its inputs
     sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
@@ -160,24 +176,26 @@ def over_parts(
             shares.append(weights[-1])
             found.append(tree.tree_map(_detached, output))
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
+        of_slices: list[list[Any]] = []
         for graph in reversed(graphs):
             grads, seeds, inputs = _gradients(model, graph, seeds)
-            of_inputs += [inputs] if inputs else []
+            of_slices.insert(0, inputs)
             sums = [list(map(_added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
+        of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
     grads = _handed_back(model, params, sums)
+    input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
         divisor = total if total != 0 else 1
         loss = loss / divisor
-        grads = tree.tree_map(partial(_divided, divisor), grads)
-        of_inputs = [[_divided(divisor, leaf) for leaf in leaves] for leaves in of_inputs]
+        grads, input_grads = tree.tree_map(partial(_divided, divisor), (grads, input_grads))
     return Result(
         loss=loss,
         grads=grads,
         outputs=_whole(outputs, [size for _, size in parts], joined.outputs, "outputs"),
         aux=_whole(extras, shares, joined.aux, "aux") if model.aux else None,
-        input_grads=None if joined.inputs is None else _of_inputs(joined, of_inputs),
+        input_grads=input_grads,
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )

@@ -225,9 +225,6 @@ REFUSED = {
     "leaf 'b' of stage 0 is frozen, but params of stage 0 have no such leaf.": lambda: run(
         fpipe.freeze(model_of("mean"), (0, "b"))
     ),
-    "gradients of inputs are of whole sequences; leave out input_grads= or the slices.": lambda: fpipe.split(
-        2, slices=2
-    )(fpipe.program(2, input_grads=True)),
     "gradients of two structures: only one has a leaf at [0]['w']": lambda: fpipe.add_grads(({"w": 1},), ({"v": 1},)),
 }
 
@@ -338,6 +335,24 @@ def test_inputs_are_any_pytree_and_what_all_took_is_added(trace: bool):
     for name in ("x", "scale", "table"):
         assert torch.allclose(found[name], own[name].grad, rtol=1e-10)
     assert fpipe.verify(program, model, given, (inputs, t)).bitwise
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_what_all_took_is_added_and_then_divided_by_the_count(trace: bool):
+    """`reference` divided first, so that a right step was called wrong in its last bit."""
+    x, t = torch.randn(7, 3), torch.randn(7, 3)
+    table = torch.randn(3)
+    count = lambda y, t: ((y - t).square().sum(), (t > -0.7).sum())  # noqa: E731
+    model = fpipe.from_functions([lambda p, x: torch.tanh(x["x"] + x["table"]) @ p["w"]], count, reduction="count")
+    spec = ({"x": fpipe.Chunk(), "table": fpipe.Replicate()}, None)
+    program = fpipe.chain(fpipe.split(3, spec), fpipe.merge())(fpipe.program(model, input_grads=True))
+    given, batch = ({"w": torch.randn(3, 3)},), ({"x": x, "table": table}, t)
+    assert fpipe.verify(program, model, given, batch).bitwise
+    found = fpipe.build(program, model, trace=trace)(given, batch).input_grads["table"]
+    leaf = table.clone().requires_grad_()
+    for part, goal in zip(x.tensor_split(3), t.tensor_split(3), strict=True):
+        count(model.stages[0].forward(given[0], {"x": part, "table": leaf}), goal)[0].backward()
+    assert torch.equal(found, leaf.grad / (t > -0.7).sum())
 
 
 def test_without_gradients_there_are_none_of_inputs_either():

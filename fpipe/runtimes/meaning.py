@@ -8,7 +8,7 @@ residuals are the stage's own autograd graph, cut off from all others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from fpipe.microbatch import (
     cut_sequence,
     join,
     join_gradients,
+    join_slices,
     rows,
     rows_of_each,
     spec_of,
@@ -299,10 +300,7 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs."""
     how = dict(op.how)
     if op.reads[0].name == "inputs":
-        spec = spec_of(how.get("spec"))
-        if "presplit" in how:
-            return [[leaf for part in args[1:] for leaf in part]]
-        return [join_gradients(args[0], args[1:], spec[0] if isinstance(spec, tuple) else spec)]
+        return [_of_inputs(args[0], args[1:], how)]
     named: dict[str, list[Any]] = {}
     for value, arg in zip(op.reads, args, strict=True):
         named.setdefault(value.name, []).append(arg)
@@ -323,6 +321,21 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
             sizes = [weight * run.rows if name == "aux" else round(weight * run.rows) for weight in weights]
             made[name] = join(parts, sizes, spec=spec_of(how.get(spec)), what=name)
     return [made[value.name] for value in op.writes]
+
+
+def _of_inputs(inputs: Any, parts: Sequence[Any], how: Mapping[str, Any]) -> Leaves:
+    """The gradients of the inputs from those of the microbatches (and slices), put together as these were cut."""
+    spec, along = (
+        said[0] if isinstance(said, tuple) else said for said in map(spec_of, map(how.get, ("spec", "sequence")))
+    )
+    slices = how.get("slices", 1)
+    if slices > 1:
+        each: Sequence[Any] = inputs if "presplit" in how else [inputs] * (len(parts) // slices)
+        parts = [
+            join_slices(one, parts[at * slices : (at + 1) * slices], how.get("dim", 1), along, row_spec=spec)
+            for at, one in enumerate(each)
+        ]
+    return [leaf for part in parts for leaf in part] if "presplit" in how else join_gradients(inputs, parts, spec)
 
 
 def _whole_sequences(

@@ -33,7 +33,8 @@ def merge(
             `Chunk(dim)`, `Sum()` or a prefix tree of them.
         order: "microbatch" adds gradients in microbatch order, so that the bits do not depend on the schedule;
             "schedule" adds them as the program computes them, on each replica first, then across (apply it last).
-        outputs: False drops the model's outputs, so that no logits are kept; "stream" leaves them per microbatch.
+        outputs: False drops the model's outputs, so that no logits are kept; "stream" leaves them per microbatch (the
+            slices of a sequence are joined).
         losses: True also keeps the loss of each microbatch, as `Result.losses`.
         aux: how the auxiliary results of the loss are joined: a spec as for outputs, such as `Sum()`; "stream" leaves
             them per microbatch.
@@ -69,6 +70,9 @@ def merge(
                 ends.append(end)
             else:
                 parts[end.name._replace(microbatch=None, slice=None)].append(end)
+        sequences: list[Op] = []
+        if "outputs" in streams and program.slices > 1:
+            ends, sequences = _sequences(program, ends)
         if losses and not parts and not any(end.name.name == "losses" for end in ends):
             raise ProgramError("the losses are merged already; say losses=True in the first merge().")
         ends = [end for end in ends if outputs or end.name.name != "outputs"]
@@ -93,6 +97,7 @@ def merge(
                 value = adder.of_inputs(values, count) if name.name == "input_grads" else name
             ends.append(Output(name, value, found[0].homes))
         kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
+        joined += sequences
         ops = _without_unread([*_with_weights(kept, joined), *adder.ops, *joined], ends)
         _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
         return rebuilt(program, placed, outputs=wanted)
@@ -109,6 +114,25 @@ def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[t
     rest = [end.value for name in names if name != Value("loss") for end in parts[name]]
     reads = (*(end.value for end in found), *weights, *rest)
     return [Op("MERGE", found[0].value.stage, None, None, 0, reads, tuple(names), (), how)]
+
+
+def _sequences(program: Program, ends: Iterable[Output]) -> tuple[list[Output], list[Op]]:
+    """The results with one output of each microbatch where there was one of each slice, and a MERGE for each."""
+    slices: defaultdict[Value, list[Output]] = defaultdict(list)
+    rest: list[Output] = []
+    for end in ends:
+        if end.name.name == "outputs" and end.name.slice is not None:
+            slices[end.name._replace(slice=None)].append(end)
+        else:
+            rest.append(end)
+    ops: list[Op] = []
+    for name, found in slices.items():
+        parts = [end.value for end in sorted(found, key=lambda end: end.name.slice or 0)]
+        weights = [Value("w", *value[1:4]) for value in parts]
+        ops.append(
+            Op("MERGE", parts[0].stage, name.microbatch, None, 0, (*weights, *parts), (name,), (), _sequence(program))
+        )
+    return [*rest, *(Output(name, name, found[0].homes) for name, found in slices.items())], ops
 
 
 def _sequence(program: Program) -> tuple[tuple[str, object], ...]:
@@ -134,7 +158,8 @@ def _no_outputs(op: Op) -> Op:
 def _without_unread(ops: Iterable[Op], ends: Iterable[Output]) -> list[Op]:
     """Model outputs that nobody wants any more are not written."""
     wanted = {end.value for end in ends}
-    ops = [_no_outputs(op) if op.kind == "MERGE" and Value("outputs") not in wanted else op for op in ops]
+    if Value("outputs") not in wanted:
+        ops = [_no_outputs(op) if op.kind == "MERGE" and op.microbatch is None else op for op in ops]
     read = {value for op in ops for value in op.reads if value.name == "y"}.union(end.value for end in ends)
     kept: list[Op] = []
     for op in ops:
@@ -169,7 +194,8 @@ class _Adder:
     def of_inputs(self, values: list[Value], count: Value | None) -> Value:
         """The gradients of the inputs, joined as the batch was cut, divided by the count if there is one."""
         cut = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
-        how = tuple((word, said) for word, said in cut if word in ("spec", "presplit"))
+        how = tuple((word, said) for word, said in cut if word in ("spec", "presplit", "slices", "dim", "sequence"))
+        values = sorted(values, key=lambda value: (value.microbatch or 0, value.slice or 0))
         stage, joined = values[0].stage, Value("dinputs" if count else "input_grads")
         self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), how))
         if count is None:

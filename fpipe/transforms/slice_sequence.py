@@ -20,8 +20,8 @@ _BACK = frozenset("BIW")
 def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transform:
     """Cut the sequences of every microbatch into slices that follow each other through the pipeline.
 
-    Results are there per microbatch and slice until `merge` joins them. In a mean a slice weighs what it has of the
-    sequence's length.
+    Results are there per microbatch and slice until `merge` joins them; gradients of inputs it puts together along the
+    sequence. In a mean a slice weighs what it has of the sequence's length.
 
     Args:
         slices: how many. Of n positions in Q slices the first n mod Q get one more.
@@ -81,8 +81,6 @@ def _refuse(program: Program) -> None:
         raise ProgramError(f"this program has {program.slices} slices already; slice it once.")
     if "SPLIT" not in kinds:
         raise ProgramError("slices are parts of microbatches: put fpipe.split() before, if only split(1).")
-    if any(end.name.name == "input_grads" for end in program.outputs):
-        raise ProgramError("gradients of inputs are of whole sequences; leave out input_grads= or the slices.")
     if "PAIR" in kinds:
         raise ProgramError("this program has pairs, which are of whole microbatches; slice it before it is paired.")
     if kinds & {"SEND", "RECV"}:
