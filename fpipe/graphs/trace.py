@@ -183,12 +183,15 @@ def _no_compiled_functions() -> Generator[None]:
     """A function of torch.compile refuses to run, as in make_fx: its kernels would read memory that is not there."""
     from torch.fx import _symbolic_trace
 
-    tracing: Any = _symbolic_trace
-    before, tracing._is_fx_tracing_flag = tracing._is_fx_tracing_flag, True
+    # The flag is a module's up to torch 2.13, a thread's in 2.15.
+    place = getattr(_symbolic_trace, "_is_fx_tracing_tls", _symbolic_trace)
+    name = "_is_fx_tracing_flag" if place is _symbolic_trace else "flag"
+    before = getattr(place, name, False)
+    setattr(place, name, True)
     try:
         yield
     finally:
-        tracing._is_fx_tracing_flag = before
+        setattr(place, name, before)
 
 
 _TRACING = threading.RLock()  # torch traces for one thread at a time
