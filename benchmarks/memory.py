@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fpipe
-from fpipe.graphs.code import compiled
 
 MIB = 2**20
 
@@ -90,25 +89,18 @@ def ours(block: Block, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Bytes between F and B, at most inside B, and between I and W: of the functions that a step calls."""
     params = {name: parameter.detach() for name, parameter in block.named_parameters()}
     one = fpipe.linearize(lambda p, x: torch.func.functional_call(block, p, x), params, torch.empty(shape))
-
-    functions = {name: compiled(graph) for name, graph in one.graphs.items()}
-
-    def run(name: str, **lists: Any) -> Any:
-        lists["params"] = list(params.values())
-        return functions[name](*(lists[label] for label in one.graphs[name].reads))
-
     with torch.no_grad(), Meter() as meter:
-        res = run("forward", x=[torch.randn(shape)])[1]
+        res = one.forward(params, torch.randn(shape))[1]
         held = meter.now()
-        dy = [torch.randn(shape)]
+        dy = torch.randn(shape)
         meter.peak = 0
-        run("backward", dy=dy, res=res)
+        one.backward(params, res, dy, last=True)
         peak = meter.peak
     with torch.no_grad(), Meter() as meter:
-        res = run("forward", x=[torch.randn(shape)])[1]
-        wres = run("backward_input", dy=[torch.randn(shape)], res=res)[1]
+        res = one.forward(params, torch.randn(shape))[1]
+        wres = one.backward_input(params, res, torch.randn(shape), last=True)[1]
         between = meter.now()
-        run("backward_weight", wres=wres)
+        one.backward_weight(params, wres, last=True)
     return held, peak, between
 
 

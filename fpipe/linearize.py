@@ -6,7 +6,8 @@
                                              dparams = backward_weight(params, wres)
 
 The four do what plain autograd does, op by op, so their bits are its bits. `res` and `wres` are lists of the tensors
-that the next function reads and no others.
+that the next function reads and no others. Who reads one for the last time hands it over: with `last=True` the list is
+emptied, so that each tensor is gone right after the op that reads it last, as inside autograd.
 """
 
 from __future__ import annotations
@@ -43,22 +44,37 @@ class Linearized:
         y, res = self._run("forward", params, x=x)
         return tree.unflatten(self.specs["y"], y), res
 
-    def backward(self, params: Any, res: list[Tensor], dy: Any) -> tuple[Any, Any]:
-        """The gradients of the input and of the parameters: `dx, dparams`. None where there is none."""
-        dx, dparams = self._run("backward", params, dy=dy, res=res)
+    def backward(self, params: Any, res: list[Tensor], dy: Any, *, last: bool = False) -> tuple[Any, Any]:
+        """The gradients of the input and of the parameters: `dx, dparams`. None where there is none.
+
+        Args:
+            params: as `forward` was handed them.
+            res: what `forward` left.
+            dy: the gradient of the output.
+            last: whether nobody reads `res` again. Then the list is emptied, and no tensor in it outlives the op that
+                reads it last, unless somebody else has it; the most that is alive meanwhile is what autograd has alive
+                inside its own backward. Otherwise `res` stays as it is, and may be read again.
+        """
+        dx, dparams = self._run("backward", params, dy=dy, res=_handed(res, "res", last))
         return tree.unflatten(self.specs["x"], dx), tree.unflatten(self.specs["params"], dparams)
 
-    def backward_input(self, params: Any, res: list[Tensor], dy: Any) -> tuple[Any, list[Tensor]]:
-        """The gradient of the input, and what is left for the parameters': `dx, wres`."""
-        dx, wres = self._run("backward_input", params, dy=dy, res=res)
+    def backward_input(
+        self, params: Any, res: list[Tensor], dy: Any, *, last: bool = False
+    ) -> tuple[Any, list[Tensor]]:
+        """The gradient of the input, and what is left for the parameters': `dx, wres`. `last` as in `backward`: then
+        only what is in `wres` is alive afterwards."""
+        dx, wres = self._run("backward_input", params, dy=dy, res=_handed(res, "res", last))
         return tree.unflatten(self.specs["x"], dx), wres
 
-    def backward_weight(self, params: Any, wres: list[Tensor]) -> Any:
-        """The gradients of the parameters."""
-        return tree.unflatten(self.specs["params"], self._run("backward_weight", params, wres=wres)[0])
+    def backward_weight(self, params: Any, wres: list[Tensor], *, last: bool = False) -> Any:
+        """The gradients of the parameters. `last`: nobody reads `wres` again, and it is emptied."""
+        (dparams,) = self._run("backward_weight", params, wres=_handed(wres, "wres", last))
+        return tree.unflatten(self.specs["params"], dparams)
 
     def _run(self, name: str, params: Any, **given: Any) -> Any:
-        lists = {"params": tree.leaves(params), **{label: tree.leaves(value) for label, value in given.items()}}
+        kept = ("res", "wres")  # lists already, and perhaps to be emptied
+        lists = {"params": tree.leaves(params)}
+        lists |= {label: value if label in kept else tree.leaves(value) for label, value in given.items()}
         for label, names in self.graphs[name].reads.items():
             if label in ("params", "x", "dy"):
                 self._check(name, label, names, lists[label])
@@ -102,6 +118,13 @@ class Linearized:
 
     def __str__(self) -> str:
         return "\n\n".join(source(graph, name) for name, graph in self.graphs.items())
+
+
+def _handed(tensors: list[Tensor], what: str, last: bool) -> list[Tensor]:
+    """The list itself if it may be emptied."""
+    if last and not isinstance(tensors, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"last=True empties {what}: hand in the list itself, found {type(tensors).__name__}.")
+    return tensors if last else [*tensors]
 
 
 def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linearized:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from fpipe.linearize import Linearized
 from fpipe.tree import leaves
 from property_tests.strategies import linear
 
@@ -205,7 +206,7 @@ def test_between_the_halves_of_a_backward_only_what_w_reads_is_held():
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda leaf: saved.append(leaf) or leaf, lambda leaf: leaf):
         net(x.clone().requires_grad_())
-    y, res = one.forward(params, x)
+    _, res = one.forward(params, x)
     _, wres = one.backward_input(params, res, torch.randn_like(y))
     own = (params, list(net.parameters()))
     assert held(res, own) == held(saved, own)
@@ -240,7 +241,59 @@ def chains() -> Iterator[tuple[str, nn.Module, Tensor]]:
     )
 
 
-@pytest.mark.parametrize(("net", "x"), [case[1:] for case in chains()], ids=[case[0] for case in chains()])
+every_chain = pytest.mark.parametrize(("net", "x"), [case[1:] for case in chains()], ids=[c[0] for c in chains()])
+
+
+def linearized(net: nn.Module, x: Tensor) -> tuple[Linearized, dict[str, Tensor]]:
+    params = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    return fpipe.linearize(lambda p, x: torch.func.functional_call(net, p, (x,)), params, x), params
+
+
+@every_chain
+def test_a_backward_that_reads_residuals_last_holds_no_more_than_autograds(net: nn.Module, x: Tensor):
+    """The list used to be copied: all of it was there until the caller let go."""
+    dy = torch.randn_like(x)
+    one, params = linearized(net, x)
+    with Peak([x, dy, params]) as eager:
+        given = x.clone().requires_grad_()
+        y = net(given)
+        torch.autograd.grad(y, [given, *net.parameters()], dy)
+    with Peak([x, dy, params]) as ours:
+        y, res = one.forward(params, x.clone())
+        one.backward(params, res, dy, last=True)
+    assert ours.most <= eager.most
+
+
+@every_chain
+def test_between_the_halves_nothing_is_left_that_w_does_not_read(net: nn.Module, x: Tensor):
+    one, params = linearized(net, x)
+    y, res = one.forward(params, x.clone())
+    seen = {StorageWeakRef(leaf.untyped_storage()) for leaf in res}
+    del y
+    dx, wres = one.backward_input(params, res, torch.randn_like(x), last=True)
+    kept = {StorageWeakRef(leaf.untyped_storage()) for leaf in wres}
+    assert res == []
+    assert all(storage.expired() or storage in kept for storage in seen)
+    gradients = one.backward_weight(params, wres, last=True)
+    assert wres == []
+    del dx
+    own = {StorageWeakRef(leaf.untyped_storage()) for leaf in (*leaves(gradients), *params.values())}
+    assert all(storage.expired() or storage in own for storage in seen | kept)
+
+
+def test_residuals_that_are_read_again_stay():
+    net, x = Attention(16, 2), torch.randn(2, 4, 16)
+    one, params = linearized(net, x)
+    _, res = one.forward(params, x)
+    before, dy = [*res], torch.randn_like(x)
+    first, again = (one.backward(params, res, dy) for _ in range(2))
+    assert all(one is other for one, other in zip(res, before, strict=True))
+    assert all(map(torch.equal, leaves(first), leaves(again)))
+    with pytest.raises(TypeError, match="last=True empties res: hand in the list itself, found tuple"):
+        one.backward(params, tuple(res), dy, last=True)
+
+
+@every_chain
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
 def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x: Tensor, steps):
     target = torch.randn_like(x)
