@@ -206,7 +206,7 @@ def test_between_the_halves_of_a_backward_only_what_w_reads_is_held():
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda leaf: saved.append(leaf) or leaf, lambda leaf: leaf):
         net(x.clone().requires_grad_())
-    _, res = one.forward(params, x)
+    y, res = one.forward(params, x)
     _, wres = one.backward_input(params, res, torch.randn_like(y))
     own = (params, list(net.parameters()))
     assert held(res, own) == held(saved, own)
