@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fpipe.costs import Costs
 from fpipe.order import held_kinds
 from fpipe.program import Op, Program, Value, kind_of
-from fpipe.transforms.communicate import communicate
+from fpipe.transforms.communicate import with_transfers, without_frees
 
 
 class Transfer(NamedTuple):
@@ -57,9 +57,9 @@ def columns(program: Program) -> Columns:
 
 
 def is_plain(known: Columns, costs: Costs) -> bool:
-    """Whether nothing but the main lanes and one latency for all links matters."""
-    constant = isinstance(costs.transfer, int | float) and costs.bandwidth is None and costs.sender == "free"
-    return constant and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts)
+    """Whether nothing but the main lanes and one latency for all links matters; a bandwidth has bytes."""
+    constant = isinstance(costs.transfer, int | float) and costs.sender == "free"
+    return constant and costs.bytes is None and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts)
 
 
 def walk_plain(program: Program, costs: Costs, transfer: float, known: Columns) -> tuple[list[float], list[float]]:
@@ -119,13 +119,19 @@ def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Round]
     A rank goes on with the next iteration when it is done with its part of this one; what reads parameters (or the
     state) of a stage waits for the stage's gradient (its new state), which is when they are updated.
     """
-    whole = _with_transfers(program, costs)
-    lanes = _Lanes(whole, costs)
+    whole = program_of_lanes(program, costs)
+    for made in run_lanes(whole, costs, iterations):
+        yield as_before(program, whole, made)
+
+
+def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Round]:
+    """The same for a program that `program_of_lanes` made."""
+    lanes = _Lanes(program, costs)
     ready: dict[Value, float] = {}
-    updates = updated_by(whole)
+    updates = updated_by(program)
     for _ in range(iterations):
         made = lanes.run(ready)
-        yield made if whole is program else _as_before(program, whole, made)
+        yield made
         ready = {
             value: max((made.results[pair] for pair in results), default=0.0) for value, results in updates.items()
         }
@@ -153,17 +159,20 @@ def is_work(kind: str, seconds: float) -> bool:
     return is_scheduled(kind) or (seconds > 0 and kind_of(kind).lane == "main")
 
 
-def _with_transfers(program: Program, costs: Costs) -> Program:
-    """Where transfers wait for each other, or senders for them, they are made ops, so that their order is known.
-    FREE takes no time anywhere."""
+def program_of_lanes(program: Program, costs: Costs) -> Program:
+    """Where transfers wait for each other, or senders for them, or copies count, they are made ops, so that their
+    order is known. FREE takes no time anywhere."""
+    if costs.bytes is not None or costs.sender == "busy":
+        return with_transfers(program)
     if any(op.kind == "FREE" for op in program.ops):
-        ops = tuple(op for op in program.ops if op.kind != "FREE")
-        program = Program.trusted(program.inputs, ops, program.outputs)
-    return program if costs.bandwidth is None and costs.sender == "free" else communicate()(program)
+        return Program.trusted(program.inputs, without_frees(program), program.outputs)
+    return program
 
 
-def _as_before(program: Program, whole: Program, made: Round) -> Round:
-    """The times of a program, from those of the one that has its transfers too."""
+def as_before(program: Program, whole: Program, made: Round) -> Round:
+    """The times of a program, from those of the `program_of_lanes`."""
+    if whole is program:
+        return made
     position = {op.writes: at for at, op in enumerate(whole.ops)}
     starts, ends = [*made.starts], [*made.ends]
     found = [position.get(op.writes, -1) if op.writes else -1 for op in program.ops]

@@ -61,8 +61,9 @@ class Account:
 def bytes_held(
     program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
 ) -> tuple[tuple[float, ...], Steps]:
-    """The most bytes on each rank, as a walk down the program holds them, and how they change in time."""
-    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,) if part.kind != "FREE"]
+    """The most bytes on each rank, as a walk down a program `with_transfers` holds them, and how they change in time:
+    a copy is there from just before its first reader on its rank until after the last."""
+    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
     kept = {end.value for end in program.outputs}
     last = {value: row for row, (op, _) in enumerate(rows) for value in (*op.writes, *op.reads)}
     dead: defaultdict[int, list[Value]] = defaultdict(list)

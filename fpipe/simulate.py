@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, repeat
 
 from fpipe.costs import Costs, the_costs
-from fpipe.lanes import columns, is_plain, walk, walk_plain
+from fpipe.lanes import Columns, as_before, columns, is_plain, program_of_lanes, run_lanes, walk, walk_plain
 from fpipe.memory import bytes_held, units_held
 from fpipe.program import Program, building, the_program
 from fpipe.timeline import Timeline
@@ -43,24 +43,36 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     with building():
         known = columns(program)
         if iterations == 1 and is_plain(known, costs):
-            transfer = costs.transfer
-            assert isinstance(transfer, int | float)
-            starts, ends = walk_plain(program, costs, transfer, known)
-            moved, delivered = None, _delivered(program, ends, transfer)
-            events = tuple(map(_new, repeat(Event), zip(program.ops, starts, ends, strict=True)))
-        else:
-            rounds = list(walk(program, costs, iterations))
-            starts, ends = rounds[0].starts, rounds[0].ends
-            moved = tuple(tuple(made.transfers) for made in rounds)
-            delivered = max(rounds[-1].results.values(), default=0.0)
-            spans = chain.from_iterable(zip(program.ops, made.starts, made.ends, strict=True) for made in rounds)
-            events = tuple(map(_new, repeat(Event), spans))
-        more = (delivered, iterations, program, costs, moved)
-        if costs.bytes is not None:
-            peak, steps = bytes_held(program, costs.storages, starts, ends)
-            return Timeline(events, program.ranks, peak, peak, *more, steps)
-        travelled = (lambda: moved[0]) if moved is not None else lambda: next(walk(program, costs)).transfers
-        return Timeline(events, program.ranks, *units_held(program, starts, ends, travelled, known), *more)
+            return _plainly(program, costs, known)
+        return _by_lanes(program, costs, known, iterations)
+
+
+def _plainly(program: Program, costs: Costs, known: Columns) -> Timeline:
+    """Where nothing but the main lanes matters."""
+    transfer = costs.transfer
+    assert isinstance(transfer, int | float)
+    starts, ends = walk_plain(program, costs, transfer, known)
+    peaks = units_held(program, starts, ends, lambda: next(walk(program, costs)).transfers, known)
+    events = tuple(map(_new, repeat(Event), zip(program.ops, starts, ends, strict=True)))
+    return Timeline(events, program.ranks, *peaks, _delivered(program, ends, transfer), 1, program, costs)
+
+
+def _by_lanes(program: Program, costs: Costs, known: Columns, iterations: int) -> Timeline:
+    """Everything else."""
+    whole = program_of_lanes(program, costs)
+    in_whole = list(run_lanes(whole, costs, iterations))
+    rounds = [as_before(program, whole, made) for made in in_whole]
+    steps = None
+    if costs.bytes is not None:
+        peak, steps = bytes_held(whole, costs.storages, in_whole[0].starts, in_whole[0].ends)
+        peaks = peak, peak
+    else:
+        peaks = units_held(program, rounds[0].starts, rounds[0].ends, lambda: rounds[0].transfers, known)
+    delivered = max(rounds[-1].results.values(), default=0.0)
+    moved = tuple(tuple(made.transfers) for made in rounds)
+    spans = chain.from_iterable(zip(program.ops, made.starts, made.ends, strict=True) for made in rounds)
+    events = tuple(map(_new, repeat(Event), spans))
+    return Timeline(events, program.ranks, *peaks, delivered, iterations, program, costs, moved, steps)
 
 
 def _delivered(program: Program, ends: list[float], transfer: float) -> float:

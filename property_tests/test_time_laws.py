@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
@@ -14,7 +14,7 @@ from fpipe.lanes import Transfer, columns, is_plain, walk, walk_plain
 from fpipe.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.program import Program
 from fpipe.timeline import Timeline
-from property_tests.strategies import Plan, plans
+from property_tests.strategies import Plan, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
 NAMES = (
@@ -79,12 +79,8 @@ def told(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def units(timeline: Timeline) -> Any:
+def held(timeline: Timeline) -> Any:
     return timeline.peak, timeline.peak_released, [timeline.held(rank) for rank in range(timeline.ranks)]
-
-
-def without_bytes(costs: fpipe.Costs) -> bool:
-    return costs.bytes is None
 
 
 @given(plans(), costs(), st.integers(1, 3))
@@ -92,8 +88,23 @@ def test_a_timeline_is_the_same_before_and_after_communicate(plan: Plan, costs: 
     before, after = plan.program, fpipe.communicate()(plan.program)
     one, other = (fpipe.simulate(program, costs, iterations=iterations) for program in (before, after))
     assert told(one) == told(other)
-    if costs.bytes is None:
-        assert units(one) == units(other)
+    assert held(one) == held(other)
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: Plan):
+    net = tiny(plan.takes)
+    model, params, batch = net.model, net.params(), net.batch(8)
+    peaks: set[tuple[float, ...]] = set()
+    by_hand: set[tuple[float, ...]] = set()
+    for program in (plan.program, fpipe.communicate()(plan.program), frees(plan.program)):
+        sizes = fpipe.sizes(program, model, params, batch)
+        ran = fpipe.build(program, model, record=True)(params, batch).timeline
+        peaks |= {sizes.peak, fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak, ran.peak}
+        by_hand |= {fpipe.build(program, model, record=True, trace=False)(params, batch).timeline.peak}
+        assert {event.op for event in ran.events} == {op for op in program.ops if op.kind != "FREE"}
+    assert (len(peaks), len(by_hand)) == (1, 1)
 
 
 @given(plans(), costs(plain=True))
@@ -142,10 +153,10 @@ def test_a_curve_has_its_maximum_at_the_peak_and_ends_at_nothing(plan: Plan, cos
     timeline = fpipe.simulate(plan.program, costs)
     if costs.bytes is None:
         for rank, peak in enumerate(timeline.peak):
-            held = timeline.held(rank)
-            assert max((amount for _, amount in held), default=0) == pytest.approx(peak)
-            assert held[-1][1] == 0
-            assert [when for when, _ in held] == sorted(when for when, _ in held)
+            rows = timeline.held(rank)
+            assert max((amount for _, amount in rows), default=0) == pytest.approx(peak)
+            assert rows[-1][1] == 0
+            assert [when for when, _ in rows] == sorted(when for when, _ in rows)
 
 
 @given(plans(), costs())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.memory import Account, Steps
-from fpipe.program import Op, Value
+from fpipe.program import Op, Program, Value
 from fpipe.timeline import Timeline
 from fpipe.waiting import Event
 
@@ -20,13 +20,17 @@ Storages = dict[Hashable, int]
 
 
 class Book:
-    """The account of a step as it runs, and when each op did."""
+    """The account of a step as it runs, and when each op of a program did. What runs is that program `with_transfers`,
+    so that a copy counts on its rank whether its RECV is an op or not; SENDs and RECVs that it has not are not told."""
 
-    def __init__(self, ranks: int, given: Iterable[Any]) -> None:
+    def __init__(self, program: Program, given: Iterable[Any]) -> None:
         leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        self.account = Account(ranks, storages(leaves))
+        self.account = Account(program.ranks, storages(leaves))
+        told = (*program.ops, *(part for op in program.ops for part in op.parts))
+        self.told = {(op.kind, value): op for op in told for value in op.writes}
         self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
         self.events: list[Event] = []
+        self.rows = 0
         self.steps = Steps()
         self.began = time.perf_counter()
 
@@ -37,9 +41,12 @@ class Book:
         for device in self.devices:  # an op is over when its work is
             torch.accelerator.synchronize(device)
         span = started - self.began, time.perf_counter() - self.began
-        self.events += [Event(op, *span) for op in ops]
+        for op in ops:
+            same = [self.told[op.kind, value] for value in op.writes if (op.kind, value) in self.told]
+            self.events += [Event(known, *span) for known in same[:1]]
         found = [(value, storages(leaves)) for value, leaves in written]
-        row = len(self.events)
+        self.rows += 1
+        row = self.rows
         added, gone = self.account.note(ops[0].rank, found, dead)
         self.steps += [(span[0], row, where, size) for where, size in added]
         self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]

@@ -31,6 +31,7 @@ from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
 from fpipe.stage_module import StageModule
+from fpipe.transforms.communicate import with_transfers
 
 
 def local(
@@ -44,7 +45,9 @@ def local(
     loss_scale: float = 1.0,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result`."""
-    by_hand = walk(program, model, record=record, check_finite=check_finite, loss_scale=loss_scale)
+    told = program if record else None
+    program = with_transfers(program) if record else program
+    by_hand = walk(program, model, record=told, check_finite=check_finite, loss_scale=loss_scale)
     if not trace:
         return by_hand
     signatures = Signatures(model)
@@ -56,7 +59,7 @@ def local(
             known[signatures.of(*tree.flatten(example), example=True)] = made
 
     def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
-        seen = walk(program, model, record=record, check_finite=check_finite, see=plain.see, loss_scale=loss_scale)
+        seen = walk(program, model, record=told, check_finite=check_finite, see=plain.see, loss_scale=loss_scale)
         return seen(*given[:2], state=given[2], key=key)
 
     def step(
@@ -83,10 +86,10 @@ def local(
                     signatures.count(signature, given)
                     if result is not None:
                         return result
-        if not isinstance(lowered, Prepared) or (record and lowered.plain.stages):
+        if not isinstance(lowered, Prepared) or (told and lowered.plain.stages):
             return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
         try:
-            return lowered.run(leaves, state, key, record=record, check_finite=check_finite)
+            return lowered.run(leaves, state, key, record=told, check_finite=check_finite)
         except (Surprise, RuntimeError) as error:
             made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
             known[signature] = None
@@ -192,7 +195,9 @@ class Prepared:
         self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
         self.results = self._results(program, params, whole, state, {*self.given})
 
-    def run(self, leaves: Sequence[Any], state: Any, key: int | None, *, record: bool, check_finite: bool) -> Result:
+    def run(
+        self, leaves: Sequence[Any], state: Any, key: int | None, *, record: Program | None, check_finite: bool
+    ) -> Result:
         """One step."""
         slots = self.start[:]
         if self.key is not None:
@@ -208,7 +213,7 @@ class Prepared:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
             own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
-            book = Book(self.program.ranks, [*leaves, *own]) if record else None
+            book = Book(record, [*leaves, *own]) if record else None
             if book or check_finite:
                 self._watched(slots, book, check_finite)
             else:

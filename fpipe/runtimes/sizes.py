@@ -16,6 +16,7 @@ from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
 from fpipe.runtimes.match import check_match
 from fpipe.runtimes.shapes import Plain
+from fpipe.transforms.communicate import with_transfers
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Sizes:
 
     Attributes:
         bytes: for each value the bytes of the distinct storages it lies in, those of params and batch aside.
-        peak: for each rank the most bytes it holds: values from where they are written to where they are read last.
+        peak: for each rank the most bytes it holds: values from where they are written to where they are read last,
+            copies of other ranks' from just before they are read first, whether their transfers are ops or not.
     """
 
     bytes: Mapping[Value, int]
@@ -81,7 +83,7 @@ def sizes(
     """
     check_match(program, model)
     try:
-        lowered = Prepared(program, model, params, batch, state, None, Plain())
+        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Plain())
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     things = lowered.things

@@ -26,7 +26,7 @@ def walk(
     program: Program,
     model: Model,
     *,
-    record: bool = False,
+    record: Program | None = None,
     check_finite: bool = False,
     see: Callable[[Value, Any], None] | None = None,
     loss_scale: float = 1.0,
@@ -48,9 +48,9 @@ def walk(
         batch, sizes = batch_of(program, batch)
         if state is not None and len(state) != len(model.stages):
             raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
-        run = Run(model, sum(sizes), record, wanted, loss_scale, sizes, key)
+        run = Run(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
         values = handed_in(program, model, params, batch, state, key)
-        book = Book(program.ranks, tree.leaves([*values.values()])) if record else None
+        book = Book(record, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
             try:
                 started = time.perf_counter()

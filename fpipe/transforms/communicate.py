@@ -59,6 +59,18 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     return transform
 
 
+def with_transfers(program: Program) -> Program:
+    """The form in which bytes are counted: with every transfer an op, and without FREE, since the last read says it."""
+    if any(op.kind == "FREE" for op in program.ops):
+        program = Program.trusted(program.inputs, without_frees(program), program.outputs)
+    return communicate()(program)
+
+
+def without_frees(program: Program) -> tuple[Op, ...]:
+    """The ops of a program but FREE, which takes no time and writes nothing."""
+    return tuple(op for op in program.ops if op.kind != "FREE")
+
+
 def _its_own(op: Op) -> object:
     return op
 
