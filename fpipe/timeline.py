@@ -22,8 +22,8 @@ class Timeline(Shown):
     microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
     the end of W or of a full backward; `peak_released` lets go of them at the end of I. With `Costs(bytes=...)`, and in
     a measured timeline (`build(record=True)`), peaks are bytes: of distinct storages alive, as a walk down the program
-    holds them, copies on the ranks of their readers too, whether their transfers are ops or not. `delivered`: when the last result reached its last home; sums that ranks exchange for it
-    take no rank's time.
+    holds them, copies on the ranks of their readers too, whether their transfers are ops or not. `delivered`: when the
+    last result reached its last home; sums that ranks exchange for it take no rank's time.
 
     Attributes:
         events: (op, start, end) of every op, in the order of the program, one iteration after the other.
