@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,24 @@ def test_a_path_is_read_as_text_is(tmp_path: Path):
     file = tmp_path / "order.csv"
     file.write_text("0F0,0B0\n")
     assert torch_pipelining.from_csv(file) == torch_pipelining.from_csv("0F0,0B0")
+
+
+@pytest.mark.parametrize("read", [torch_pipelining.from_csv, fpipe.schedules.from_table])
+def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path], object], tmp_path: Path):
+    """It was `[Errno 2] No such file or directory`."""
+    (tmp_path / "orders.csv").write_text("0F0,0B0")
+    assert read(tmp_path / "orders.csv")
+    with pytest.raises(FileNotFoundError) as refused:
+        read(tmp_path / "order.csv")
+    mend = f"Did you mean {str(tmp_path / 'orders.csv')!r}?"
+    assert str(refused.value) == f"there is no file {str(tmp_path / 'order.csv')!r}. {mend}"
+    with pytest.raises(FileNotFoundError, match="there is no file 'order.csv' here, in "):
+        read(Path("order.csv"))
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+        read(tmp_path)
+    (tmp_path / "orders.csv").write_bytes(b"0F0,\xff")
+    with pytest.raises(ProgramError, match="this is not text: byte 4 is no UTF-8"):
+        read(tmp_path / "orders.csv")
 
 
 @pytest.mark.parametrize(

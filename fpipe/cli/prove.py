@@ -35,9 +35,9 @@ def check(files: Files, replicated: Replicated = False) -> None:
         name = "standard input" if file == "-" else file
         try:
             print(f"{name}: {sizes(read(file, replicated=replicated))}")
-        except (ProgramError, OSError, UnicodeDecodeError) as error:
+        except (ProgramError, OSError) as error:
             wrong += 1
-            complain(f"{name}: {error}")
+            complain(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
     if wrong:
         raise typer.Exit(1)
 

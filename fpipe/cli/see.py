@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fpipe.bounds import bounds
-from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of
+from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of, usage
 from fpipe.cli.output import complain, number, table
 from fpipe.cli.what import is_file
 from fpipe.costs import Costs
@@ -17,10 +17,22 @@ from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
 from fpipe.simulate import simulate
 
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it, to scale, for a page.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it for a document (fpipe[plot]).")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it on a page to zoom into.")]
-Perfetto = Annotated[Path | None, typer.Option("--perfetto", metavar="FILE.json", help="A trace for ui.perfetto.dev.")]
+
+def _to(word: str, ending: str, says: str) -> Any:
+    """An option for a picture, which is of its kind whatever else the file's name would say."""
+
+    def picture(text: str) -> Path:
+        if Path(text).suffix != ending:
+            raise ValueError(f"--{word} writes {ending}, found {text!r}; name it {Path(text).with_suffix(ending)}.")
+        return Path(text)
+
+    return typer.Option(f"--{word}", metavar=f"FILE{ending}", parser=usage(picture), help=says)
+
+
+Svg = Annotated[Path | None, _to("svg", ".svg", "Draw it, to scale, for a page.")]
+Png = Annotated[Path | None, _to("png", ".png", "Draw it for a document (fpipe[plot]).")]
+Html = Annotated[Path | None, _to("html", ".html", "Draw it on a page to zoom into.")]
+Perfetto = Annotated[Path | None, _to("perfetto", ".json", "A trace for ui.perfetto.dev.")]
 
 
 def schedules() -> None:

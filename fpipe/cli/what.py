@@ -16,7 +16,7 @@ from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
-from fpipe.transforms.cells import Cell, Key, parse_cell, read_table
+from fpipe.transforms.cells import Cell, Key, parse_cell, read_table, text_of
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
@@ -72,17 +72,7 @@ def read(file: str, *, replicated: bool = False) -> Program:
         ProgramError: it is none of these, with row and column of what is wrong; or it means nothing.
         OSError: there is no such file, or it is a folder.
     """
-    if Path(file).is_dir():
-        raise IsADirectoryError("this is a folder; name a file in it.")
-    if file != "-" and not Path(file).is_file():
-        raise FileNotFoundError("there is no such file.")
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProgramError(
-            f"this is not text: byte {error.start} is no UTF-8. Write a program, a table, CSV or JSON."
-        ) from None
-    return program_of(text, replicated=replicated)
+    return program_of(sys.stdin.read() if file == "-" else text_of(Path(file)), replicated=replicated)
 
 
 def program_of(text: str, *, replicated: bool = False) -> Program:

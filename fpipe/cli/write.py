@@ -65,6 +65,8 @@ def export(
         raise ProgramError(f"{error} (--format table, json and text write any program.)") from None
     if output is None:
         print(text, end="")
+    elif not output.parent.is_dir():
+        raise FileNotFoundError(f"{str(output.parent)!r} is not a folder: make it before a file is written there.")
     else:
         output.write_text(text)
         print(f"wrote {output}")

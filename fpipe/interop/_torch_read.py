@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fpipe.program import ProgramError
+from fpipe.transforms.cells import text_of
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -79,7 +80,7 @@ def actions_of(rows: Sequence[Sequence[Cell]], kinds: Sequence[str]) -> Iterator
 
 def _lines(table: str | Path) -> list[list[str]]:
     if isinstance(table, Path):
-        table = table.read_text()
+        table = text_of(table)
     if not isinstance(table, str):
         raise TypeError(f"a table is CSV text or the path of a CSV file, found {type(table).__name__}.")
     if table.endswith(".csv") and "\n" not in table:

@@ -40,6 +40,7 @@ def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
     Raises:
         ProgramError: a stray cell, by row and column; an op or a transfer that is missing or stands twice; orders that
             wait for each other for ever.
+        FileNotFoundError: there is no such file.
 
     Source: torch.distributed.pipelining, `_Action.from_str`.
 

@@ -21,6 +21,7 @@ def from_table(rows: Table, *, replicated: bool = False) -> Transform:
     Raises:
         ProgramError: a cell that cannot be read (with row and column), a missing rank, an op that is missing, stands
             twice or is not in the program, a stage on two ranks, orders that wait for each other for ever.
+        FileNotFoundError: there is no such file.
 
     >>> import fpipe
     >>> table = '''

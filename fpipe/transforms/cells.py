@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def is_general(cell: str) -> bool:
 def read_table(table: Table) -> list[list[Cell]]:
     """The cells of each rank, idle ones left out."""
     if isinstance(table, Path):
-        table = table.read_text()
+        table = text_of(table)
     if isinstance(table, str):
         if table.endswith((".csv", ".txt")) and "\n" not in table:
             raise ProgramError(f"{table!r} is the name of a file, it seems; hand in pathlib.Path({table!r}).")
@@ -83,6 +84,30 @@ def read_table(table: Table) -> list[list[Cell]]:
     if not rows:
         raise ProgramError("the table is empty; give a list of cells for each rank.")
     return rows
+
+
+def text_of(file: Path) -> str:
+    """What a file says; a byte order mark is none of it.
+
+    Raises:
+        FileNotFoundError: there is no such file; the closest name in its folder is offered.
+        IsADirectoryError: it is a folder.
+        ProgramError: it is no text.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{str(file)!r} is a folder; name a file in it.")
+    if not file.exists():
+        there = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
+        close = difflib.get_close_matches(file.name, there, n=1)
+        hint = f" Did you mean {str(file.with_name(close[0]))!r}?" if close else ""
+        where = f" here, in {str(Path.cwd())!r}" if file.parent == Path() else ""
+        raise FileNotFoundError(f"there is no file {str(file)!r}{where}.{hint}")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProgramError(
+            f"this is not text: byte {error.start} is no UTF-8. Write a program, a table, CSV or JSON."
+        ) from None
 
 
 def _idle(cell: object) -> bool:
