@@ -96,6 +96,16 @@ def test_too_few_stages_are_refused():
         fpipe.schedules.about("dualpipev").program(2, 4, 3)
     with pytest.raises(ProgramError, match=r"hanayo: waves=2 on 2 ranks passes 8 stages, found 4."):
         fpipe.schedules.about("hanayo").program(2, 4, 4, waves=2)
+    with pytest.raises(ProgramError, match=r"hanayo: a wave goes .* through 6 stages on 3 ranks; this program has 5"):
+        fpipe.schedules.about("hanayo").program(3, 4, 5)
+    assert "through 6 stages on 3 ranks" in (fpipe.schedules.about("hanayo").refuses(3, 5, 4) or "")
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_there_are_as_many_waves_as_the_stages_allow(waves: int):
+    """One wave of groups of neighbours was the default, whatever the stages: w times the bubble."""
+    program = fpipe.split(6)(fpipe.program(6 * waves + 1))
+    assert fpipe.schedules.hanayo(3)(program) == fpipe.schedules.hanayo(3, waves=waves)(program)
 
 
 def test_waves_are_a_number():

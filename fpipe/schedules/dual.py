@@ -91,8 +91,8 @@ def _two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
     "DualPipeV",
     "Qi et al. 2025, DualPipe cut in half; torch.distributed.pipelining",
     idle="(p-1)(F+2B-W)/2 for F=B, where a pair takes F+B+W",
-    peak="p+1/2",
-    accepts="m >= 2p; 2 stages a rank",
+    peak="p+1/2 for two chunks of one size a rank",
+    accepts="m >= 2p; at least 2 stages a rank",
     stages_per_rank=2,
     refuses=_two_stages,
 )
@@ -101,7 +101,8 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
 
     A rank does with its early and its late stage what DualPipe does with its two directions. The bubble is
     (p-1)(F&B+B-3W)/2 for F=B (B the full backward), and p+1/2 microbatches are held. The order is that of
-    `torch.distributed.pipelining.ScheduleDualPipeV`, cell by cell.
+    `torch.distributed.pipelining.ScheduleDualPipeV`, cell by cell. More stages make larger chunks of neighbours; where
+    they are no multiple of 2p some are larger than others, and the formulas of one size do not hold.
 
     Args:
         ranks: any number.

@@ -74,5 +74,12 @@ def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = No
     makespan 27, span 27, bubble 11.1%, peak per rank [1, 1, 1, 1]
     >>> print(fpipe.simulate(fpipe.schedules.pipe_offload(4, cap=2)(eight), costs))
     makespan 27, span 27, bubble 11.1%, peak per rank [2, 2, 2, 2]
+    >>> three = fpipe.schedules.pipe_offload(3)(fpipe.split(3)(fpipe.program(6)))
+    >>> print(fpipe.plot(three))
+    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2  .   .  3I0 3W0  .  3I1 3W1  .  3I2 3W2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1 |  .  1F0 1F1 1F2 4F0 4F1  .  4I0 4W0 4F2 4I1 4W1  .  4I2 4W2 1I0 1W0 1I1 1W1 1I2 1W2  .
+    rank 2 |  .   .  2F0 2F1 2F2 5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 5W2 2I0 2W0 2I1 2W1 2I2 2W2  .   .
+    >>> print(*three.table(comms=True)[0][11:18])
+    3F1 OFFLOAD(res[3,1]@host) 3F2 OFFLOAD(res[3,2]@host) LOAD(res[3,0]@host@0) 3I0 3W0
     """
     return chain(group_interleaved(ranks, group), offload("worthwhile", cap=cap, lead=lead))

@@ -79,6 +79,11 @@ def chimera(ranks: int) -> Transform:
 def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
     if ranks < 2:
         return "a wave turns at the first and the last of at least 2 ranks, found 1. Use fpipe.schedules.one_f_one_b."
+    if stages < 2 * ranks:
+        return (
+            f"a wave goes down the ranks and back up, through {2 * ranks} stages on {ranks} ranks; this program has "
+            f"{stages}. Cut the model finer, or use fewer ranks."
+        )
     return None
 
 
@@ -86,17 +91,24 @@ def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
     "Hanayo",
     "Liu et al. 2023, arXiv 2308.15762",
     idle="(p-1)(m/p+1)F/w for w waves, B+W=2F and p | m; at m=p (2p-2)/w",
-    peak="min(m, p - (p-1-r)/v)",
-    accepts="p >= 2; 2w stages a rank for w waves",
+    peak="min(m, p - (p-1-r)/v) for v=2w",
+    accepts="p >= 2; at least 2 stages a rank, 2w for w waves",
     stages_per_rank=2,
     refuses=_turns,
 )
-def hanayo(ranks: int, waves: int = 1) -> Transform:
+def hanayo(ranks: int, waves: int | None = None) -> Transform:
     """Chimera's order without replicas: the stages go down the ranks and back up, in one or more waves (Hanayo, 2023).
 
     Each of the `waves` takes two stages (or as many groups of neighbours) on every rank, so that no transfer is needed
     where a wave turns. More waves, less bubble, more transfers: (2p-2)/waves forwards of a device's share for m=p and
     B+W=2F. More than p microbatches run in units of p, of which the next starts in the drain of the one before.
+
+    Args:
+        ranks: at least 2.
+        waves: how often a microbatch goes down and back up; by default as often as the stages allow.
+
+    Raises:
+        ProgramError: fewer stages than the waves pass.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.hanayo(3))(fpipe.program(6))
@@ -105,18 +117,19 @@ def hanayo(ranks: int, waves: int = 1) -> Transform:
     rank 1 |  .  1F0 1F1  .  4F0 1F2 4F1 4B0 4F2 4B1 1B0 4B2 1B1  .  1B2  .
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2 3F2 3B0 2B0 3B1 2B1 3B2 2B2  .   .
     """
-    if type(waves) is not int or waves < 1:
+    if waves is not None and (type(waves) is not int or waves < 1):
         raise ValueError(f"waves is a whole number, at least 1; found {waves!r}.")
 
     @transforming
     def transform(program: Program) -> Program:
-        if program.stages < 2 * ranks * waves:
+        most = program.stages // (2 * ranks)
+        if waves is not None and waves > most:
             raise ProgramError(
                 f"hanayo: waves={waves} on {ranks} ranks passes {2 * ranks * waves} stages, found {program.stages}. "
                 "Cut the model finer, or use fewer waves or ranks."
             )
-        chunks = stage_ranks("linear", program.stages, 2 * ranks * waves)
-        turning = [*range(ranks), *reversed(range(ranks))] * waves
+        turning = [*range(ranks), *reversed(range(ranks))] * (waves or most)
+        chunks = stage_ranks("linear", program.stages, len(turning))
         shares = [[stage for stage, chunk in enumerate(chunks) if chunk == own] for own in range(len(turning))]
         rows = _in_slots([(range(program.microbatches), [*zip(turning, shares, strict=True)])], ranks, unit=ranks)
         return in_rows([turning[chunk] for chunk in chunks], None, lambda program, placement: rows)(program)
