@@ -79,9 +79,16 @@ def bytes_held(
 
 
 def shares(program: Program) -> list[int]:
-    """How many forwards one microbatch has on each rank (chunks times slices), which together count 1."""
+    """How many forwards one microbatch has on each rank (chunks times slices), which together count 1.
+
+    A forward counts where its residuals are made: a stage that is recomputed, maybe on another rank, at its R.
+    """
     ops = parts_of(program.ops)
-    forwards = compress(ops, map("F".__eq__, map(itemgetter(0), ops)))
+    kinds = list(map(itemgetter(0), ops))
+    forwards = compress(ops, map("F".__eq__, kinds))
+    if "R" in kinds:
+        made = [op for op in ops if op[0] in "FR" and any(value[0] == "res" for value in op[6])]
+        forwards = made or forwards
     share = [1] * program.ranks
     for (rank, _), count in Counter(map(itemgetter(4, 2), forwards)).items():
         share[rank] = max(share[rank], count)

@@ -177,3 +177,12 @@ def test_readers_for_which_again_says_the_same_share_a_trip():
     for again, trips in ((["params"], 8), ({"params": parity}, 2), ((), 1)):
         program = fpipe.communicate(again=again)(placed)
         assert sum(op.kind == "SEND" and op.reads[0].name == "params" for op in program.ops) == trips
+
+
+def test_a_peak_counts_the_stages_whose_residuals_a_rank_makes():
+    """Groups of three stages went forward on rank 0, which keeps nothing of them and later holds one of two stages
+    that it recomputes: a half, where 1/3 was read."""
+    assert fpipe.simulate(of(4)).peak == (0.5, 0.5, 0)
+    program = fpipe.schedules.about("one_f_one_b").program(2, 4)
+    again = fpipe.checkpoint("always")(program)
+    assert fpipe.simulate(again).peak == (1, 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.costs import Costs, the_costs
+from fpipe.memory import shares
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
 from fpipe.schedules.line import way
@@ -116,7 +117,7 @@ class _Desk:
         self.takes: list[int] = []  # activations that an op starts to hold
         self.drops: list[int] = []  # and those that it has let go when it ends
         self.work = self._read(program, costs)
-        self.share = _shares(program)
+        self.share = shares(program)
         self.held = [0] * program.ranks
         self.last: list[int | None] = [None] * program.ranks  # the op whose end frees what it drops
         for rank, (limit, least) in enumerate(zip(limits, self._least(), strict=True)):
@@ -246,17 +247,6 @@ class _Desk:
             "Keep room for what is further on: let the key be math.inf for the forward of an early stage while "
             "now.held is near the cap, prefer older microbatches, or raise the cap."
         )
-
-
-def _shares(program: Program) -> list[int]:
-    """How many forwards of one microbatch each rank does: its stages, or stages times slices."""
-    forwards = Counter(
-        (op.rank, part.microbatch) for op in program.ops for part in op.parts or (op,) if part.kind == "F"
-    )
-    share = [1] * program.ranks
-    for (rank, _), count in forwards.items():
-        share[rank] = max(share[rank], count)
-    return share
 
 
 def _waits(key: object) -> bool:
