@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path
         read(tmp_path / "order.csv")
     mend = f"Did you mean {str(tmp_path / 'orders.csv')!r}?"
     assert str(refused.value) == f"there is no file {str(tmp_path / 'order.csv')!r}. {mend}"
-    with pytest.raises(FileNotFoundError, match="there is no file 'order.csv' here, in "):
+    with pytest.raises(FileNotFoundError, match=r"there is no file 'order\.csv' here, in "):
         read(Path("order.csv"))
     with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
         read(tmp_path)
