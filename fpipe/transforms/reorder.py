@@ -17,7 +17,7 @@ from fpipe.program import Op, Program, ProgramError, building, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, parse_cell, read_table, show
 from fpipe.transforms.place import Homes, homes_said, stage_ranks
-from fpipe.transforms.split_backward import split_backward
+from fpipe.transforms.split_backward import halved
 
 
 def reorder(order: Table | Callable[[Program], Rows]) -> Transform:
@@ -96,7 +96,10 @@ def _split_where_named(program: Program, rows: Rows) -> Program:
                 halves.update((key[1], key[2]) for key in _keys(cell) if key[0] in "IW")
     if halves:
         halves &= {(op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "B"}
-    return split_backward(where=lambda stage, microbatch: (stage, microbatch) in halves)(program) if halves else program
+    if not halves:
+        return program
+    ops = halved(program.ops, lambda stage, microbatch: (stage, microbatch) in halves)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)  # the table orders them
 
 
 def _keys(cell: str) -> tuple[Key, ...]:

@@ -9,12 +9,14 @@ The first stage has an I too: it writes what its W reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from fpipe.program import Op, Program, Value, kind_of, pair
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 
 Where = Callable[[int, int], bool]
+
+_new = tuple.__new__
 
 
 def split_backward(where: Where | None = None) -> Transform:
@@ -31,29 +33,32 @@ def split_backward(where: Where | None = None) -> Transform:
     rank 0 | 0F0 1F0 1I0 1W0 0I0 0W0
     """
 
-    def change(op: Op) -> Iterator[Op]:
-        if op.parts and any(part.kind == "B" for part in op.parts):
-            yield from _split_in_pair(op, change)
-        elif op.kind == "B" and (where is None or where(op.stage or 0, op.microbatch or 0)):
-            gradients = tuple(value for value in op.writes if value.name == "g")
-            cotangents = tuple(value for value in op.writes if value.name != "g")
-            handed = Value("wres", op.stage, op.microbatch, op.slice)
-            params = tuple(value for value in op.reads if value.name == "params")
-            yield op._replace(kind="I", writes=(*cotangents, handed))
-            yield op._replace(kind="W", reads=(*params, handed), writes=gradients, how=())
-        else:
-            yield op
-
     if where is not None and not callable(where):
         raise TypeError(f"where is f(stage, microbatch) -> bool or None, found {where!r}.")
-    return transforming(lambda program: rebuilt(program, [made for op in program.ops for made in change(op)]))
+    return transforming(lambda program: rebuilt(program, halved(program.ops, where)))
 
 
-def _split_in_pair(op: Op, change: Callable[[Op], Iterator[Op]]) -> Iterator[Op]:
-    """The I of a paired backward stays in the pair; its W follows."""
-    made = [new for part in op.parts for new in change(part)]
-    yield pair(*(part for part in made if part.kind != "W"))
-    yield from (part for part in made if part.kind == "W")
+def halved(ops: Iterable[Op], where: Where | None) -> list[Op]:
+    """The ops with I and W in the places of the full backwards; the I of a paired one stays in the pair."""
+    made: list[Op] = []
+    for op in ops:
+        if op.parts:
+            parts = halved(op.parts, where)
+            if len(parts) == len(op.parts):
+                made.append(op)
+            else:
+                made.append(pair(*(part for part in parts if part.kind != "W")))
+                made += [part for part in parts if part.kind == "W"]
+        elif op.kind == "B" and (where is None or where(op.stage or 0, op.microbatch or 0)):
+            handed = Value("wres", *op[1:4])
+            cotangents = [value for value in op.writes if value.name != "g"]
+            made.append(_new(Op, ("I", *op[1:6], (*cotangents, handed), *op[7:])))
+            params = [value for value in op.reads if value.name == "params"]
+            gradients = tuple([value for value in op.writes if value.name == "g"])
+            made.append(_new(Op, ("W", *op[1:5], (*params, handed), gradients, (), ())))
+        else:
+            made.append(op)
+    return made
 
 
 def merge_backward() -> Transform:
