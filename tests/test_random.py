@@ -159,6 +159,23 @@ def test_a_loss_that_draws_goes_on_from_its_stage():
     assert torch.equal(own.loss, by_walk.loss)
 
 
+def test_numbers_that_nobody_reads_are_drawn_before_those_of_the_loss():
+    """In the last stage they came after the loss's own, which then were others."""
+
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = F.dropout(x @ p["w"])
+        torch.rand(3)
+        return y
+
+    def noisy(y: Tensor, target: Tensor) -> Tensor:
+        return (F.dropout(y) - target).square().mean()
+
+    model = fpipe.from_functions([stage], noisy)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+
+
 def test_a_stage_that_looks_at_data_draws_the_same():
     def odd(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return F.dropout(x @ p["w"]) * (2 if float(x.detach().sum()) > 0 else 3)

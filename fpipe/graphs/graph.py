@@ -197,6 +197,8 @@ def inlined(first: Graph, then: Graph) -> Graph:
     same = {first.facts[seed].storage: facts[dx].storage for seed, dx in up.items()}
     facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
     forward = first.behind(leaf for label in ("y", "carry", "state") for leaf in first.writes.get(label, ()))
+    # Numbers that nobody reads are drawn too, before the loss's own.
+    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get("rng", ())}
     end = 1 + max((at for at, node in enumerate(first.nodes) if node.name in forward), default=-1)
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
