@@ -9,12 +9,14 @@
 The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
 before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
 their own; a parameter read in two stages is tied. The number of rows stays open, other sizes are those of the example.
+What is drawn at random belongs to the stage where it is drawn, and follows from the key as any stage's numbers do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +30,18 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fpipe import tree
 from fpipe.functions import from_functions
-from fpipe.graphs.draws import draws
 from fpipe.kept import written_down
+from fpipe.keys import drawing, seed_of
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
 from fpipe.models import Model, Reduction, refuse_inference_mode
 from fpipe.params import join_params
+from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
 
 _TRACING = threading.local()
+_SEEDED = threading.local()
+_KEY = 0
 
 
 def boundary(values: Any) -> Any:
@@ -51,6 +56,9 @@ def boundary(values: Any) -> Any:
     >>> boundary({"x": torch.ones(2)})
     {'x': tensor([1., 1.])}
     """
+    if hasattr(_SEEDED, "stage"):
+        _SEEDED.stage += 1
+        torch.manual_seed(seed_of(_KEY, _SEEDED.stage, 0))
     if not hasattr(_TRACING, "marks"):
         return values
     leaves, containers = tree.flatten(values)
@@ -75,7 +83,8 @@ def from_loss(
     Args:
         loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
             called on tensors without data, and once on the example to compare. Only what comes after the last mark may
-            read the target, and with it no parameter.
+            read the target, and with it no parameter. Random numbers are those that torch draws where each stage begins
+            with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
         params: any pytree of tensors.
         batch: an example (inputs, target); rows may differ later, other sizes may not.
         reduction, aux: how the losses of microbatches make one, and whether there are auxiliary results, as in
@@ -87,7 +96,8 @@ def from_loss(
 
     Raises:
         ValueError: a mark inside no_grad or autocast, or with nothing to compute before it; a stage that reads the
-            target; a function that does another thing for other numbers of rows, or that a trace does not hold.
+            target; a function that does another thing for other numbers of rows, that a trace does not hold, or that
+            writes buffers of a module.
 
     >>> import fpipe
     >>> def loss_fn(params, batch):
@@ -101,7 +111,9 @@ def from_loss(
     check_batch(batch)
     refuse_inference_mode()
     names = _names(params)
-    marked = Marked(_traced(loss_fn, params, batch), names)
+    reached = modules_of(loss_fn)
+    with unwritten(reached):
+        marked = Marked(_traced(loss_fn, params, batch), names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
     )
@@ -111,7 +123,8 @@ def from_loss(
     leaves = dict(zip(names, tree.leaves(params), strict=True))
     own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        _compare(loss_fn, params, batch, model, own, names)
+        with unwritten(reached):
+            _compare(loss_fn, params, batch, model, own, names)
     return model, own
 
 
@@ -150,17 +163,11 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
 
     _TRACING.marks = 0
     try:
-        with torch.enable_grad(), mode, written_down():
+        with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down():
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         marks: int = _TRACING.marks
     finally:
         del _TRACING.marks
-    drawing = next((n.target for n in module.graph.nodes if draws(n.target, n.args, dict(n.kwargs))), None)
-    if drawing is not None:
-        raise ValueError(
-            f"loss_fn draws random numbers ({drawing}): what is cut is compared with the function itself, which knows "
-            "no key. Write its stages for from_functions, or switch them off."
-        )
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
         raise ValueError("loss_fn holds for one number of rows only, that of the example: it compares or fixes it.")
@@ -190,16 +197,16 @@ def _compare(
     the backward of a custom `autograd.Function`."""
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    with torch.enable_grad():
+    with torch.enable_grad(), _seeding():
         loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
         )
-    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch)
+    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch, key=_KEY)
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
-            "something that a trace does not hold, such as values read by .item()."
+            "something that a trace does not hold, such as values read by .item(), or a seed of its own."
         )
     right = dict(zip(map(id, trained), own_grads, strict=True))
     for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
@@ -211,6 +218,17 @@ def _compare(
                 f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, say, whose "
                 "backward no trace above autograd holds. Use from_functions."
             )
+
+
+@contextmanager
+def _seeding() -> Generator[None]:
+    """Each stage draws what a step's would for the first microbatch."""
+    _SEEDED.stage = 0
+    try:
+        with drawing(seed_of(_KEY, 0, 0), "loss_fn"):
+            yield
+    finally:
+        del _SEEDED.stage
 
 
 def _alone(model: Model) -> Callable[[Any, Any], Any]:

@@ -9,12 +9,14 @@ anew by each stage that reads it, and no stage hands it on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from fpipe import tree
+from fpipe.graphs.draws import draws
 from fpipe.models import Source
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
@@ -114,13 +116,14 @@ class Marked:
             raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.")
 
     def _free(self) -> set[fx.Node]:
-        """What needs no tensor of anybody, and whose memory nothing writes: sizes, masks, literals."""
+        """What needs no tensor of anybody, and whose memory nothing writes: sizes, masks, literals; but no numbers
+        drawn at random, which would be others in another stage."""
         free: set[fx.Node] = set()
         for node in self.traced.module.graph.nodes:
             literal = node.op == "get_attr"
             size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
             made = node in self.at and not _switches(node) and all(one in free for one in self.needs(node))
-            if (literal or size or made) and node not in self.changed and not _writes(node):
+            if (literal or size or made) and node not in self.changed and not _writes(node) and not _draws(node):
                 free.add(node)
         return free
 
@@ -144,6 +147,18 @@ class Marked:
                 raise ValueError(
                     f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
                     "Compute what needs them before the target comes in."
+                )
+        drawing = [node for node in self.at if _draws(node)]
+        owner = next((node for node in drawing if node.kwargs.get("generator") is not None), None)
+        if owner is not None:
+            raise ValueError(
+                f"loss_fn draws from a generator of its own ({owner.target}), which is in no key; draw without it."
+            )
+        for before, node in pairwise(drawing):
+            if before in self.judged and node not in self.judged:
+                raise ValueError(
+                    f"{before.name} draws random numbers for the loss, and {node.name} after it for what comes before "
+                    "the loss; draw them in the other order."
                 )
         for stage in range(self.last + 1):
             balance = [_SWITCHES.index(_name(node)) for node, at in self.at.items() if at == stage and _switches(node)]
@@ -170,7 +185,7 @@ class _Part:
         self.batch: dict[fx.Node, int] = {}
         self.taken: dict[fx.Node, None] = {}
         self.sizes: list[fx.Node] = []
-        todo = [*self.wanted, *(node for node in whole.at if stage is not None and own(node) and _stays(node))]
+        todo = [*self.wanted, *(node for node in whole.at if own(node) and _stays(node))]
         while todo:
             node = todo.pop()
             if node in found:
@@ -341,4 +356,9 @@ def _writes(node: fx.Node) -> bool:
 
 def _stays(node: fx.Node) -> bool:
     """Whether an operation is there for more than its result."""
-    return _switches(node) or _writes(node)
+    return _switches(node) or _writes(node) or _draws(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers: those after it are others without it."""
+    return draws(node.target, node.args, dict(node.kwargs))

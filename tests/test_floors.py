@@ -24,6 +24,7 @@ FLOORS = {
         "functions",
         "models",
         "kept",
+        "reached",
         "marks",
         "marked",
         "modules",

@@ -214,9 +214,17 @@ REFUSED = {
         simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()),
         "the stages give another gradient of w than loss_fn: a custom autograd.Function, say",
     ),
-    "random numbers": (
-        simple(lambda y, w, t: (F.dropout(y @ w) - t).square().mean()),
-        r"loss_fn draws random numbers \(aten.dropout.default\): what is cut is compared with the function itself",
+    "a generator of its own": (
+        simple(lambda y, w, t: (y @ w * torch.rand(4, generator=torch.Generator()) - t).square().mean()),
+        r"loss_fn draws from a generator of its own \(aten.rand.generator\), which is in no key; draw without it.",
+    ),
+    "numbers for the loss before others": (
+        simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()),
+        "dropout draws random numbers for the loss, and dropout_1 after it for what comes before the loss; draw them",
+    ),
+    "a seed of its own": (
+        simple(lambda y, w, t: (torch.manual_seed(3), (F.dropout(y @ w) - t).square().mean())[1]),
+        r"it does something that a trace does not hold, such as values read by \.item\(\), or a seed of its own\.",
     ),
     "a fixed number of rows": (
         simple(lambda y, w, t: (y @ w - t).mean() * (2 if y.shape[0] == 6 else 1)),
@@ -270,3 +278,154 @@ def test_an_example_of_one_row_and_a_net_called_by_functional_call():
     assert list(own[0]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
     assert fpipe.verify(program, model, own, (torch.randn(7, 4), torch.randn(7, 4))).bitwise
+
+
+# Random numbers: each stage draws as if it began with torch.manual_seed(fold_in(key, stage, microbatch)).
+
+KEY = 11
+
+
+def noisy(mark: Any) -> Any:
+    """A loss function with marks of one's choice: draws of every kind, that nobody reads, that need no tensor, that a
+    later stage reads, and some in the loss itself."""
+
+    def loss_fn(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        later = torch.rand(4)
+        torch.rand(3)
+        x = mark(F.dropout(x @ params["w0"], 0.3) + torch.rand(x.shape[0], 1))
+        x = x * torch.bernoulli(torch.full_like(x, 0.5)) + torch.empty_like(x).exponential_() * later
+        x = mark(torch.tanh(x @ params["w1"]) + torch.randn_like(x))
+        heads = (x @ params["w2"]).view(x.shape[0], 1, 2, 2)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
+        x = F.rrelu(heads.flatten(1) + F.gumbel_softmax(x, dim=-1), training=True)[torch.randperm(x.shape[0])]
+        torch.rand(2)
+        return (x - F.dropout(target, 0.2)).square().mean()
+
+    return loss_fn
+
+
+def noisy_case() -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return {name: torch.randn(4, 4) for name in ("w0", "w1", "w2")}, (torch.randn(10, 4), torch.randn(10, 4))
+
+
+def seeded(make: Any, params: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> tuple[Tensor, Any]:
+    """Plain autograd that seeds torch where each stage begins."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    total = torch.tensor(0.0)
+    for index, (x, t) in enumerate(zip(*(half.tensor_split(microbatches) for half in batch), strict=True)):
+        stage = 0
+
+        def mark(value: Any, index: int = index) -> Any:
+            nonlocal stage
+            stage += 1
+            torch.manual_seed(fpipe.fold_in(KEY, stage, index))
+            return value
+
+        torch.manual_seed(fpipe.fold_in(KEY, 0, index))
+        loss = make(mark)(leaves, (x, t)) * (len(x) / len(batch[0]))
+        loss.backward()
+        total = total + loss.detach() if index else loss.detach()
+    return total, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+PLANS: dict[str, tuple[Any, ...]] = {
+    "kept": (),
+    "recomputed": (fpipe.checkpoint("always"), fpipe.schedules.one_f_one_b(3)),
+    "split": (fpipe.split_backward(), fpipe.schedules.gpipe(3)),
+    "recomputed and split": (fpipe.checkpoint("always"), fpipe.schedules.zb_h1(3)),
+    "by layers": (fpipe.checkpoint("always", grain="layer"), fpipe.schedules.one_f_one_b(3)),
+    "two ranks": (fpipe.schedules.gpipe(1), fpipe.place([0, 1, 0])),
+}
+
+
+def test_random_numbers_follow_from_the_key_under_every_plan():
+    params, batch = noisy_case()
+    before = torch.get_rng_state()
+    model, own = fpipe.from_loss(noisy(fpipe.boundary), params, batch)
+    found = []
+    for plan in PLANS.values():
+        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
+        for trace in (True, False):
+            step = fpipe.build(program, model, trace=trace)
+            found += [step(own, batch, key=KEY), step(own, batch, key=KEY)]
+    assert torch.equal(torch.get_rng_state(), before)
+    loss, grads = seeded(noisy, params, batch, 4)
+    for result in found:
+        whole = fpipe.join_params(model, result.grads)
+        assert torch.equal(result.loss, loss)
+        assert all(torch.equal(whole[name], grad) for name, grad in grads.items())
+    assert not torch.equal(fpipe.build(program, model)(own, batch, key=KEY + 1).loss, loss)
+    with pytest.raises(ValueError, match=r"stage 0 \(stage 0\) draws random numbers: hand in key="):
+        fpipe.build(program, model)(own, batch)
+
+
+def test_the_reference_of_a_gpt_with_dropout_is_the_function_too():
+    def dropping(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, target = batch
+        x = F.dropout(F.embedding(ids, params["embed"]), 0.1)
+        for own in params["blocks"]:
+            x = F.dropout(block(own, fpipe.boundary(x)), 0.1)
+        return F.cross_entropy(F.linear(fpipe.boundary(x), params["embed"]).flatten(0, 1), target.flatten())
+
+    params, batch = gpt_case()
+    model, own = fpipe.from_loss(dropping, params, batch)
+    for plan in PLANS.values():
+        schedule = tuple(fpipe.schedules.one_f_one_b(4) if plan[-1:] == plan[1:2] else one for one in plan[:1])
+        program = fpipe.chain(fpipe.split(4), *schedule, fpipe.merge())(fpipe.program(model))
+        assert fpipe.verify(program, model, own, batch, key=KEY).bitwise
+
+
+# Buffers of modules that the function closes over
+
+
+class Watching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.seen.add_(1)
+        else:
+            self.seen = self.seen + 1
+        return x * self.seen
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("how", ["norm", "in place", "another", "a helper's", "in a dict"])
+def test_a_buffer_that_the_function_writes_is_refused_by_name_and_put_back(how: str, meta: bool):
+    """The trace once counted a batch, or left a tensor without data in the module."""
+    net = nn.BatchNorm1d(4) if how == "norm" else Watching("another" if how == "another" else "in place")
+    nets = {"inner": net}
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+    def helper(x: Tensor) -> Tensor:
+        return net(x)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(batch[0] @ params["w"])
+        y = helper(y) if how == "a helper's" else nets["inner"](y) if how == "in a dict" else net(y)
+        return (y - batch[1]).square().mean()
+
+    name = "num_batches_tracked" if how == "norm" else "seen"
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    if meta:
+        params, batch = {"w": params["w"].to("meta")}, tuple(half.to("meta") for half in batch)
+    sentence = rf"loss_fn writes the buffer '\S*{name}' of a module that it closes over \(it is put back\): what a"
+    with pytest.raises(ValueError, match=sentence):
+        fpipe.from_loss(loss_fn, params, batch)
+    assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
+
+
+def test_a_norm_in_eval_is_closed_over_as_it_is():
+    net = nn.BatchNorm1d(4).eval()
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (net(fpipe.boundary(batch[0] @ params["w"])) * 1.0 - batch[1]).square().mean()
+
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
