@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from fpipe.testing import Net, Plan, placements
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "Takes",
     "dags",
+    "few",
     "legal_tables",
     "linear",
     "nets",
@@ -29,6 +31,12 @@ __all__ = [
     "plans",
     "tiny",
 ]
+
+
+def few(examples: int) -> settings:
+    """At most so many examples in profile `ci`, where each is traced anew; all of them in `deep`."""
+    most = settings().max_examples
+    return settings(max_examples=examples if most <= 50 else most)
 
 
 def tiny(takes: Takes) -> Net:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import example, given
@@ -13,19 +12,10 @@ import fpipe
 from fpipe.program import Program
 from fpipe.result import Result
 from fpipe.tree import leaves
+from property_tests.chains import Chain, chains
 from property_tests.strategies import Net, Plan, legal_tables, nets, plain_autograd, plans
 
 SEED = st.integers(0, 2**16)
-STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
-    "checkpoint()": lambda: fpipe.checkpoint("always"),
-    "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
-    "checkpoint(grain='layer')": lambda: fpipe.checkpoint(grain="layer"),
-    "split_backward()": lambda: fpipe.split_backward(),
-    "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
-    "merge_backward()": lambda: fpipe.merge_backward(),
-    "merge()": lambda: fpipe.merge(),
-}
-LAST = {"communicate()": fpipe.communicate(), "free()": fpipe.free(), "identity()": fpipe.identity()}
 
 
 @dataclass(frozen=True)
@@ -35,21 +25,12 @@ class Run:
     net: Net
     microbatches: int
     rows: int
-    chain: tuple[str, ...]
-    table: tuple[tuple[str, ...], ...] | str
+    chain: Chain
     seed: int
 
     @property
     def program(self) -> Program:
-        schedule = (
-            getattr(fpipe.schedules, self.table)(min(2, len(self.net.bodies)))
-            if isinstance(self.table, str)
-            else fpipe.schedules.from_table(self.table)
-        )
-        steps = {"schedule": schedule, **{name: make() for name, make in STEPS.items()}, **LAST}
-        return fpipe.chain(fpipe.split(self.microbatches), *(steps[name] for name in self.chain))(
-            fpipe.program(self.net.model)
-        )
+        return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.net.model)))
 
     def result(self) -> Result:
         return fpipe.build(self.program, self.net.model)(
@@ -62,14 +43,8 @@ def runs(draw: st.DrawFn, models: st.SearchStrategy[Net] | None = None) -> Run:
     net = draw(nets() if models is None else models)
     m = draw(st.integers(1, 4))
     rows = m * draw(st.integers(1, 3)) + draw(st.integers(0, m - 1))
-    split = fpipe.chain(fpipe.split(m), fpipe.split_backward())(fpipe.program(net.model))
-    table = draw(st.one_of(st.sampled_from(["gpipe", "one_f_one_b"]), legal_tables(split)))
-    middle = draw(st.lists(st.sampled_from(sorted({*STEPS} - {"merge()"})), max_size=3))
-    chain = draw(st.permutations(["schedule", "merge()", *middle]))
-    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
-    if not isinstance(table, str):
-        chain = ["split_backward()", *(name for name in chain if name != "merge_backward()")]
-    return Run(net, m, rows, (*chain, *last), table, draw(SEED))
+    named = st.sampled_from(["gpipe", "one_f_one_b"]).map(lambda name: (name, min(2, len(net.bodies))))
+    return Run(net, m, rows, draw(chains(fpipe.split(m)(fpipe.program(net.model)), named)), draw(SEED))
 
 
 def same_bits(found: Result, loss: torch.Tensor, grads) -> bool:
@@ -94,7 +69,7 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
 
 
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
-@example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, ("schedule", "merge()"), "gpipe", 1))
+@example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, Chain(("schedule", "merge()")), 1))
 @given(runs())
 def test_gradients_are_the_references_bit_by_bit(run: Run):
     expected = fpipe.reference(
@@ -157,9 +132,7 @@ def test_results_per_microbatch_add_up_to_the_merged_ones(run: Run):
     """Without merge() every microbatch gives its own, in microbatch order."""
     if run.net.reduction == "count":
         return
-    apart = Run(
-        run.net, run.microbatches, run.rows, tuple(name for name in run.chain if name != "merge()"), run.table, run.seed
-    )
+    apart = replace(run, chain=run.chain.without("merge()"))
     found, whole = apart.result(), run.result()
     weights = [1.0] * run.microbatches
     if run.net.reduction == "mean":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,37 +20,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from fpipe import tree
 from fpipe.program import Program
+from property_tests.bits import bits, tensors
+from property_tests.chains import Chain, chains
 from property_tests.stages import Recipe, Stack, recipes, stacks
-from property_tests.strategies import legal_tables
+from property_tests.strategies import few
 
 SEED = st.integers(0, 2**16)
 ROWS = st.integers(1, 5)
 
 
-def few(examples: int) -> settings:
-    """At most so many examples in profile `ci`, where each is traced anew; all of them in `deep`."""
-    most = settings().max_examples
-    return settings(max_examples=examples if most <= 50 else most)
-
-
 def wants(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-
-
-def bits(value: Any) -> list[Any]:
-    """Leaves as something to compare, in which NaN equals NaN and 0 is not -0."""
-    return [_bits(leaf) for leaf in tree.leaves(value)]
-
-
-def _bits(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    data = leaf.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return leaf.dtype, tuple(leaf.shape), bytes(data.view(torch.uint8).tolist())
 
 
 def storages(held: Iterable[Tensor], aside: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
@@ -204,19 +184,6 @@ def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int
 # Steps.
 
 
-STEPS: dict[str, Callable[[], Callable[[Program], Program]]] = {
-    "checkpoint()": lambda: fpipe.checkpoint("always"),
-    "checkpoint('except_last')": lambda: fpipe.checkpoint("except_last"),
-    "checkpoint(grain='layer')": lambda: fpipe.checkpoint(grain="layer"),
-    "split_backward()": lambda: fpipe.split_backward(),
-    "split_backward(odd stages)": lambda: fpipe.split_backward(lambda stage, microbatch: stage % 2 == 1),
-    "merge_backward()": lambda: fpipe.merge_backward(),
-    "merge()": lambda: fpipe.merge(),
-    "communicate()": lambda: fpipe.communicate(),
-    "free()": lambda: fpipe.free(),
-}
-
-
 @dataclass(frozen=True)
 class Run:
     """A model, a batch of `rows` in `microbatches`, and the chain of transforms that makes the program."""
@@ -224,21 +191,12 @@ class Run:
     stack: Stack
     microbatches: int
     rows: int
-    chain: tuple[str, ...]
-    table: tuple[tuple[str, ...], ...] | str
+    chain: Chain
     seed: int
 
     @property
     def program(self) -> Program:
-        schedule = (
-            getattr(fpipe.schedules, self.table)(min(2, len(self.stack.stages)))
-            if isinstance(self.table, str)
-            else fpipe.schedules.from_table(self.table)
-        )
-        steps = {"schedule": schedule, **{name: make() for name, make in STEPS.items()}}
-        return fpipe.chain(fpipe.split(self.microbatches), *(steps[name] for name in self.chain))(
-            fpipe.program(self.stack.model())
-        )
+        return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.stack.model())))
 
     @property
     def given(self) -> tuple[Any, Any]:
@@ -253,20 +211,14 @@ def runs(draw: st.DrawFn, most: int = 4) -> Run:
     stack = draw(stacks(most))
     m = draw(st.integers(1, 3))
     rows = m * draw(st.integers(1, 2)) + draw(st.integers(0, m - 1))
-    split = fpipe.chain(fpipe.split(m), fpipe.split_backward())(fpipe.program(stack.model()))
-    table = draw(st.one_of(st.sampled_from(["one_f_one_b", "gpipe"]), legal_tables(split)))
-    middle = draw(st.lists(st.sampled_from(sorted({*STEPS} - {"merge()", "communicate()", "free()"})), max_size=3))
-    chain = draw(st.permutations(["schedule", "merge()", *middle]))
-    last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
-    if not isinstance(table, str):
-        chain = ["split_backward()", *(name for name in chain if name != "merge_backward()")]
-    return Run(stack, m, rows, (*chain, *last), table, draw(SEED))
+    named = st.sampled_from(["one_f_one_b", "gpipe"]).map(lambda name: (name, min(2, len(stack.stages))))
+    return Run(stack, m, rows, draw(chains(fpipe.split(m)(fpipe.program(stack.model())), named)), draw(SEED))
 
 
 def of(result: fpipe.Result) -> dict[str, Any]:
     """The bits of a result, by name."""
     return {
-        name + path: _bits(leaf)
+        name + path: bits(leaf)
         for name in ("loss", "grads", "outputs")
         for path, leaf in tree.paths(getattr(result, name))
     }

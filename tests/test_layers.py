@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from fpipe import tree
 from fpipe.graphs.ambient import plainly
+from property_tests.bits import bits, tensors
 from tests.layers import CASES, Case, Made
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
@@ -77,26 +78,9 @@ def wants(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-
-
 def own(value: Any) -> Any:
     """The same leaves, as those of a graph to come."""
     return tree.tree_map(lambda leaf: leaf.detach().requires_grad_() if wants(leaf) else leaf, value)
-
-
-def bits(value: Any) -> list[Any]:
-    """Leaves as something to compare, in which NaN equals NaN and 0 is not -0."""
-    return [_bits(leaf) for leaf in tree.leaves(value)]
-
-
-def _bits(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.to_dense() if leaf.layout is not torch.strided else leaf
-    data = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return leaf.dtype, tuple(leaf.shape), bytes(data.tolist())
 
 
 def flops(what: Any) -> tuple[Any, int]:

@@ -1,0 +1,584 @@
+"""Random whole models as people write them, and a step of them written out by hand, with torch alone.
+
+A recipe says the layers of each stage, what skips what, how it is handed to fpipe (an `nn.Sequential`, or functions of
+one's own) and what is frozen; it makes the model, its parameters and a batch. Between layers goes a tensor of numbers
+for each row, position and channel, or a dict of several with integers, a mask, a number and None; of that dict is the
+batch, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import tree
+
+WIDTH = 4
+Front = Literal["modules", "functions"]
+Reduction = Literal["mean", "sum", "count"]
+
+
+def gathered(x: Any) -> Tensor:
+    """One tensor of whatever a layer takes."""
+    if isinstance(x, tuple):
+        first, *more = map(gathered, x)
+        return sum(more, first)
+    if not isinstance(x, dict):
+        return x
+    h = (x["h"] * x["gate"]).masked_fill((x["ids"] == 0).unsqueeze(-1), 0.5) * x["scale"]
+    return h + x["table"] + x["across"].t().unsqueeze(-1) if "table" in x else h
+
+
+class Linear(nn.Module):
+    """One matrix, own or shared, once or (with another between) twice, and a parameter that nobody uses."""
+
+    def __init__(self, weight: nn.Parameter | None = None, again: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        self.weight = weight if weight is not None else nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
+        self.bias = nn.Parameter(torch.randn(WIDTH) * 0.5)
+        self.between = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) if again else None
+        self.unused = nn.Parameter(torch.randn(2)) if unused else None
+
+    def forward(self, x: Any) -> Tensor:
+        y = torch.tanh(gathered(x) @ self.weight + self.bias)
+        return y if self.between is None else y @ self.between @ self.weight
+
+
+class Attention(nn.Module):
+    """Attention between positions: views, a cut in three, and a mask made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) * 0.5)
+
+    def forward(self, x: Any) -> Tensor:
+        h = gathered(x)
+        q, k, v = (h @ self.qkv).chunk(3, -1)
+        later = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
+        return h + torch.softmax((q @ k.transpose(1, 2)).masked_fill(later, float("-inf")), -1) @ v
+
+
+class Norm(nn.Module):
+    """A batch norm over the channels."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, **how)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.norm(gathered(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Many(nn.Module):
+    """Several outputs in a dict: with a gradient, integers, a number, None; and integers that pick rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
+        self.table = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        h = gathered(x)
+        ids = h.argmax(-1)
+        return {"h": h @ self.weight, "nothing": None, "ids": ids, "gate": self.table(ids).sigmoid(), "scale": 2}
+
+
+class Bare(nn.Module):
+    """No parameters: dropout, or a change in place of what the layer itself has made."""
+
+    def __init__(self, dropout: bool) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.4) if dropout else None
+
+    def forward(self, x: Any) -> Tensor:
+        return (gathered(x) * 1.5).relu_() if self.dropout is None else self.dropout(gathered(x))
+
+
+def layers(stages: Sequence[Sequence[str]]) -> dict[str, nn.Module]:
+    """All layers by name; those called "tied" have one matrix, those called "reused" are one module."""
+    shared, reused = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5), Linear()
+    make: dict[str, Callable[[], nn.Module]] = {
+        "linear": Linear,
+        "tied": partial(Linear, shared),
+        "twice": partial(Linear, again=True),
+        "unused": partial(Linear, unused=True),
+        "reused": lambda: reused,
+        "attention": Attention,
+        "norm": Norm,
+        "mean norm": partial(Norm, momentum=None),
+        "forgetful norm": partial(Norm, track_running_stats=False),
+        "dropout": partial(Bare, dropout=True),
+        "in place": partial(Bare, dropout=False),
+        "many": Many,
+    }
+    return {f"{stage}_{at}": make[kind]() for stage, kinds in enumerate(stages) for at, kind in enumerate(kinds)}
+
+
+KINDS = (
+    *("tied", "linear", "twice", "tied", "unused", "reused", "reused", "tied", "attention"),
+    *("norm", "mean norm", "forgetful norm", "dropout", "dropout", "in place", "many", "many", "norm"),
+)
+
+
+class Skip(NamedTuple):
+    """A value that stage `into` takes beside its input: the batch (out = -1), or of stage `out` its output, or what
+    enters its last layer (`inside`)."""
+
+    out: int
+    inside: bool
+    into: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.out}{' inside' * self.inside}"
+
+
+def squares(y: Any, target: Tensor) -> Tensor:
+    return (gathered(y) - target).square().sum(-1)
+
+
+def judged(reduction: Reduction, y: Any, target: Tensor) -> tuple[Any, dict[str, Any]]:
+    """The loss, and metrics beside it."""
+    each, kept = squares(y, target), target[..., 0] > 0
+    loss = {"mean": each.mean, "sum": each.sum, "count": lambda: ((each * kept).sum(), kept.sum())}[reduction]()
+    return loss, {"rows": target.shape[0], "size": gathered(y).abs().mean()}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model: the layers of each stage, what skips what, losses of middle stages, stages that ask for the number of
+    their microbatch, layers that do not train (frozen, or constants of a module), and in which words it is said."""
+
+    stages: tuple[tuple[str, ...], ...]
+    skips: tuple[Skip, ...] = ()
+    front: Front = "modules"
+    reduction: Reduction = "mean"
+    losses: tuple[int, ...] = ()
+    numbered: tuple[int, ...] = ()
+    frozen: tuple[str, ...] = ()
+    constant: bool = False
+    training: bool = True
+    dtype: Literal["float32", "float64"] = "float32"
+    seed: int = 0
+
+    @cached_property
+    def net(self) -> dict[str, nn.Module]:
+        """The layers, by stage and place."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            made = layers(self.stages)
+        for name, layer in made.items():
+            layer.to(getattr(torch, self.dtype)).train(self.training)
+            if self.constant and name in self.frozen:
+                layer.requires_grad_(False)
+        return made
+
+    def of(self, stage: int) -> dict[str, nn.Module]:
+        """The layers of one stage."""
+        return {name: layer for name, layer in self.net.items() if name.split("_")[0] == str(stage)}
+
+    def taken(self, stage: int) -> list[Skip]:
+        return [skip for skip in self.skips if skip.into == stage]
+
+    def aside(self, stage: int) -> list[str]:
+        """What a stage gives beside its output."""
+        return [*dict.fromkeys(skip.name for skip in self.skips if skip.out == stage and skip.inside)]
+
+    @property
+    def layers(self) -> list[str]:
+        return [kind for kinds in self.stages for kind in kinds]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {*self.layers}
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step wants a key."""
+        return self.training and "dropout" in self.kinds
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a step has a state."""
+        return self.training and not self.kinds.isdisjoint({"norm", "mean norm"})
+
+    @property
+    def still(self) -> list[str]:
+        """The names of parameters that do not train; all of a tied one, if one of its layers does not."""
+        whole = nn.ModuleDict(self.net)
+        parts = [f"{name}." for name in self.frozen]
+        named = [*whole.named_parameters(remove_duplicate=False)]
+        fixed = {id(leaf) for name, leaf in named if any(map(name.startswith, parts))}
+        return [name for name, leaf in named if id(leaf) in fixed]
+
+    def made(self) -> tuple[fpipe.Model, Any, Any]:
+        """The model, its parameters, and its state (None without)."""
+        made = self.as_modules() if self.front == "modules" else self.as_functions()
+        return made if self.remembers else (*made[:2], None)
+
+    def as_modules(self) -> tuple[fpipe.Model, Any, Any]:
+        """By `from_sequential`, with Stash and Pop between the layers."""
+        children: list[tuple[str, nn.Module]] = []
+        sizes: list[int] = []
+        for stage in range(len(self.stages)):
+            own: list[tuple[str, nn.Module]] = []
+            if stage == 0 and any(skip.out == -1 for skip in self.skips):
+                own.append(("batch", fpipe.Stash("-1")))
+            own += [(f"pop {skip.name} {stage}", fpipe.Pop(skip.name)) for skip in self.taken(stage)]
+            own += self.of(stage).items()
+            own[-1:-1] = [(f"stash {name}", fpipe.Stash(name)) for name in self.aside(stage)]
+            if any(skip.out == stage and not skip.inside for skip in self.skips):
+                own.append((f"stash {stage}", fpipe.Stash(str(stage))))
+            sizes.append(len(own))
+            children += own
+        net = nn.Sequential()
+        for name, child in children:
+            net.add_module(name, child)
+        model, params, state = fpipe.from_sequential(
+            net, sizes=sizes, loss=partial(judged, self.reduction), reduction=self.reduction, aux=True
+        )
+        return fpipe.freeze(model, *(() if self.constant else self.still)), params, state
+
+    def as_functions(self) -> tuple[fpipe.Model, Any, Any]:
+        """By `from_functions`: the same layers, called with what is handed in."""
+        mine = [nn.ModuleDict(self.of(stage)) for stage in range(len(self.stages))]
+        homes: dict[int, list[tuple[int, str]]] = {}
+        params: list[dict[str, Tensor]] = []
+        for stage, modules in enumerate(mine):
+            params.append({})
+            for name, leaf in modules.named_parameters():
+                if leaf.requires_grad:
+                    homes.setdefault(id(leaf), []).append((stage, name))
+                    if len(homes[id(leaf)]) == 1:
+                        params[stage][name] = leaf.detach()
+        state = tuple(
+            {name: buffer.clone() for name, buffer in modules.named_buffers()} if self.training else {}
+            for modules in mine
+        )
+        model = fpipe.from_functions(
+            [self.function(stage, mine[stage], bool(state[stage])) for stage in range(len(mine))],
+            partial(judged, self.reduction),
+            inputs=[self.sources(stage) for stage in range(len(mine))],
+            ties=[group for group in homes.values() if len(group) > 1],
+            reduction=self.reduction,
+            aux=True,
+            aux_losses=self.losses,
+        )
+        still = {group[0] for group in homes.values() if not {name for _, name in group}.isdisjoint(self.still)}
+        return fpipe.freeze(model, *still), tuple(params), state
+
+    def sources(self, stage: int) -> Any:
+        """What a stage takes: what is before, and of the skips the batch, an output, or what was put aside."""
+        before = stage - 1 if stage else "batch"
+        taken: list[Any] = []
+        for skip in self.taken(stage):
+            aside = (skip.out, 1 + self.aside(skip.out).index(skip.name)) if skip.inside else skip.out
+            taken.append("batch" if skip.out == -1 else aside)
+        return (before, *taken) if taken else before
+
+    def function(self, number: int, modules: nn.ModuleDict, remembers: bool) -> Callable[..., Any]:
+        """One stage; it asks for what it uses."""
+        run = Stage(self, number, modules)
+
+        def stage(p: dict[str, Tensor], x: Any, *, state: Any, microbatch: Any) -> Any:
+            own = {name: buffer.clone() for name, buffer in state.items()}
+            given = x if isinstance(self.sources(number), tuple) else (x,)
+            swapped = {place: tensor for name, tensor in (p | own).items() for place in run.places(name)}
+            y, aside, loss = torch.func.functional_call(run, swapped, (given, microbatch), tie_weights=False)
+            made = [(y, *aside) if aside else y, *([own] if remembers else []), *([] if loss is None else [loss])]
+            return tuple(made) if len(made) > 1 else made[0]
+
+        if not remembers:
+            stage = partial(stage, state={})
+        return stage if number in self.numbered else partial(stage, microbatch=0)
+
+
+class Stage(nn.Module):
+    """The layers of a stage as a loop: from its input and what it takes up to its output, what it puts aside, and its
+    loss."""
+
+    def __init__(self, whole: Whole, number: int, modules: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers, self.number, self.whole = modules, number, whole
+
+    def places(self, name: str) -> list[str]:
+        """Where a parameter stands, each module once: `functional_call` leaves one that it meets twice with what was
+        handed in."""
+        here = dict(self.layers.named_parameters(remove_duplicate=False)) | dict(self.layers.named_buffers())
+        found: dict[tuple[int, str], str] = {}
+        for other, tensor in here.items():
+            owner, _, leaf = other.rpartition(".")
+            if tensor is here[name]:
+                found.setdefault((id(self.layers.get_submodule(owner)), leaf), f"layers.{other}")
+        return [*found.values()]
+
+    def forward(self, given: tuple[Any, ...], microbatch: int) -> tuple[Any, list[Any], Tensor | None]:
+        x, *taken = given
+        for value in taken:
+            x = (x, value)
+        aside: list[Any] = []
+        for at, layer in enumerate(self.layers.values()):
+            if at == len(self.layers) - 1:
+                aside = [x] * len(self.whole.aside(self.number))
+            x = layer(x)
+        if self.number in self.whole.numbered:
+            x = gathered(x) * (1 + microbatch)
+        if self.number not in self.whole.losses:
+            return x, aside, None
+        each = gathered(x).square()
+        return x, aside, each.mean() if self.whole.reduction == "mean" else each.sum()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut: microbatches by number or by size, or there already, each with a length of its own; leaves
+    that are not cut along dim 0 (`spec`); sequences in slices."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...] = (2,)
+    how: Literal["number", "size", "fewer", "presplit"] = "number"
+    spec: bool = False
+    slices: int = 1
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.rows)
+
+    @property
+    def specs(self) -> Any:
+        """What goes whole, and what has its rows elsewhere."""
+        if not self.spec:
+            return None
+        inputs = dict.fromkeys(("h", "gate", "ids", "nothing", "scale"), fpipe.Chunk())
+        return inputs | {"table": fpipe.Replicate(), "across": fpipe.Chunk(1)}, fpipe.Chunk()
+
+    @property
+    def split(self) -> Callable[[Any], Any]:
+        """The transform."""
+        m, n = self.microbatches, sum(self.rows)
+        said: dict[str, Any] = {
+            "number": {"microbatches": m},
+            "size": {"size": self.rows[0], "rows": n},
+            "fewer": {"microbatches": m + 2, "rows": n, "allow_fewer": True},
+            "presplit": {"microbatches": m, "presplit": True},
+        }[self.how]
+        return fpipe.split(spec=self.specs, slices=self.slices, **said)
+
+    def drawn(self, rows: int, length: int, make: torch.Generator, dtype: torch.dtype) -> tuple[Any, Tensor]:
+        """So many rows of a batch."""
+        draw = partial(torch.randn, generator=make, dtype=dtype)
+        shape = rows, length, WIDTH
+        x = {"h": draw(shape), "gate": draw(shape), "ids": torch.randint(0, WIDTH, shape[:2], generator=make)}
+        x |= {"nothing": None, "scale": 1.5}
+        x |= {"table": draw(WIDTH), "across": draw(length, rows)} if self.spec else {}
+        return x, draw(shape)
+
+    def batch(self, seed: int, dtype: torch.dtype) -> Any:
+        """What a step takes."""
+        make = torch.Generator().manual_seed(seed)
+        if self.how != "presplit":
+            return self.drawn(sum(self.rows), self.lengths[0], make, dtype)
+        lengths = [self.lengths[at % len(self.lengths)] for at in range(self.microbatches)]
+        return [self.drawn(rows, long, make, dtype) for rows, long in zip(self.rows, lengths, strict=True)]
+
+    def parts(self, batch: Any) -> list[tuple[Any, Tensor]]:
+        """The microbatches, as views."""
+        if self.how == "presplit":
+            return batch
+        ends = torch.tensor(self.rows).cumsum(0).tolist()[:-1]
+
+        def cut(name: Any, leaf: Any) -> list[Any]:
+            if not isinstance(leaf, Tensor) or name == "table":
+                return [leaf] * self.microbatches
+            return [*leaf.tensor_split(ends, 1 if name == "across" else 0)]
+
+        inputs, target = batch
+        each = {name: cut(name, leaf) for name, leaf in inputs.items()}
+        targets = cut(None, target)
+        return [({name: found[i] for name, found in each.items()}, targets[i]) for i in range(self.microbatches)]
+
+    def sliced(self, part: tuple[Any, Tensor]) -> list[tuple[Any, Tensor]]:
+        """The slices of a microbatch, as views."""
+
+        def cut(leaf: Any, at: int) -> Any:
+            return leaf.tensor_split(self.slices, 1)[at] if isinstance(leaf, Tensor) else leaf
+
+        x, target = part
+        pieces = range(self.slices) if self.slices > 1 else ()
+        return [({name: cut(leaf, k) for name, leaf in x.items()}, cut(target, k)) for k in pieces] or [part]
+
+
+@dataclass
+class Torch:
+    """What a step gives, as torch alone computes it. Outputs and metrics are those of each microbatch and slice."""
+
+    loss: Tensor
+    grads: dict[str, Tensor | None]
+    outputs: list[Any]
+    aux: list[Any]
+    state: dict[str, Tensor]
+    input_grads: Any
+
+
+def joined(parts: list[dict[str, Any]], dim: int) -> dict[str, Any]:
+    """Gradients of inputs put together along the rows (dim 0), or the sequence."""
+    made: dict[str, Any] = {}
+    for name, first in parts[0].items():
+        each = [part[name] for part in parts]
+        if not isinstance(first, Tensor):
+            made[name] = None
+        else:
+            made[name] = sum(each[1:], first) if name == "table" else torch.cat(each, 1 if name == "across" else dim)
+    return made
+
+
+def aliased(value: Any) -> Any:
+    return tree.tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def plain_step(whole: Whole, cut: Cut, batch: Any, key: int | None = None) -> Torch:
+    """The layers one after the other, microbatch by microbatch, `.backward()` after each.
+
+    Where bits are the matter, floating point sums have an order: a stage reads an alias of what another wrote, a leaf
+    that several stages use is one of its own in each, and the uses are added by stage at the end.
+    """
+    stages = [Stage(whole, n, copy.deepcopy(nn.ModuleDict(whole.of(n)))) for n in range(len(whole.stages))]
+    _still(whole, stages)
+    loss, count, rows = torch.tensor(0.0), torch.tensor(0), sum(cut.rows)
+    outputs: list[Any] = []
+    extras: list[Any] = []
+    of_inputs: list[dict[str, Tensor | None]] = []
+    for index, part in enumerate(cut.parts(batch)):
+        totals: list[tuple[Tensor, dict[str, Any]]] = []
+        for k, (x, target) in enumerate(cut.sliced(part)):
+            x = {name: _leaf(leaf) for name, leaf in x.items()}
+            place = (index, k) if cut.slices > 1 else (index,)
+            y, judgement, more = _forward(whole, stages, x, target, place, key)
+            total, aux = judgement
+            if whole.reduction == "count":
+                total, counted = total
+                count = count + counted
+            total = sum(more, total)
+            share = len(target) / rows * (target.shape[1] / part[1].shape[1] if cut.slices > 1 else 1.0)
+            weighted = total * (share if whole.reduction == "mean" else 1.0)
+            loss = loss + weighted.detach() if outputs else weighted.detach()
+            totals.append((weighted, x))
+            outputs.append(y)
+            extras.append(aux)
+        pieces: list[dict[str, Tensor | None]] = []
+        for weighted, x in reversed(totals):
+            if weighted.requires_grad:
+                weighted.backward()
+            pieces.insert(0, {name: leaf.grad if isinstance(leaf, Tensor) else None for name, leaf in x.items()})
+        of_inputs.append(joined(pieces, 1))
+    grads, input_grads = _summed(whole, stages), of_inputs if cut.how == "presplit" else joined(of_inputs, 0)
+    if whole.reduction == "count":
+        by = count if count != 0 else 1
+        loss, grads = loss / by, {name: None if grad is None else grad / by for name, grad in grads.items()}
+        divide = lambda grad: None if grad is None else grad / by  # noqa: E731
+        input_grads = tree.tree_map(divide, input_grads)
+    state = {name: buffer for stage in stages for name, buffer in stage.layers.named_buffers()}
+    return Torch(loss, grads, outputs, extras, state, input_grads)
+
+
+def _still(whole: Whole, stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        for name, leaf in stage.layers.named_parameters(remove_duplicate=False):
+            leaf.requires_grad_(name not in whole.still)
+
+
+def _leaf(leaf: Any) -> Any:
+    wants = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().requires_grad_() if wants else leaf
+
+
+def _forward(
+    whole: Whole, stages: Sequence[Stage], x: dict[str, Any], target: Tensor, place: tuple[int, ...], key: int | None
+) -> tuple[Any, Any, list[Tensor]]:
+    """Output, what the loss function gives, and the losses of middle stages."""
+    values: dict[tuple[int, bool], Any] = {(-1, False): x}
+    losses: list[Tensor] = []
+    for n, stage in enumerate(stages):
+        given = [aliased(values[skip[:2]]) for skip in [Skip(n - 1, False, n), *whole.taken(n)]]
+        if key is not None:
+            torch.manual_seed(fpipe.fold_in(key, n, *place))
+        y, aside, more = stage(tuple(given), place[0])
+        values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
+        losses += [] if more is None else [more]
+    y = values[len(stages) - 1, False]
+    return y, judged(whole.reduction, y, target), losses
+
+
+def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
+    """Gradients by the names of the whole net: of a leaf in several stages the sum, by stage; None where none is
+    wanted."""
+    names: dict[int, list[str]] = {}
+    for name, leaf in nn.ModuleDict(whole.net).named_parameters(remove_duplicate=False):
+        names.setdefault(id(leaf), []).append(name)
+    found: dict[str, Tensor | None] = {}
+    own = [dict(stage.layers.named_parameters(remove_duplicate=False)) for stage in stages]
+    for group in names.values():
+        uses = [
+            next(leaves[name] for name in group if name in leaves)
+            for leaves in own
+            if not leaves.keys().isdisjoint(group)
+        ]
+        each = [use.grad if use.grad is not None else torch.zeros_like(use) for use in uses]
+        found |= dict.fromkeys(group, sum(each[1:], each[0]) if uses[0].requires_grad else None)
+    return found
+
+
+@st.composite
+def wholes(draw: st.DrawFn, reproducible: bool = False) -> Whole:
+    """Draw a model of 1 to 4 stages; with `reproducible` one whose gradients do not depend on how a batch is cut."""
+    n = draw(st.sampled_from([3, 2, 4, 1]))
+    kinds = [kind for kind in KINDS if "norm" not in kind and kind != "dropout"] if reproducible else list(KINDS)
+    stages = tuple(tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))) for _ in range(n))
+    possible = [Skip(out, False, into) for into in range(n) for out in range(-1, into - 1)]
+    possible += [Skip(out, True, into) for into in range(n) for out in range(into) if len(stages[out]) > 1]
+    skips = draw(st.lists(st.sampled_from(possible), max_size=4, unique=True)) if possible else []
+    front = draw(st.sampled_from(["functions", "modules"]))
+    some = st.lists(st.integers(0, n - 1), max_size=n, unique=True).map(sorted).map(tuple)
+    names = [f"{stage}_{at}" for stage, kinds in enumerate(stages) for at in range(len(kinds))]
+    frozen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if draw(st.booleans()) else []
+    return Whole(
+        stages,
+        tuple(sorted(skips)),
+        front,
+        draw(st.sampled_from(["mean", "sum", "count"])),
+        tuple(stage for stage in range(n - 1) if front == "functions" and draw(st.booleans())),
+        draw(some) if front == "functions" and not reproducible else (),
+        tuple(frozen),
+        draw(st.booleans()),
+        reproducible or draw(st.sampled_from([True, True, False])),
+        "float64" if reproducible else draw(st.sampled_from(["float32", "float64"])),
+        draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn, undivided: bool = False) -> Cut:
+    """Draw how a batch is cut; with `undivided` so that it could stay whole."""
+    m = draw(st.integers(1, 4))
+    how = draw(st.sampled_from(["number", "size", "fewer"] + ["presplit"] * 2 * (not undivided)))
+    slices = draw(st.sampled_from([1, 2])) if how in ("number", "presplit") and not undivided else 1
+    lengths = st.integers(2 * slices, 5 * slices)
+    long = (draw(lengths),) if how != "presplit" else tuple(draw(st.lists(lengths, min_size=3, max_size=3)))
+    spec = draw(st.booleans()) and slices == 1
+    if how == "number":
+        rows = draw(st.integers(m, 3 * m))
+        return Cut(tuple(rows // m + (at < rows % m) for at in range(m)), long, how, spec, slices)
+    if how == "size":
+        size = draw(st.integers(1, 3))
+        return Cut((*[size] * (m - 1), draw(st.integers(1, size))), long, how, spec)
+    if how == "fewer":
+        return Cut((1,) * m, long, how, spec)
+    return Cut(tuple(draw(st.lists(st.integers(1, 3), min_size=m, max_size=m))), long, how, spec, slices)
