@@ -1,6 +1,7 @@
 """checkpoint(grain="layer"): the backward computes one layer after the other again, from what enters each of them."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,25 @@ def test_always_holds_at_most_a_quarter_of_never_on_the_demo_s_gpt():
     assert held(fpipe.checkpoint()) <= held() / 4
     assert held(LAYERS) <= held() / 8
     assert held(LAYERS, HALVES) <= held(HALVES) / 4
+
+
+def test_what_always_holds_of_never_is_as_the_page_says():
+    """At I both are there, what R made and what W will read; outputs are there whatever the policy."""
+    sizes = demo.Sizes()
+    model, params, _ = fpipe.from_sequential(demo.gpt(sizes), stages=4, loss=demo.cross_entropy)
+    batch = tuple(torch.empty(64, sizes.context, dtype=torch.long, device="meta") for _ in range(2))
+
+    def held(policy: str, halves: Any, outputs: bool) -> int:
+        steps = (fpipe.checkpoint(policy), halves, fpipe.schedules.gpipe(4), fpipe.merge(outputs=outputs))
+        program = fpipe.chain(fpipe.split(8), *steps)(fpipe.program(model))
+        return sum(fpipe.sizes(program, model, params, batch).peak)
+
+    each = [(halves, outputs) for outputs in (False, True) for halves in (fpipe.identity(), HALVES)]
+    parts = [held("always", *how) / held("never", *how) for how in each]
+    assert [f"{part:.2f}" for part in parts] == ["0.19", "0.24", "0.23", "0.27"]
+    page = (Path(__file__).parents[1] / "docs/transforms.md").read_text()
+    assert '0.19 of what `"never"` holds with B and 0.24 with I and W' in page
+    assert "0.23 and 0.27 with outputs" in page
 
 
 def test_no_r_is_written_and_every_order_of_transforms_gives_the_same():
