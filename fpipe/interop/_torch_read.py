@@ -17,9 +17,11 @@ Format = Literal["compute_only", "compute_comms"]
 COMPUTE = ("F", "B", "I", "W")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 WEIGHTS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
+_OF_A_STAGE = (*WEIGHTS, "WAIT_REDUCE_GRAD")
 
 _N = "(0|[1-9][0-9]{0,8})"
-_ACTION = re.compile(rf"{_N}({'|'.join((*TRANSFERS, *WEIGHTS, *COMPUTE))})(?:{_N})?")
+_ACTION = re.compile(rf"{_N}({'|'.join((*WAITS, *TRANSFERS, *WEIGHTS, *COMPUTE))})(?:{_N})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -117,11 +119,11 @@ def _actions(text: str) -> tuple[Action, ...]:
 
 def _action(text: str) -> Action:
     found = _ACTION.fullmatch(text)
-    if found is None or (found[3] is None) == (found[2] not in WEIGHTS):
+    if found is None or (found[3] is None) == (found[2] not in _OF_A_STAGE):
         raise ProgramError(
             f"{text!r} is not a cell of torch.distributed.pipelining. Cells read 2F0 (F, B, I or W) or "
-            "(0F3;3B1)OVERLAP_F_B; with transfers also 2SEND_F0, 2RECV_F0, 2SEND_B0, 2RECV_B0, 2UNSHARD, 2RESHARD and "
-            "2REDUCE_GRAD."
+            "(0F3;3B1)OVERLAP_F_B; with transfers also 2SEND_F0, 2RECV_F0, 2SEND_B0, 2RECV_B0, 2WAIT_SEND_F0, "
+            "2WAIT_SEND_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD and 2WAIT_REDUCE_GRAD."
         )
     return Action(int(found[1]), found[2], None if found[3] is None else int(found[3]))
 
@@ -139,7 +141,7 @@ def _without_gaps(rows: list[list[Cell]]) -> None:
     forwards = {action for _, action in actions_of(rows, ("F",))}
     for word, field in (("stage", 0), ("microbatch", 2)):
         known = {action[field] for action in forwards}
-        for cell, action in actions_of(rows, (*COMPUTE, *TRANSFERS, *WEIGHTS)):
+        for cell, action in actions_of(rows, (*COMPUTE, *TRANSFERS, *WEIGHTS, *WAITS)):
             number = action[field]
             if not isinstance(number, int):
                 continue

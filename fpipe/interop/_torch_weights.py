@@ -10,15 +10,16 @@ from fpipe.program import Op
 _ACTIVE = 3  # stages whose weights are gathered at once: torch's own number
 
 
-def care(row: list[Op]) -> list[list[Action]]:
+def care(row: list[Op], waits: bool) -> list[list[Action]]:
     """What FSDP does before each op of a row, and after the last: weights of the stages that come next are gathered,
-    others dropped to make room, gradients reduced once the last of a stage is there."""
+    others dropped to make room, gradients reduced (and where said waited for) once the last of a stage is there."""
+    reduce = ("REDUCE_GRAD", "WAIT_REDUCE_GRAD") if waits else ("REDUCE_GRAD",)
     stages = [[part.stage or 0 for part in op.parts or (op,)] for op in row]
     last = {part.stage or 0: at for at, op in enumerate(row) for part in op.parts or (op,) if part.kind in "BW"}
     active: set[int] = set()
     gaps: list[list[Action]] = []
     for position in range(len(row) + 1):
-        due = [Action(stage, "REDUCE_GRAD", None) for stage, at in last.items() if at == position - 1]
+        due = [Action(stage, kind, None) for stage, at in last.items() if at == position - 1 for kind in reduce]
         ahead = _next(stages[position:])
         due += [Action(stage, "RESHARD", None) for stage in sorted(active) if stage not in ahead]
         due += [Action(stage, "UNSHARD", None) for stage in ahead if stage not in active]

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from fpipe.costs import Ticks
 from fpipe.interop._torch_read import COMPUTE, Action
+from fpipe.interop._torch_waits import with_waits
 from fpipe.interop._torch_weights import care
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.simulate import simulate
@@ -48,8 +49,8 @@ def ticks(program: Program) -> list[list[str]]:
     return rows
 
 
-def with_transfers(program: Program) -> list[list[str]]:
-    """What each rank does, transfers and care of the weights included.
+def with_transfers(program: Program, waits: bool) -> list[list[str]]:
+    """What each rank does, transfers and care of the weights included, and waits if wanted.
 
     Where the program has its transfers, they stand as it has them. Else it is torch's own lowering: ranks take turns, a
     value is sent as soon as it is there, and its receive is posted at that moment, behind whatever its rank has begun.
@@ -60,9 +61,10 @@ def with_transfers(program: Program) -> list[list[str]]:
     for op in program.ops:
         if op.parts or op.kind in COMPUTE:
             rows[op.rank].append(op)
-    gaps = [care(row) for row in rows]
+    gaps = [care(row, waits) for row in rows]
     if not any(op.kind == "SEND" for op in program.ops):
-        return _lowered(program, rows, gaps, sends)
+        lowered = _lowered(program, rows, gaps, sends)
+        return [with_waits(row) for row in lowered] if waits else lowered
     placed: list[list[Op | Action]] = [[] for _ in range(program.ranks)]
     for op in program.ops:
         if op.kind == "SEND":
@@ -72,7 +74,8 @@ def with_transfers(program: Program) -> list[list[str]]:
         elif op.kind not in _SILENT:
             placed[op.rank].append(op)
     _in_one_order(placed, [rank for rank in program.placement if isinstance(rank, int)])
-    return [_withcare(row, care) for row, care in zip(placed, gaps, strict=True)]
+    cared = [_withcare(row, care) for row, care in zip(placed, gaps, strict=True)]
+    return [with_waits(row) for row in cared] if waits else cared
 
 
 def _lowered(

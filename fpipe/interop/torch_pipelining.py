@@ -5,7 +5,8 @@
 
 `2SEND_F0` sends the output of stage 2, which `3RECV_F0` receives; `2SEND_B0` sends the gradient of its input, which
 `1RECV_B0` receives. UNSHARD and RESHARD gather and drop the weights of a stage that FSDP has sharded; REDUCE_GRAD
-reduces its gradients. Torch's `_PipelineScheduleRuntime._load_csv` loads both kinds.
+reduces its gradients. Torch's `_PipelineScheduleRuntime._load_csv` loads both kinds. From torch 2.15 on the second
+also says when a rank waits for what it has sent or reduces: `2WAIT_SEND_F0`, `2WAIT_SEND_B0`, `2WAIT_REDUCE_GRAD`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import csv
 import io
 from pathlib import Path
 
+import torch
+from torch.torch_version import TorchVersion
+
 from fpipe.interop import _torch_write as write
-from fpipe.interop._torch_read import TRANSFERS, WEIGHTS, Action, Cell, Format, actions_of, read
+from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, actions_of, read
 from fpipe.program import Program, ProgramError, the_program
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, transforming
@@ -35,7 +39,7 @@ def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
 
     Returns:
         A program. Of a table with transfers it has SEND and RECV in the table's places. What the table says of
-        sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) is not in it: `to_csv` writes that anew.
+        sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) and of waits is not in it: `to_csv` writes that anew.
 
     Raises:
         ProgramError: a stray cell, by row and column; an op or a transfer that is missing or stands twice; orders that
@@ -75,7 +79,7 @@ def schedule(table: str | Path, *, format: Format | None = None) -> Transform:
 
 def _ordered(rows: list[list[Cell]]) -> Transform:
     cells = [[cell.compute for cell in row if cell.compute is not None] for row in rows]
-    has_transfers = any(actions_of(rows, (*TRANSFERS, *WEIGHTS)))
+    has_transfers = any(actions_of(rows, (*TRANSFERS, *WEIGHTS, *WAITS)))
 
     @transforming
     def transform(program: Program) -> Program:
@@ -85,7 +89,9 @@ def _ordered(rows: list[list[Cell]]) -> Transform:
         sent = communicate()(ordered)
         names = _names(sent)
         _agree(rows, names)
-        placed = [[_of_ours(cell, names) for cell in row if cell.actions[0].kind not in WEIGHTS] for row in rows]
+        placed = [
+            [_of_ours(cell, names) for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows
+        ]
         return by_table(sent, placed, move=False) if names else sent
 
     return transform
@@ -121,13 +127,15 @@ def _agree(rows: list[list[Cell]], names: dict[Action, str]) -> None:
         raise ProgramError(f"the table has no {missing}, though the value is read on another rank. Add the cell.")
 
 
-def to_csv(program: Program, *, format: Format = "compute_only") -> str:
+def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | None = None) -> str:
     """Write a program as torch's runtime loads it.
 
     Args:
         program: a chain of stages with one rank a stage, without recompute, slices or offload.
         format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with the
             transfers of the program, or, before `fpipe.communicate()`, each value sent as soon as it is there.
+        waits: whether "compute_comms" says when to wait for what is under way, which torch asks for from 2.15 on and
+            does not know before; by default as the torch that is installed has it.
 
     Returns:
         CSV text, one line a rank; `from_csv` reads it back.
@@ -141,14 +149,21 @@ def to_csv(program: Program, *, format: Format = "compute_only") -> str:
     >>> print(to_csv(program), end="")
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1,
-    >>> print(to_csv(fpipe.schedules.gpipe(2)(fpipe.program(2)), format="compute_comms"), end="")
+    >>> print(to_csv(fpipe.schedules.gpipe(2)(fpipe.program(2)), format="compute_comms", waits=False), end="")
     0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
     1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")
     write.refuse_what_torch_lacks(the_program(program))
-    rows = write.ticks(program) if format == "compute_only" else write.with_transfers(program)
+    if format == "compute_only":
+        rows = write.ticks(program)
+    else:
+        rows = write.with_transfers(program, _torch_waits() if waits is None else waits)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def _torch_waits() -> bool:
+    return TorchVersion(torch.__version__) >= "2.15"
