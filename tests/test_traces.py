@@ -470,16 +470,62 @@ def test_an_operand_that_repeats_one_number_is_not_probed():
     assert same(found, fpipe.reference(model, params, batch, microbatches=2))
 
 
-def test_frozen_attention_that_takes_the_batch_runs_as_plain_autograd_does():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    net = nn.Sequential(layer, nn.Linear(8, 8)).eval()
-    layer.requires_grad_(False)
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+class SelfAttention(nn.Module):
+    def __init__(self, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, attn_mask=self.mask)[0]
+
+
+ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "MultiheadAttention": SelfAttention,
+    "masked": lambda: SelfAttention(torch.ones(3, 3, dtype=torch.bool).triu(1)),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+}
+
+
+@pytest.mark.parametrize("frozen", ["none", "every other parameter", "all"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION.keys())
+def test_frozen_attention_is_traced_and_runs_as_plain_autograd_does(attention, training: bool, frozen: str):
+    """Where it wants no gradient torch runs it as one op, which make_fx used to keep it from."""
+    first, last = attention().train(training), attention().train(training)
+    for k, leaf in enumerate([*first.parameters(), *last.parameters()]):
+        leaf.requires_grad_(frozen == "none" or (frozen != "all" and k % 2 == 0))
+    net = nn.Sequential(first, nn.Linear(8, 8), last)
+    model, params, _ = fpipe.from_sequential(net, sizes=[1, 1, 1], loss=squares)
     batch = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch takes a path for it that no trace has
-        found = fpipe.build(program(model, m=2), model)(params, batch)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+    expected = fpipe.reference(model, params, batch, microbatches=2, key=1)
+    for steps in ([], [fpipe.split_backward(), fpipe.checkpoint("always")]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert same(fpipe.build(program(model, *steps, m=2), model)(params, batch, key=1), expected)
+
+
+def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+    model, params, _ = fpipe.from_sequential(nn.Sequential(layer, nn.Linear(8, 8)), stages=2, loss=squares)
+    step, batch = fpipe.build(program(model, m=2), model), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
+    step(params, batch)
+    with Ops() as ops:
+        step(params, batch)
+    assert ops.ran.count("aten._transformer_encoder_layer_fwd.default") == 2
+
+
+class Ops(TorchDispatchMode):
+    """The ops that run while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def lists(p: dict[str, Tensor], x: list[Tensor]) -> list[object]:

@@ -127,7 +127,8 @@ def _with_gradient(
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     with torch.enable_grad():
-        made = function({label: given[label] for label in reads})
+        with _as_if_it_ran():
+            made = function({label: given[label] for label in reads})
         mode: Any = get_proxy_mode()
         before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
         yield from made.items()
@@ -176,6 +177,23 @@ def _autocast_cache(enabled: bool) -> Generator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _as_if_it_ran() -> Generator[None]:
+    """Without what tells Python that make_fx watches: attention that wants no gradient runs as one op of its own, and
+    would write its steps out instead. What make_fx's mode for functions notes is only for people to read."""
+    from torch.fx.experimental import proxy_tensor
+    from torch.nn.modules import activation
+
+    watching: Any = proxy_tensor
+    attention: Any = activation
+    before, attention._is_make_fx_tracing = attention._is_make_fx_tracing, lambda: False
+    try:
+        with watching._temp_remove_metadata_torch_function_mode():
+            yield
+    finally:
+        attention._is_make_fx_tracing = before
 
 
 @contextmanager
