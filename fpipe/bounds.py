@@ -160,7 +160,8 @@ def bounds(
 
 def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
-    known, share = columns(program), shares(program)
+    known = columns(program.ops)
+    share = shares(program, known)
     if not residuals_stay(program, known):
         return []
     if given is None:

@@ -206,6 +206,11 @@ def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     _EXTRA[kind] = seconds if callable(seconds) else _seconds(f"the cost of {kind}", seconds)
 
 
+def varies(kind: str) -> bool:
+    """Whether ops of a kind cost what a function says of each."""
+    return callable(_EXTRA.get(kind))
+
+
 def _listed(given: Any) -> Iterable[Any]:
     """The numbers of a field: one, or one for each stage."""
     return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)

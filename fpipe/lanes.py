@@ -10,15 +10,17 @@ An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, repeat
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from fpipe.costs import Costs
+from fpipe.costs import Costs, varies
 from fpipe.order import held_kinds
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.transforms.communicate import with_transfers, without_frees
+
+_Fact = TypeVar("_Fact")
 
 
 class Transfer(NamedTuple):
@@ -41,41 +43,50 @@ class Round(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Of every op its kind, stage and rank, and the first op of each such three; for programs of a million ops."""
+    """What of a million ops there are only a few of: ops of one kind, stage, rank, parts and `how` are a group.
 
-    kinds: list[str]
-    ranks: list[int]
-    keys: list[tuple[str, int | None, int]]
-    firsts: dict[tuple[str, int | None, int], Op]
+    Attributes:
+        group: of every op the number of its group.
+        each: an op of each group.
+    """
+
+    group: list[int]
+    each: list[Op]
+
+    def of(self, facts: Iterable[_Fact]) -> list[_Fact]:
+        """A fact for every op, from one for each group."""
+        return list(map(list(facts).__getitem__, self.group))
 
 
-def columns(program: Program) -> Columns:
-    """The columns of a program, by iterators of C."""
-    keys = list(map(itemgetter(0, 1, 4), program.ops))
-    firsts = dict(zip(reversed(keys), reversed(program.ops), strict=True))
-    return Columns(list(map(itemgetter(0), keys)), list(map(itemgetter(2), keys)), keys, firsts)
+def columns(ops: Sequence[Op]) -> Columns:
+    """The columns of ops, by iterators of C: ops lie scattered in memory, and a look at each takes 0.1 us."""
+    numbers = defaultdict[Any, int](count().__next__)
+    group = list(map(numbers.__getitem__, map(itemgetter(0, 1, 4, 7, 8), ops)))
+    each: list[Op] = []
+    first = 0
+    for number in range(len(numbers)):
+        first = group.index(number, first)
+        each.append(ops[first])
+    return Columns(group, each)
 
 
 def is_plain(known: Columns, costs: Costs) -> bool:
-    """Whether nothing but the main lanes and one latency for all links matters; a bandwidth has bytes."""
-    constant = isinstance(costs.transfer, int | float) and costs.sender == "free"
-    return constant and costs.bytes is None and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts)
+    """Whether nothing but the main lanes and one latency for all links matters (a bandwidth has bytes), and the ops of
+    a group cost the same."""
+    constant = isinstance(costs.transfer, int | float) and costs.sender == "free" and costs.bytes is None
+    kinds = {op.kind for op in known.each}
+    return constant and all(kind_of(kind).lane == "main" and not varies(kind) for kind in kinds)
 
 
 def walk_plain(program: Program, costs: Costs, transfer: float, known: Columns) -> tuple[list[float], list[float]]:
     """The starts and ends of ops where `is_plain` says so: what `walk` gives, several times as fast.
 
-    Costs are looked up once for each kind and stage; what is left is 0.5 us an op.
+    Costs are looked up once for each group; what is left is 0.5 us an op.
     """
-    ops, ranks = program.ops, known.ranks
-    plain = (op._replace(how=()) if op[8] and op[0] in "BI" else op for op in known.firsts.values())
-    seconds = dict(zip(known.firsts, map(costs.seconds, plain), strict=True))
-    took: list[float] = list(map(seconds.__getitem__, known.keys))
-    again = any(how and how[0][0] == "saved" for how in set(map(itemgetter(8), ops)))
-    if again or "PAIR" in known.kinds:
-        took = [costs.seconds(op) if op[7] or op[8] else cost for op, cost in zip(ops, took, strict=True)]
-    loose = {key for key, cost in seconds.items() if not cost and not is_scheduled(key[0])}
-    lanes = [-1 if key in loose else key[2] for key in known.keys] if loose else ranks
+    ops, seconds = program.ops, [costs.seconds(op) for op in known.each]
+    took, ranks = known.of(seconds), known.of(op.rank for op in known.each)
+    pairs = zip(known.each, seconds, strict=True)
+    lanes = known.of(op.rank if is_work(op.kind, cost) else -1 for op, cost in pairs)
     free = [0.0] * program.ranks
     starts: list[float] = []
     ends = [0.0] * (len(ops) + 1)  # the last is for inputs, which are at -1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import accumulate, compress, groupby, repeat
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, compress, groupby
 from operator import itemgetter
 
-from fpipe.lanes import Columns, Transfer
+from fpipe.lanes import Columns, Transfer, columns
 from fpipe.program import Program, Value, kind_of, memory_of, parts_of
 
 Steps = list[tuple[float, float, int, float]]
@@ -78,11 +78,17 @@ def bytes_held(
     return tuple(map(float, account.peak)), steps
 
 
-def shares(program: Program) -> list[int]:
+def shares(program: Program, known: Columns | None = None) -> list[int]:
     """How many forwards one microbatch has on each rank (chunks times slices), which together count 1.
 
     A forward counts where its residuals are made: a stage that is recomputed, maybe on another rank, at its R.
     """
+    if known is not None and not any(op.parts or op.kind == "R" for op in known.each):
+        sizes = Counter(known.group)
+        forwards = [(op.rank, sizes[number]) for number, op in enumerate(known.each) if op.kind == "F"]
+        if {size for _, size in forwards} == {program.microbatches * program.slices}:  # of every microbatch all of them
+            stages = Counter(rank for rank, _ in forwards)
+            return [max(1, stages[rank] * program.slices) for rank in range(program.ranks)]
     ops = parts_of(program.ops)
     kinds = list(map(itemgetter(0), ops))
     forwards = compress(ops, map("F".__eq__, kinds))
@@ -103,7 +109,7 @@ def units_held(
     known: Columns,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
-    share = shares(program)
+    share = shares(program, known)
     if residuals_stay(program, known):
         both = peaks_in_order(program, known)
     else:
@@ -137,9 +143,9 @@ def peaks_of(steps: Steps, ranks: int) -> list[float]:
 
 def residuals_stay(program: Program, known: Columns) -> bool:
     """Whether residuals are only read where they are made, by backwards."""
-    places = {(stage, rank) for kind, stage, rank in known.firsts if kind_of(kind).time}
+    places = {(op.stage, op.rank) for op in known.each if kind_of(op.kind).time}
     alone = len({stage for stage, _ in places}) == len(places)
-    if alone and all(kind_of(kind).lane == "main" for kind, _, _ in known.firsts):
+    if alone and all(kind_of(op.kind).lane == "main" for op in known.each):
         return True
     ops = program.ops
     return not any(
@@ -151,11 +157,12 @@ def residuals_stay(program: Program, known: Columns) -> bool:
 
 def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[float]]:
     """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
-    ops, kinds, ranks = program.ops, known.kinds, known.ranks
-    if any(kind == "PAIR" for kind, _, _ in known.firsts):
-        ops = parts_of(ops)
-        kinds, ranks = list(map(itemgetter(0), ops)), list(map(itemgetter(4), ops))
-    changes = list(map({"F": 1, "R": 1, "B": -1, "W": -1}.get, kinds, repeat(0)))
+    ops = parts_of(program.ops)
+    if ops is not program.ops:
+        known = columns(ops)
+    kinds = [op.kind for op in known.each]
+    change = {"F": 1, "R": 1, "B": -1, "W": -1}
+    ranks, changes = known.of(op.rank for op in known.each), known.of(change.get(kind, 0) for kind in kinds)
     if sum(changes):  # some F, being recomputed, leave no residuals
         made = zip(changes, ops, strict=True)
         changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in made]
@@ -163,7 +170,7 @@ def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[
     if "I" not in kinds:
         return held, held
     sooner = {"I": -1, "W": 0}
-    return held, _peaks(ranks, list(map(sooner.get, kinds, changes)), program.ranks)
+    return held, _peaks(ranks, list(map(sooner.get, known.of(kinds), changes)), program.ranks)
 
 
 def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
@@ -176,7 +183,7 @@ def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
 
 
 def unit_steps(
-    program: Program, starts: list[float], ends: list[float], transfers: Iterable[Transfer], released: int = 0
+    program: Program, starts: Sequence[float], ends: Sequence[float], transfers: Iterable[Transfer], released: int = 0
 ) -> Steps:
     """How the number of residuals on each rank changes in time, wherever they go.
 

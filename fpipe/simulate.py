@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import chain
 
 from fpipe.costs import Costs, the_costs
 from fpipe.lanes import Columns, as_before, columns, is_plain, program_of_lanes, run_lanes, walk, walk_plain
 from fpipe.memory import bytes_held, units_held
 from fpipe.program import Program, building, the_program
 from fpipe.timeline import Timeline
-from fpipe.waiting import Event
-
-_new = tuple.__new__
 
 
 def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 1) -> Timeline:
@@ -41,7 +38,7 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():
-        known = columns(program)
+        known = columns(program.ops)
         if iterations == 1 and is_plain(known, costs):
             return _plainly(program, costs, known)
         return _by_lanes(program, costs, known, iterations)
@@ -53,8 +50,7 @@ def _plainly(program: Program, costs: Costs, known: Columns) -> Timeline:
     assert isinstance(transfer, int | float)
     starts, ends = walk_plain(program, costs, transfer, known)
     peaks = units_held(program, starts, ends, lambda: next(walk(program, costs)).transfers, known)
-    events = tuple(map(_new, repeat(Event), zip(program.ops, starts, ends, strict=True)))
-    return Timeline(events, program.ranks, *peaks, _delivered(program, ends, transfer), 1, program, costs)
+    return Timeline(program.ops, tuple(starts), tuple(ends), program.ranks, *peaks, program=program, costs=costs)
 
 
 def _by_lanes(program: Program, costs: Costs, known: Columns, iterations: int) -> Timeline:
@@ -68,17 +64,8 @@ def _by_lanes(program: Program, costs: Costs, known: Columns, iterations: int) -
         peaks = peak, peak
     else:
         peaks = units_held(program, rounds[0].starts, rounds[0].ends, lambda: rounds[0].transfers, known)
-    delivered = max(rounds[-1].results.values(), default=0.0)
+    starts = tuple(chain.from_iterable(made.starts for made in rounds))
+    ends = tuple(chain.from_iterable(made.ends for made in rounds))
     moved = tuple(tuple(made.transfers) for made in rounds)
-    spans = chain.from_iterable(zip(program.ops, made.starts, made.ends, strict=True) for made in rounds)
-    events = tuple(map(_new, repeat(Event), spans))
-    return Timeline(events, program.ranks, *peaks, delivered, iterations, program, costs, moved, steps)
-
-
-def _delivered(program: Program, ends: list[float], transfer: float) -> float:
-    """When the last result has reached its last home."""
-    written = ((program.writer[end.value], end.homes) for end in program.outputs)
-    return max(
-        (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
-        default=0.0,
-    )
+    more = (iterations, program, costs, moved, steps, rounds[-1].results)
+    return Timeline(program.ops * iterations, starts, ends, program.ranks, *peaks, *more)

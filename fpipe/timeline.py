@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
+from operator import itemgetter
 
 from fpipe.costs import Costs
 from fpipe.lanes import Transfer, is_work, updated_by, walk
 from fpipe.memory import Steps, curve, shares, unit_steps
-from fpipe.program import Program, Shown
+from fpipe.program import Op, Program, Shown, Value, building
 from fpipe.waiting import Event, Step, Wait, Waiting, in_order
+
+_new = tuple.__new__
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Timeline(Shown):
     last result reached its last home; sums that ranks exchange for it take no rank's time.
 
     Attributes:
-        events: (op, start, end) of every op, in the order of the program, one iteration after the other.
+        ops, starts, ends: every op and when it runs, in the order of the program, one iteration after the other.
         rounds: how many iterations these are.
         program, costs: what was simulated; a measured timeline has none.
 
@@ -35,21 +39,41 @@ class Timeline(Shown):
     makespan 15, span 15, bubble 20.0%, peak per rank [4, 4]
     """
 
-    events: tuple[Event, ...]
+    ops: tuple[Op, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
     ranks: int
     peak: tuple[float, ...]
     peak_released: tuple[float, ...]
-    delivered: float = 0.0
     rounds: int = 1
     program: Program | None = field(default=None, repr=False, compare=False)
     costs: Costs | None = field(default=None, repr=False, compare=False)
     moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
     steps: Steps | None = field(default=None, repr=False, compare=False)
+    results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """(op, start, end) of every op.
+
+        >>> import fpipe
+        >>> fpipe.simulate(fpipe.program(1)).events[1][1:]
+        (1.0, 3.0)
+        """
+        with building():
+            return tuple(map(_new, repeat(Event), zip(self.ops, self.starts, self.ends, strict=True)))
+
+    @cached_property
+    def delivered(self) -> float:
+        """When the last result is at its last home, in seconds; 0 where nothing is known of homes."""
+        if self.results is not None:
+            return max(self.results.values(), default=0.0)
+        return 0.0 if self.program is None or self.costs is None else _delivered(self.program, self.costs, self.ends)
 
     @cached_property
     def _busy(self) -> list[tuple[float, float, float]]:
         """Per rank: work, first start, last end."""
-        return _work_of(self.events, self.ranks)
+        return _work_of(self.ops, self.starts, self.ends, self.ranks)
 
     @cached_property
     def makespan(self) -> float:
@@ -84,8 +108,9 @@ class Timeline(Shown):
     @cached_property
     def iterations(self) -> tuple[float, ...]:
         """When the work of each iteration ends, in seconds."""
-        size = len(self.events) // self.rounds
-        works = [_work_of(self.events[size * n : size * (n + 1)], self.ranks) for n in range(self.rounds)]
+        size = len(self.ops) // self.rounds
+        rows = (slice(size * n, size * (n + 1)) for n in range(self.rounds))
+        works = (_work_of(self.ops[row], self.starts[row], self.ends[row], self.ranks) for row in rows)
         return tuple(max((last for _, _, last in each), default=0.0) for each in works)
 
     @cached_property
@@ -163,9 +188,8 @@ class Timeline(Shown):
             return curve(self.steps, rank)
         if self.program is None:
             return []
-        events = self.events[: len(self.program.ops)]
-        starts, ends = [event.start for event in events], [event.end for event in events]
-        return curve(unit_steps(self.program, starts, ends, self._moved[0]), rank, shares(self.program)[rank])
+        steps = unit_steps(self.program, self.starts, self.ends, self._moved[0])
+        return curve(steps, rank, shares(self.program)[rank])
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{peak:g}" for peak in self.peak)
@@ -173,13 +197,28 @@ class Timeline(Shown):
         return f"{row}makespan {self.makespan:g}, span {self.span:g}, bubble {self.bubble:.1%}, peak per rank [{peaks}]"
 
 
-def _work_of(events: Sequence[Event], ranks: int) -> list[tuple[float, float, float]]:
+def _delivered(program: Program, costs: Costs, ends: Sequence[float]) -> float:
+    """When the last result has reached its last home, where one latency for all links is all that matters."""
+    transfer = costs.latency(0, 0)
+    written = ((program.writer[end.value], end.homes) for end in program.outputs)
+    return max(
+        (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
+        default=0.0,
+    )
+
+
+def _work_of(
+    ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int
+) -> list[tuple[float, float, float]]:
     """Per rank: work, first start, last end."""
     found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
-    for op, start, end in events:
-        if is_work(op.kind, end - start):
-            row = found[op.rank]
+    works = {kind: (is_work(kind, 0), is_work(kind, 1)) for kind in set(map(itemgetter(0), ops))}
+    for op, start, end in zip(ops, starts, ends, strict=True):
+        if works[op[0]][end > start]:
+            row = found[op[4]]
             row[0] += end - start
-            row[1] = min(row[1], start)
-            row[2] = max(row[2], end)
+            if start < row[1]:
+                row[1] = start
+            if end > row[2]:
+                row[2] = end
     return [(work, min(first, last), last) for work, first, last in found]

@@ -250,3 +250,18 @@ def test_costs_are_costs(reading: Callable[..., object]):
         TypeError, match=re.escape("costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found int.")
     ):
         reading(TWO, 3)
+
+
+def test_a_kind_whose_cost_is_a_function_is_asked_for_each_op():
+    """The fast pass asked once for each stage, and took the answer for all microbatches."""
+    if "FEE" not in KINDS:
+        fpipe.register_kind("FEE", fpipe.Kind("after"))
+    fpipe.register_cost("FEE", lambda op: 1.0 + (op.microbatch or 0))
+    lines = [
+        re.sub(r"= (g\[0,(\d)\]) @", r"= paid[0,\2] @", line)
+        for line in str(fpipe.split(3)(fpipe.program(1))).splitlines()
+    ]
+    last = max(at for at, line in enumerate(lines) if " = B[" in line)
+    lines[last + 1 : last + 1] = [f"paid[0,{m}] = FEE[0,{m}] g[0,{m}] @ 0" for m in range(3)]
+    events = fpipe.simulate(Program.parse("\n".join(lines))).events
+    assert [end - start for op, start, end in events if op.kind == "FEE"] == [1, 2, 3]

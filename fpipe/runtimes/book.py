@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fpipe.memory import Account, Steps
 from fpipe.program import Op, Program, Value
 from fpipe.timeline import Timeline
-from fpipe.waiting import Event
 
 Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
@@ -29,7 +28,7 @@ class Book:
         told = (*program.ops, *(part for op in program.ops for part in op.parts))
         self.told = {(op.kind, value): op for op in told for value in op.writes}
         self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
-        self.events: list[Event] = []
+        self.ran: list[tuple[Op, float, float]] = []
         self.rows = 0
         self.steps = Steps()
         self.began = time.perf_counter()
@@ -43,7 +42,7 @@ class Book:
         span = started - self.began, time.perf_counter() - self.began
         for op in ops:
             same = [self.told[op.kind, value] for value in op.writes if (op.kind, value) in self.told]
-            self.events += [Event(known, *span) for known in same[:1]]
+            self.ran += [(known, *span) for known in same[:1]]
         found = [(value, storages(leaves)) for value, leaves in written]
         self.rows += 1
         row = self.rows
@@ -54,7 +53,9 @@ class Book:
     def timeline(self) -> Timeline:
         """When each op ran, and the most bytes each rank held."""
         peak = tuple(map(float, self.account.peak))
-        return Timeline(tuple(self.events), len(peak), peak, peak, steps=self.steps)
+        ops = tuple(op for op, _, _ in self.ran)
+        starts, ends = (tuple(span[at] for _, *span in self.ran) for at in (0, 1))
+        return Timeline(ops, starts, ends, len(peak), peak, peak, steps=self.steps)
 
 
 def storages(leaves: Iterable[Any]) -> Storages:
