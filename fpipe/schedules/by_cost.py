@@ -64,11 +64,12 @@ def _ahead(line: Line, per_hop: float, more: int) -> list[Word]:
 
 
 @lru_cache(maxsize=64)
-def v_order(line: Line, effort: int) -> list[Word]:
+def v_order(line: Line, effort: int, polish: int = 0) -> list[Word]:
     """The best order of two chunks a rank on a V: which block is repeated, searched from the costs and the caps.
 
     Args:
-        effort: how many ops may be played.
+        effort: how many ops may be played to find it.
+        polish: how many more to improve the best of the short step, in which then every W has a place of its own.
     """
     line, drawn = _no_longer_than_drawn(line)
     if at_floor(line, drawn.value):
@@ -102,6 +103,10 @@ def v_order(line: Line, effort: int) -> list[Word]:
         best += [climb(short, order, plays // 16, seed) for order in best[:3] for seed in (0, 1)]
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 6, seed) for seed, order in enumerate(best[:3], 2)]
+        first = min(best, key=lambda order: order.value)
+        if polish and first.value != NEVER:
+            start = played(short, first.full(short), 1.0)
+            best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
     best = [order for order in best if order.value != NEVER]
     if line.microbatches > short.microbatches:
         best = [played(line, stretched(short, order, line), order.patience) for order in best]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ def played(line: Line, words: list[Word], patience: float | Sequence[float]) -> 
     return Order(line.worth(play(line, words, each)), words, each)
 
 
+@lru_cache(maxsize=16)
 def floor(line: Line) -> tuple[float, float]:
     """What no order of a line can beat in makespan and span.
 
