@@ -37,6 +37,8 @@ def fold_in(key: int, *ints: int) -> int:
     >>> len({fold_in(0, stage, index) for stage in range(100) for index in range(100)})
     10000
     """
+    if isinstance(key, TracedKey):
+        return key.folded(*ints)
     for number in (key, *ints):
         if type(number) is not int:
             raise TypeError(f"a key is a whole number, and so is what is folded into it; found {number!r}.")
@@ -93,9 +95,53 @@ def needs_key(who: str) -> str:
     return f"{who} draws random numbers: hand in key=, an int that they follow from."
 
 
-def generator_on(device: str) -> torch.Generator:
-    """This thread's generator for a device, to be seeded before it is used."""
-    found: dict[str, torch.Generator] = _OWN.__dict__.setdefault("generators", {})
-    if device not in found:
-        found[device] = torch.Generator(device)
-    return found[device]
+def generator_on(device: str, number: int = 0) -> torch.Generator:
+    """One of this thread's generators for a device, to be seeded before it is used."""
+    found: dict[tuple[str, int], torch.Generator] = _OWN.__dict__.setdefault("generators", {})
+    if (device, number) not in found:
+        found[device, number] = torch.Generator(device)
+    return found[device, number]
+
+
+class TracedKey(int):
+    """The key of a stage while it is traced: it can be folded, and seed a generator.
+
+    It is an int, since C code takes no other. Whatever Python would compute from it is refused: a trace holds for every
+    key.
+
+    >>> root = TracedKey(7)
+    >>> fold_in(root, 1, 2).path
+    (1, 2)
+    >>> [*root.known] == [7, fold_in(7, 1, 2)]
+    True
+    >>> root + 1
+    Traceback (most recent call last):
+    TypeError: its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed
+    """
+
+    path: tuple[int, ...]
+    known: dict[int, tuple[int, ...]]
+
+    def __new__(
+        cls, value: int, path: tuple[int, ...] = (), known: dict[int, tuple[int, ...]] | None = None
+    ) -> TracedKey:
+        """`known` are the values that were made so far, each with the numbers folded into the root."""
+        made = super().__new__(cls, value)
+        made.path, made.known = path, {} if known is None else known
+        made.known[value] = path
+        return made
+
+    def folded(self, *ints: int) -> TracedKey:
+        """What `fold_in` gives."""
+        return TracedKey(fold_in(next(iter(self.known)), *self.path, *ints), (*self.path, *ints), self.known)
+
+
+def _refused(self: Any, *_: Any) -> Any:
+    raise TypeError(
+        "its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed"
+    )
+
+
+_SAID = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__", "__format__")
+for _name in (*_SAID, *({*dir(int)} - {*dir(object)})):
+    setattr(TracedKey, _name, _refused)

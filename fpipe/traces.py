@@ -17,10 +17,11 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined, same
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
 from fpipe.kept import listening
+from fpipe.keys import TracedKey, fold_in
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
 from fpipe.stage_module import WRITTEN, StageModule
@@ -141,7 +142,8 @@ class Traces:
             if made is None:
                 self._refuse_new()
                 specs: dict[str, Spec] = {}
-                reads, writes, ran = outline(self._flat(call, specs), dict(call.reads))
+                root = TracedKey(0)
+                reads, writes, ran = outline(self._flat(call, specs, root), dict(call.reads), root.known)
                 made = store.outlines[key] = Outline(reads, writes, specs, ran)
             self._outlines[call] = made
         return self._outlines[call]
@@ -161,12 +163,23 @@ class Traces:
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            found = trace(self._flat(call, {}), dict(call.reads), seeds)
+            found = self._written_down(call, seeds)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
             store.graphs[key] = found
         return found
+
+    def _written_down(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
+        of one are others for the next."""
+        if call.stage is None or "key" not in self.model.stages[call.stage].asks:
+            return trace(self._flat(call, {}), dict(call.reads), seeds)
+        keys = [TracedKey(fold_in(0, which)) for which in range(2)]
+        one, other = (trace(self._flat(call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
+        if not same(one, other):
+            raise Untraceable("it does something else with its key than seed a torch.Generator")
+        return one
 
     def _refuse_new(self) -> None:
         if self.known_only:
@@ -238,7 +251,9 @@ class Traces:
             self._stores[id(function)] = store, store.version(function)
         return self._stores[id(function)]
 
-    def _flat(self, call: Call, specs: dict[str, Spec]) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
+    def _flat(
+        self, call: Call, specs: dict[str, Spec], key: int = 0
+    ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
         """The call as a function of leaves; it notes the containers of what it writes."""
         model, containers = self.model, dict(call.specs)
 
@@ -268,7 +283,7 @@ class Traces:
             own = whole(given, "params")
             ties = [leaf for _, _, leaf in model.tied(call.stage)]
             more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
-            said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
+            said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
             said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
             with listening() as kept:
                 made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})

@@ -1,6 +1,8 @@
 """Random numbers follow from the key: the same bits under every schedule, policy and runtime; torch's own stay."""
 
 import copy
+import random
+import re
 from typing import Any
 
 import pytest
@@ -199,18 +201,106 @@ def test_a_checkpoint_inside_a_stage_draws_again_what_it_drew():
         assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
 
 
-def test_a_function_may_ask_for_its_key():
-    def keyed(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
-        generator = torch.Generator().manual_seed(key)
-        return x @ p["w"] * torch.rand(x.shape, generator=generator)
+def seeded(key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(key)
 
-    model = fpipe.from_functions([keyed], F.mse_loss)
-    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    with pytest.warns(UserWarning, match="asks for a random key"):
-        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+
+def keyed(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+    """Generators of the key, of what is folded into it, seeded again, and the stage's own numbers between."""
+    one, other = seeded(key), seeded(fpipe.fold_in(key, 3, 5))
+    y = F.dropout(x @ p["w"] * torch.rand(x.shape, generator=one)) + torch.randn(4, generator=one)
+    y = y * torch.bernoulli(torch.full_like(y, 0.5), generator=other)
+    torch.rand(2, generator=other)
+    one.manual_seed(key)
+    y = y + torch.randn(4, generator=one) + torch.empty(4, 6).t()[:1, :4].exponential_(generator=other)
+    y = y + torch.empty_like(y.t()).normal_(0.5, 2.0, generator=other).t()
+    again = torch.Generator()
+    again.set_state(seeded(fpipe.fold_in(fpipe.fold_in(key, 1), 2)).get_state())
+    return y[torch.randperm(x.shape[0], generator=again)]
+
+
+def asking(stage: Any) -> tuple[fpipe.Model, Any, Any]:
+    torch.manual_seed(0)
+    model = fpipe.from_functions([stage, stage], F.mse_loss)
+    return model, tuple({"w": torch.randn(4, 4)} for _ in range(2)), (torch.randn(6, 4), torch.randn(6, 4))
+
+
+def right(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor, list[Tensor]]:
+    """Plain autograd on three microbatches, torch seeded for each stage, which is handed that seed as its key."""
+    own = [{"w": stage["w"].detach().requires_grad_()} for stage in params]
+    total = torch.tensor(0.0)
+    for index, (x, t) in enumerate(zip(*(half.tensor_split(3) for half in batch), strict=True)):
+        for number, leaves in enumerate(own):
+            torch.manual_seed(fpipe.fold_in(key, number, index))
+            x = stage(leaves, x, key=fpipe.fold_in(key, number, index))
+        share = F.mse_loss(x, t) * (2 / 6)
+        share.backward()
+        total = total + share.detach() if index else share.detach()
+    return total, [leaves["w"].grad for leaves in own]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_function_may_ask_for_its_key(policy: str):
+    """It ran under autograd, with a warning."""
+    model, params, batch = asking(keyed)
+    schedule = fpipe.schedules.one_f_one_b(2)
+    program = fpipe.chain(fpipe.split(3), *POLICIES[policy], schedule, fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model)
+    before = torch.get_rng_state()
+    results = [step(params, batch, key=key) for key in (KEY, KEY, 8, -3)]  # a warning is an error
+    assert torch.equal(torch.get_rng_state(), before)
+    for result, key in zip(results, (KEY, KEY, 8, -3), strict=True):
+        loss, grads = right(keyed, params, batch, key)
+        assert torch.equal(result.loss, loss)
+        assert all(torch.equal(stage["w"], grad) for stage, grad in zip(result.grads, grads, strict=True))
+    with pytest.raises(ValueError, match="hand in key=, an int that they follow from"):
+        step(params, batch)
     with pytest.raises(ValueError, match="this program reads key: hand it in as step"):
         fpipe.build(program, model)(params, batch)
+
+
+NOT_A_NUMBER = "its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed"
+ELSE = "it does something else with its key than seed a torch.Generator"
+UNTRACED: dict[str, tuple[Any, str]] = {
+    "arithmetic": (lambda key: torch.rand(4, generator=seeded(key + 1)), NOT_A_NUMBER),
+    "a decision": (lambda key: torch.full((4,), 2.0 if key % 2 else 3.0), NOT_A_NUMBER),
+    "a comparison": (lambda key: torch.full((4,), 2.0 if key > 2**60 else 3.0), NOT_A_NUMBER),
+    "text": (lambda key: torch.full((4,), float(len(f"{key}"))), NOT_A_NUMBER),
+    "torch's own seed": (lambda key: (torch.manual_seed(key), torch.rand(4))[1], NOT_A_NUMBER),
+    "Python's": (lambda key: torch.full((4,), random.Random(key).random()), ELSE),
+    "data": (lambda key: torch.tensor(key).remainder(7) * torch.ones(4), ELSE),
+    "another generator": (lambda key: torch.rand(4, generator=seeded(3)), "which its key did not seed"),
+    "one that went on": (
+        lambda key: (one := seeded(key), one.set_state(moved(one)), torch.rand(4, generator=one))[2],
+        "it draws from a generator that was not only seeded",
+    ),
+}
+
+
+def moved(generator: torch.Generator) -> Tensor:
+    other = torch.Generator().set_state(generator.get_state())
+    with torch.utils._python_dispatch._disable_current_modes():
+        torch.rand(1, generator=other)
+    return other.get_state()
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_what_else_is_done_with_a_key_runs_under_autograd_to_the_same_bits(name: str):
+    """Its third step once had lost the key."""
+    make, why = UNTRACED[name]
+
+    def stage(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+        return x @ p["w"] * make(key)
+
+    model, params, batch = asking(stage)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model)
+    with pytest.warns(UserWarning, match=re.escape(why)):
+        results = [step(params, batch, key=key) for key in (KEY, 8, 9)]
+    for result, key in zip(results, (KEY, 8, 9), strict=True):
+        loss, grads = right(stage, params, batch, key)
+        assert torch.equal(result.loss, loss)
+        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
 
 
 def test_without_a_key_the_module_that_draws_is_named():

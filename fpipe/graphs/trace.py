@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.ambient import Untraceable
-from fpipe.graphs.draws import keyed, refuse_hidden, without_fills
+from fpipe.graphs.draws import Streams, keyed, refuse_hidden, without_fills
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
@@ -30,11 +30,16 @@ Groups = Mapping[str, Leaves]
 Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 """A function of leaves by label (`params`, `x`, `x:1`, ...) to leaves by label (`y`, `loss`, ...)."""
 
+Keys = Mapping[int, tuple[int, ...]]
+"""Of a function that asks for its key: the numbers that follow from it so far, each with what was folded into it."""
+
 _aten = torch.ops.aten
 _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 
 
-def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...]]:
+def outline(
+    function: Flat, reads: Groups, keys: Keys | None = None
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...]]:
     """What a function reads and writes, by running it on tensors without data.
 
     Returns:
@@ -52,7 +57,7 @@ def outline(function: Flat, reads: Groups) -> tuple[dict[str, list[Any]], dict[s
     cached = torch.is_autocast_cache_enabled()
     with _reasons(), fake_mode(), torch.enable_grad(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
-        with _Heard() as heard:
+        with _Heard() as heard, nullcontext() if keys is None else Streams(keys):
             made = function({label: [*leaves] for label, leaves in given.items()})
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops)
 
@@ -77,7 +82,7 @@ def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str
     }
 
 
-def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
+def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None) -> Graph:
     """The function and its gradient as one graph.
 
     Args:
@@ -85,6 +90,7 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
         reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
         seeds: the avals of cotangents, `dy` for `y` and so on; None where there is none.
+        keys: where the function asks for its key.
 
     Raises:
         Untraceable: the function looks at data, draws random numbers, or changes what it reads.
@@ -96,12 +102,13 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
     shown: list[tuple[str, list[Any]]] = []
     before: list[int] = []
     cached = torch.is_autocast_cache_enabled()
+    streams = None if keys is None else Streams(keys)
 
     def joint(*tensors: Tensor) -> list[Tensor]:
         given = {label: list(leaves) for label, leaves in groups.items()}
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
-        with _autocast_cache(cached):
+        with _autocast_cache(cached), streams or nullcontext():
             shown[:] = _with_gradient(function, given, reads, seeds, before)
         return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -117,7 +124,8 @@ def trace(function: Flat, reads: Groups, seeds: Groups) -> Graph:
         if any(map(_written, calls)):
             _refuse_changes(traced)
             traced = _functional(traced, fakes)
-        return keyed(replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran))
+        graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
+        return keyed(graph, streams and streams.found)
 
 
 def _with_gradient(

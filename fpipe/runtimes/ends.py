@@ -12,6 +12,9 @@ from fpipe import tree
 from fpipe.models import Model, check_params, trained
 from fpipe.program import Output, Program, Value
 
+_MISSING = "this program reads {}: hand it in as step(..., {}=...)."
+NO_KEY = _MISSING.format("key", "key")
+
 
 def handed_in(
     program: Program,
@@ -44,7 +47,7 @@ def handed_in(
         what = f"{missing}"
         if missing.name == "state" and missing.stage is not None and model.stages[missing.stage].name:
             what += f", the module state of stage {missing.stage} ({model.stages[missing.stage].name})"
-        raise ValueError(f"this program reads {what}: hand it in as step(..., {missing.name}=...).")
+        raise ValueError(_MISSING.format(what, missing.name))
     return {end.value: found[end.value] for end in program.inputs}
 
 

@@ -24,7 +24,7 @@ from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradi
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
-from fpipe.runtimes.ends import handed_back, handed_in
+from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
 from fpipe.runtimes.lower import Surprise, lower
 from fpipe.runtimes.meaning import Run, batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
@@ -162,7 +162,7 @@ class Prepared:
         handed: dict[Value, list[int]] = {}
         own_batch = own_batch if whole is batch else streams(own_batch, len(sizes))
         ends = handed_in(program, model, own_params, own_batch, None if state is None else own_state, key)
-        if ends.pop(Value("key"), None) is not None:  # who asks for it runs under autograd, which is told apart
+        if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
             things[Value("key")] = Thing((key,), tree.flatten(key)[1])
         for value, held in ends.items():
             found, spec = tree.flatten(held)
@@ -187,11 +187,10 @@ class Prepared:
         slots = self.lowered.slots
         count = len(slots) - sum(len(call.writes) for call in self.calls)
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
-        if Value("key") in slots:
-            self.start[slots[Value("key")]] = [None]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
         self.key = self.lowered.key
+        self.asked = slots.get(Value("key"))
         self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
         self.results = self._results(program, params, whole, state, {*self.given})
 
@@ -204,6 +203,10 @@ class Prepared:
             if key is None and self.lowered.drawing:
                 raise ValueError(needs_key(who_draws(self.model, self.lowered.drawing[0].stage or 0)))
             slots[self.key] = key
+        if self.asked is not None:
+            if key is None:
+                raise ValueError(NO_KEY)
+            slots[self.asked] = [None]  # a list of its own, which its last reader empties
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
         for slot, module in self.constants:

@@ -25,8 +25,8 @@ from fpipe.graphs.ambient import Casts, casting, casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.draws import LABEL
-from fpipe.graphs.graph import Fact, Graph, aval
-from fpipe.keys import generator_on, seed_of
+from fpipe.graphs.graph import Fact, Graph, Stream, aval
+from fpipe.keys import fold_in, generator_on, seed_of
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run, summed
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
@@ -194,11 +194,11 @@ class _Writer:
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
         values = {label_of(value): value for value in op.writes if value not in adds}
         values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
-        if graph.devices and LABEL in graph.reads:
+        if graph.streams and LABEL in graph.reads:
             named |= {LABEL: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, op.microbatch or 0, op.slice)
-            run = partial(_drawing, run, [*graph.reads].index(LABEL), graph.devices, place)
+            run = partial(_drawing, run, [*graph.reads].index(LABEL), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[add] for add in adds.values()]
         return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
@@ -307,13 +307,13 @@ def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
 
 
 def _drawing(
-    run: Callable[..., Any], at: int, devices: Sequence[str], place: tuple[int, int, int | None], *lists: Any
+    run: Callable[..., Any], at: int, streams: Sequence[Stream], place: tuple[int, int, int | None], *lists: Any
 ) -> Any:
     """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
     microbatch (and slice)."""
     seed = seed_of(lists[at], *place)
     given = [*lists]
-    given[at] = [generator_on(device).manual_seed(seed) for device in devices]
+    given[at] = [generator_on(one.device, one.number).manual_seed(fold_in(seed, *one.path)) for one in streams]
     return run(*given)
 
 

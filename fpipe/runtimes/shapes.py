@@ -146,9 +146,8 @@ class Shapes:
         """How an F or R calls its stage."""
         assert op.stage is not None
         stage = self.model.stages[op.stage]
-        if "key" in stage.asks:
-            raise Untraceable("it asks for a random key")
-        groups = {label: self.taken(value, label) for label, value in self.labels(op).items() if label != "target"}
+        named = [(label, value) for label, value in self.labels(op).items() if label not in ("target", "key")]
+        groups = {label: self.taken(value, label) for label, value in named}
         reads, specs = _described(groups | self.constants(op.stage))
         return self.known(Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None))
 
