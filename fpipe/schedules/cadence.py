@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fpipe.program import Program, ProgramError
+from fpipe.program import Program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
@@ -80,7 +80,6 @@ def beats(
     last_first: bool = False,
 ) -> list[list[Key]]:
     """The rows of `in_turn` for a program whose stages are placed."""
-    whole(program)
     count, ranks = program.microbatches, 1 + max(placed)
     made: list[list[Key]] = []
     for rank in range(ranks):
@@ -93,14 +92,6 @@ def beats(
         row = _row(chunks, forwards, backwards, warm_up(seat), lag and lag(seat))
         made.append([cell for cell in row if cell[2] < count])
     return made
-
-
-def whole(program: Program) -> None:
-    """Refuse a program with sequence slices."""
-    if program.slices > 1:
-        raise ProgramError(
-            "this program has sequence slices, which this schedule does not order; use seq1f1b or from_table."
-        )
 
 
 def _row(

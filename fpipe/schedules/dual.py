@@ -64,6 +64,8 @@ def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
     rank 1 |    0F2       1F0       0F3       1B0    (1F1;0B2)    1B1       0I3       0W3
     """
 
+    _said(overlap)
+
     @transforming
     def transform(program: Program) -> Program:
         with building():
@@ -116,6 +118,8 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
     rank 1 | 1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
     """
 
+    _said(overlap)
+
     @transforming
     def transform(program: Program) -> Program:
         with building():
@@ -128,6 +132,11 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
             return by_table(program, rows, move=True)
 
     return transform
+
+
+def _said(overlap: bool) -> None:
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap is True or False, whether a forward and a backward are one PAIR; found {overlap!r}.")
 
 
 def _turns(rank: int, ranks: int, microbatches: int, overlap: bool) -> Iterator[tuple[str, int]]:

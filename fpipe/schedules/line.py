@@ -109,10 +109,8 @@ def line_of(program: Program, placement: Sequence[int], costs: Costs, cap: float
         name: of the schedule, for errors.
 
     Raises:
-        ProgramError: sequence slices; a cap below the minimum.
+        ProgramError: a cap below the minimum.
     """
-    if any(op.slice is not None for op in program.ops):
-        raise ProgramError(f"{name}: this program has sequence slices, which this schedule does not order.")
     stages, microbatches = len(placement), program.microbatches
     redone = {op.stage for op in program.ops if op.kind == "R" or (op.how and op.kind in "BI")}
 

@@ -92,10 +92,15 @@ def published(
     accepts: str = "any",
     stages_per_rank: int = 1,
     refuses: Refusal | None = None,
+    slices: bool = False,
 ) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
     """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve.
 
     Its docstring ends with its source and its formulas, so that `help` shows what the registry knows.
+
+    Args:
+        title, source, idle, peak, accepts, stages_per_rank, refuses: as `Schedule` has them.
+        slices: whether it orders sequence slices.
     """
 
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
@@ -109,6 +114,8 @@ def published(
             @transforming
             def checked(program: Program) -> Program:
                 why = refuses(ranks, program.stages, program.microbatches) if refuses else None
+                if not slices and program.slices > 1:
+                    why = "this program has sequence slices, which it does not order; use seq1f1b or from_table."
                 if why is not None:
                     raise ProgramError(f"{factory.__name__}: {why}")
                 return transform(program)
@@ -151,10 +158,17 @@ def about(name: str) -> Schedule:
     ValueError: there is no schedule 'looped_bsf'; did you mean looped_bfs? fpipe.schedules.names() lists them all.
     """
     if not isinstance(name, str) or name not in _SCHEDULES:  # pyright: ignore[reportUnnecessaryIsInstance]
-        close = difflib.get_close_matches(str(name), _SCHEDULES, n=3, cutoff=0.5)
+        close = _closest(str(name).lower())
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(f"there is no schedule {name!r}; {hint}fpipe.schedules.names() lists them all.")
     return _SCHEDULES[name]
+
+
+def _closest(said: str) -> list[str]:
+    """The names that may be meant: by title (1F1B, ZB-V, VPP), or spelled much like this."""
+    titles = {name: schedule.title.lower() for name, schedule in _SCHEDULES.items()}
+    by_title = sorted((title.index(said), name) for name, title in titles.items() if len(said) > 1 and said in title)
+    return [name for _, name in by_title][:3] or difflib.get_close_matches(said, _SCHEDULES, n=3, cutoff=0.5)
 
 
 def get(name: str) -> Callable[..., Transform]:

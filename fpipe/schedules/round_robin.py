@@ -159,6 +159,8 @@ def _forward_only(
 
 def _groups(word: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group]:
     """The groups of a plan, each of adjacent stages of the program."""
+    if not isinstance(plan, Sequence) or isinstance(plan, str):
+        raise TypeError(f"roundpipe: {word} is a list of groups of stages, such as [range(0, 3)]; found {plan!r}.")
     groups: list[Group] = []
     for number, given in enumerate(plan):
         if not isinstance(given, Iterable) or isinstance(given, str):

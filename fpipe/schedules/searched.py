@@ -56,7 +56,7 @@ def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None 
             `simulate` counts `peak`; the paper's table 5 counts M_W / M_B, 32h / (34h + 5as) for a transformer.
 
     Raises:
-        ProgramError: not one stage a rank, a cap below 1, sequence slices.
+        ProgramError: not one stage a rank, a cap below 1.
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("zb_auto").program(3, 4)))
@@ -90,7 +90,7 @@ def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = No
         kept: the share of a microbatch's activations that W still needs after I.
 
     Raises:
-        ProgramError: not two chunks a rank, a cap below 1, sequence slices.
+        ProgramError: not two chunks a rank, a cap below 1.
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("zbv").program(2, 4)))
@@ -123,7 +123,7 @@ def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None =
         kept: the share of a microbatch's activations that W still needs after I.
 
     Raises:
-        ProgramError: not two chunks a rank, a cap below 1, sequence slices.
+        ProgramError: not two chunks a rank, a cap below 1.
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("v_half").program(2, 4)))
@@ -156,7 +156,7 @@ def v_min(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = 
         kept: the share of a microbatch's activations that W still needs after I.
 
     Raises:
-        ProgramError: not two chunks a rank, a cap below 1, sequence slices.
+        ProgramError: not two chunks a rank, a cap below 1.
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("v_min").program(2, 4)))

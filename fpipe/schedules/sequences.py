@@ -18,6 +18,7 @@ from fpipe.transforms.slice_sequence import slice_sequence
     idle="(p-1)T/Q",
     peak="min(m, (p-r-1+Q)/Q)",
     accepts="any; models that are causal along the sequence",
+    slices=True,
 )
 def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
     """1F1B whose turns are slices: forwards up the slices of a microbatch, backwards down (Seq1F1B, 2406.03488).

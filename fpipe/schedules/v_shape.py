@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fpipe.program import Program
-from fpipe.schedules.cadence import whole
 from fpipe.schedules.first_fit import Block, in_blocks
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
@@ -47,7 +46,6 @@ def one_f_one_b_v(ranks: int) -> Transform:
     """
 
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        whole(program)
         ticks = (_FORWARD, _BACKWARD)
         return in_blocks(_block(ranks), _INTERVAL, ticks, placement, program.microbatches)
 

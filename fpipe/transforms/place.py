@@ -82,11 +82,21 @@ def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Prog
 
 def homes_said(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
     """Where stages live, as far as it was said."""
-    said = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes or {}
-    odd = next((stage for stage in said if not 0 <= stage < program.stages), None)
+    if homes is None:
+        return {}
+    if not callable(homes) and not isinstance(homes, Mapping):
+        raise TypeError(f"homes is {{stage: rank}}, {{stage: ranks}} or f(stage) -> rank or ranks; found {homes!r}.")
+    said = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
+    odd = next((stage for stage in said if type(stage) is not int or not 0 <= stage < program.stages), None)
     if odd is not None:
-        raise ProgramError(f"homes names stage {odd}; this program has stages 0..{program.stages - 1}.")
-    return {stage: (found,) if isinstance(found, int) else tuple(sorted(found)) for stage, found in said.items()}
+        raise ProgramError(f"homes names stage {odd!r}; this program has stages 0..{program.stages - 1}.")
+    found = {stage: tuple(at) if isinstance(at, Iterable) else (at,) for stage, at in said.items()}
+    for stage, at in found.items():
+        if not at or any(type(rank) is not int or rank < 0 for rank in at):
+            raise ProgramError(
+                f"homes gives stage {stage} {said[stage]!r}; a home is a rank from 0, or several of them."
+            )
+    return {stage: tuple(sorted(at)) for stage, at in found.items()}
 
 
 def _at(op: Op, rule: Rule) -> Op:
