@@ -8,7 +8,7 @@ anew by each stage that reads it, and no stage hands it on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
+from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
 from fpipe.models import Source
 
@@ -242,11 +243,13 @@ class _Part:
         whole = self.whole
         made = fx.Graph()
         now = {node: made.placeholder(node.name) for node in (*self.params.values(), *self.batch, *self.taken)}
+        asked: dict[tuple[fx.Node, int], fx.Node] = {}  # each size once and first: so do equal stages
+        for node, (tensor, dim) in self.size_of.items():
+            if (tensor, dim) not in asked:
+                asked[tensor, dim] = made.call_function(_SIZE, (now[tensor], dim))
+            now[node] = asked[tensor, dim]
         for node in self.nodes:
-            if node in self.size_of:
-                tensor, dim = self.size_of[node]
-                now[node] = made.call_function(_SIZE, (now[tensor], dim))
-            elif node not in now:
+            if node not in now:
                 now[node] = made.node_copy(node, lambda one: now[whole.root(one)])
         if self.stage is None:
             result = whole.traced.module.graph.output_node().args[0]
@@ -254,26 +257,18 @@ class _Part:
         else:
             outs = [tuple(now[node] for node in group) for group in whole.groups[self.stage]]
             made.output(_one_or_all([_one_or_all(group) for group in outs]))
-        run = fx.GraphModule(whole.traced.module, made).forward
-        return self._loss(run) if self.stage is None else self._stage(run)
-
-    def _stage(self, run: Callable[..., Any]) -> Callable[[Mapping[str, Tensor], Any], Any]:
-        names, takes, many = list(self.params), self._takes(), isinstance(self.sources, tuple)
-        checked = _Rows(self.whole.traced, 0, self.batch)
-
-        def stage(params: Mapping[str, Tensor], x: Any) -> Any:
-            given = [tree.leaves(one) for one in (x if many else (x,))]
-            if self.batch:
-                checked.check(given[0])
-            return run(*[params[name] for name in names], *[given[which][at] for which, at in takes])
-
-        stage.__name__ = f"stage {self.stage}"
-        return stage
+        run = fx.GraphModule(whole.traced.module, made)
+        if self.stage is None:
+            return self._loss(run.forward)
+        rows = Rows(whole.traced.example[0], "inputs", whole.traced.guards) if self.batch else None
+        unread = [name for name in whole.owned[self.stage] if name not in self.params]
+        many = isinstance(self.sources, tuple)
+        return GraphStage(self.stage, run, list(self.params), unread, self._takes(), many=many, rows=rows)
 
     def _loss(self, run: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         at = list(self.whole.outs[self.whole.last])
         places = [at.index(node) for node in self.taken]
-        checked = _Rows(self.whole.traced, 1, self.batch)
+        checked = Rows(self.whole.traced.example[1], "target", self.whole.traced.guards)
 
         def loss(y: Any, target: Any) -> Any:
             leaves, made = tree.leaves(target), tree.leaves(y)
@@ -304,37 +299,6 @@ def _by_readers(outs: Iterable[fx.Node], parts: list[_Part]) -> list[list[fx.Nod
 
 def _one_or_all(values: Sequence[Any]) -> Any:
     return tuple(values) if len(values) > 1 else values[0]
-
-
-class _Rows:
-    """Refuses a batch that the trace does not hold for."""
-
-    def __init__(self, traced: Traced, half: int, used: Iterable[fx.Node]) -> None:
-        word = ("inputs", "target")[half]
-        self.example = [(word + place, leaf) for place, leaf in tree.paths(traced.example[half])]
-        self.guards = traced.guards
-        self.known: set[tuple[Any, ...]] = set()
-
-    def check(self, leaves: list[Any]) -> None:
-        """All sizes but the rows are the example's, and nothing was decided by other rows."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if shapes in self.known:
-            return
-        for (place, example), leaf in zip(self.example, leaves, strict=True):
-            if isinstance(example, Tensor):
-                if not isinstance(leaf, Tensor) or leaf.shape[1:] != example.shape[1:] or leaf.ndim != example.ndim:
-                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                    raise ValueError(
-                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: only rows may "
-                        "differ. Call from_loss again for another shape."
-                    )
-            elif leaf != example:
-                raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")
-        for guard, symbol in self.guards:
-            rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
-            if not guard.subs(symbol, rows):
-                raise ValueError(f"loss_fn does another thing for {rows} rows than for the example: {guard} is false.")
-        self.known.add(shapes)
 
 
 def _is(node: Any) -> bool:

@@ -20,11 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.parameter import is_lazy
 
 from fpipe.balance import balance
+from fpipe.by_place import Names
 from fpipe.functions import from_functions
 from fpipe.impure import refuse_impure
 from fpipe.models import Model, Reduction, Stage
 from fpipe.skips import planned
-from fpipe.stage_module import Names, StageModule
+from fpipe.stage_module import StageModule
 
 Params = tuple[dict[str, Tensor], ...]
 

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from fpipe.batch_norm import STATISTICS, noted, remembers, updated, updated_at_the_end
 from fpipe.buffers import Buffers, Places, own_buffers
+from fpipe.by_place import ByPlace, Names
 from fpipe.graphs.alike import Same
 from fpipe.graphs.graph import storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
@@ -25,12 +26,8 @@ from fpipe.skips import Skips, through
 from fpipe.twins import twin
 from fpipe.writers import Write, written_buffers
 
-Names = tuple[tuple[str, ...], ...]
-"""The names of each trained parameter."""
-WRITTEN = "a buffer that it writes"
 
-
-class StageModule:
+class StageModule(ByPlace):
     """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
 
     The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
@@ -69,6 +66,7 @@ class StageModule:
         if any(write.now for write in writes):
             self.held, self.norms = self.remembered, []
             turning += [module for _, module in modules if isinstance(module, _NormBase)]
+        self.holds = [path for path, _, _ in self.held]
         self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
         fixed += [path for path, place in buffers if place not in own]
         self.fixed = [(path, *place) for path, place in self._places(fixed)]
@@ -92,11 +90,10 @@ class StageModule:
         """The stage's output; with norms that remember, also what their update needs; with a state, also the new."""
         if not self.held:
             return self.within(params, partial(self._through, x), noting=bool(self.norms))
-        names = [path for path, _, _ in self.held]
         given = state or {}
-        same_keys(given, names, f"state of stage {self.number}", WRITTEN)
-        made = self.within(params, partial(self._through, x), buffers=[given[name] for name in names])
-        new = dict(zip(names, made[1], strict=True))
+        same_keys(given, self.holds, f"state of stage {self.number}", "a buffer that it writes")
+        made = self.within(params, partial(self._through, x), buffers=[given[name] for name in self.holds])
+        new = dict(zip(self.holds, made[1], strict=True))
         return made[0], {name: new[name] for name in given}
 
     def _through(self, x: Any) -> Any:
@@ -160,7 +157,7 @@ class StageModule:
     def _refuse_written(self, written: Sequence[str]) -> None:
         if not written:
             return
-        if any(path == written[0] for path, _, _ in self.held):
+        if written[0] in self.holds:
             raise RuntimeError(
                 f"stage {self.number} wrote buffer {written[0]!r} once more as its backward computed it again (it is "
                 "put back): torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
@@ -198,9 +195,7 @@ class StageModule:
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> Any:
-        """The stage's output as a function of all that it reads, `params` in the order of its names, `buffers` in that
-        of what it holds.
-        """
+        """The stage's output, with its state or what its update needs, as a function of all that it reads."""
         self._refuse_changed()
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.by_place import ByPlace
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined, same
@@ -24,7 +25,6 @@ from fpipe.kept import listening
 from fpipe.keys import TracedKey, fold_in
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
-from fpipe.stage_module import WRITTEN, StageModule
 
 Spec = Any
 
@@ -121,8 +121,8 @@ _OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
 class Traces:
     """A model's stages as graphs, each traced once for each way it is called, whoever asks.
 
-    Stages that compute the same function share their traces: those of one Python function, and modules that are equal
-    in class, plain attributes, mode and shapes of their leaves, recursively.
+    Stages that compute the same function share their traces: those of one Python function, modules that are equal in
+    class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op.
     """
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
@@ -220,8 +220,8 @@ class Traces:
             store, own = self._store(self.model.loss)
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
-        module = isinstance(stage.forward, StageModule)
-        names = tuple("" if module else leaf for _, _, leaf in self.model.tied(call.stage))
+        by_place = isinstance(stage.forward, ByPlace)
+        names = tuple("" if by_place else leaf for _, _, leaf in self.model.tied(call.stage))
         how = (
             frozenset(stage.asks),
             stage.aux_loss,
@@ -230,7 +230,7 @@ class Traces:
             isinstance(self.model.inputs[call.stage], tuple),
             call.microbatch,
         )
-        if isinstance(stage.forward, StageModule):
+        if isinstance(stage.forward, ByPlace):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
@@ -270,7 +270,7 @@ class Traces:
             one = model.stages[call.stage]
             taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
             x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
-            if isinstance(one.forward, StageModule):
+            if isinstance(one.forward, ByPlace):
                 order = _positions(model, one.forward, call)
                 params = [given[label][at] for label, at in order]
                 places = _buffers(one.forward, call)
@@ -311,7 +311,7 @@ def _leaves(call: Call) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
-def _positions(model: Model, module: StageModule, call: Call) -> tuple[tuple[str, int], ...]:
+def _positions(model: Model, module: ByPlace, call: Call) -> tuple[tuple[str, int], ...]:
     """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
@@ -320,14 +320,13 @@ def _positions(model: Model, module: StageModule, call: Call) -> tuple[tuple[str
     return tuple(given[leaf[0]] for leaf in module.names)
 
 
-def _buffers(module: StageModule, call: Call) -> tuple[int, ...]:
+def _buffers(module: ByPlace, call: Call) -> tuple[int, ...]:
     """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
-    if not module.held:
+    if not module.holds:
         return ()
     given: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))
-    names = [path for path, _, _ in module.held]
-    same_keys(given, names, f"state of stage {module.number}", WRITTEN)
-    return tuple(given[name] for name in names)
+    same_keys(given, module.holds, f"state of stage {module.number}", "a buffer that it writes")
+    return tuple(given[name] for name in module.holds)
 
 
 def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:

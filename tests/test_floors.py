@@ -30,6 +30,8 @@ FLOORS = {
         "modules",
         "stage_module",
         "buffers",
+        "by_place",
+        "graph_stage",
         "impure",
         "writers",
         "twins",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+import fpipe.traces
 
 WIDTH, WORDS, LENGTH = 8, 16, 6
 
@@ -278,6 +279,51 @@ def test_an_example_of_one_row_and_a_net_called_by_functional_call():
     assert list(own[0]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
     assert fpipe.verify(program, model, own, (torch.randn(7, 4), torch.randn(7, 4))).bitwise
+
+
+def traces_of(model: fpipe.Model, params: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many stages and losses a step traces."""
+    traced: list[Any] = []
+    trace = fpipe.traces.trace
+    monkeypatch.setattr(fpipe.traces, "trace", lambda *args: traced.append(args) or trace(*args))
+    program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch).bitwise
+    monkeypatch.undo()
+    return len(traced)
+
+
+def test_equal_stages_share_a_trace(monkeypatch: pytest.MonkeyPatch):
+    """Five of six blocks; each was traced for itself. The first takes what the head takes too."""
+    params, batch = gpt_case()
+    params["blocks"] = [block_params() for _ in range(6)]
+    model, own = fpipe.from_loss(gpt, params, batch)
+    assert traces_of(model, own, batch, monkeypatch) == 4  # the embedding, a block, the head, the loss
+
+
+def test_stages_that_differ_share_none(monkeypatch: pytest.MonkeyPatch):
+    """In a number, its type or its sign, a tensor they hold on to, the order of what they take."""
+    held = [torch.full((4,), 2.0), torch.full((4,), 2.0)]
+    kinds = [
+        (lambda x, w: torch.tanh(x * 2 @ w), lambda x, w: torch.tanh(x * 3 @ w)),
+        (lambda x, w: x @ w + 1, lambda x, w: x @ w + 1.0),
+        (lambda x, w: torch.clamp(x @ w, min=0.0), lambda x, w: torch.clamp(x @ w, min=-0.0)),
+        (lambda x, w: x @ w * held[0], lambda x, w: x @ w * held[1]),
+        (lambda x, w: x @ w, lambda x, w: x @ w.t()),
+    ]
+    for one, other in kinds:
+
+        def loss_fn(params: list[Tensor], batch: tuple[Tensor, Tensor], each: Any = (one, other, one)) -> Tensor:
+            x = fpipe.boundary(batch[0] * 1.5)
+            for number, w in enumerate(params):
+                x = fpipe.boundary(each[number](x, w))
+            return (x.square() - batch[1]).mean()
+
+        batch = torch.randn(4, 4), torch.randn(4, 4)
+        model, own = fpipe.from_loss(loss_fn, [torch.randn(4, 4) for _ in range(3)], batch)
+        twins = [stage.forward.twin() for stage in model.stages[1:4]]
+        assert twins[0] == twins[2] != twins[1]
+        assert traces_of(model, own, batch, monkeypatch) == 5
+        monkeypatch.undo()
 
 
 # Random numbers: each stage draws as if it began with torch.manual_seed(fold_in(key, stage, microbatch)).

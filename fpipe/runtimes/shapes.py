@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.by_place import ByPlace
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.meaning import RULES, Run
-from fpipe.stage_module import StageModule
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
@@ -117,7 +117,7 @@ class Shapes:
         named = self.labels(op)
         given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
         made = self.outlined(call, given)
-        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, StageModule):
+        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, ByPlace):
             made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
         loss = None
         if "target" in given:
