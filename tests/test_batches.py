@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
 import fpipe
+from fpipe.microbatch import spec_of
 
 TRACED = pytest.mark.parametrize("trace", [True, False])
 
@@ -297,6 +298,13 @@ REFUSED = {
         fpipe.register_spec("rows", fpipe.Chunk(1))
     ),
     "another spec is called 'longest' already; take another name.": lambda: fpipe.register_spec("longest", mean),
+    "a spec that is a tuple says the inputs' and the target's, two of them; found (1, 2, 3).": lambda: fpipe.split(
+        2, (1, 2, 3)
+    ),
+    "'Chunk(9)' is not a spec of Chunk(dim=0) and Replicate().": lambda: spec_of("Chunk(9)"),
+    "the losses are merged already; say losses=True in the first merge().": lambda: fpipe.chain(
+        fpipe.split(2), fpipe.merge(), fpipe.merge(losses=True)
+    )(fpipe.program(1)),
     "no spec is called 'shortest' here; say what it is by fpipe.register_spec.": lambda: run(
         lambda program: fpipe.Program.parse(
             str(fpipe.chain(fpipe.split(3), fpipe.merge(longest))(program)).replace("longest", "shortest")

@@ -316,10 +316,18 @@ def test_a_group_over_two_ranks_is_refused():
         )
 
 
-@pytest.mark.parametrize("groups", [[(0, 2)], [(0, 1), (1, 2)], [()]], ids=["a gap", "twice", "empty"])
-def test_groups_are_of_adjacent_stages_each_once(groups: list[tuple[int, ...]]):
-    with pytest.raises(ValueError, match="group"):
-        fpipe.checkpoint(groups=groups)
+ADJACENT = "a group is of adjacent stages in order, such as (1, 2, 3); found "
+GROUPS = {
+    f"{ADJACENT}(0, 2).": [(0, 2)],
+    f"{ADJACENT}().": [()],
+    "a stage is in one group at most; found [(0, 1), (1, 2)].": [(0, 1), (1, 2)],
+}
+
+
+@pytest.mark.parametrize("sentence", GROUPS)
+def test_groups_are_of_adjacent_stages_each_once(sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.checkpoint(groups=GROUPS[sentence])
 
 
 def test_outputs_can_be_dropped_after_they_were_merged():

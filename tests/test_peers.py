@@ -1,0 +1,268 @@
+"""Where other systems fail, measured, and what a step does here. Those that are one with a larger story stand there:
+counted losses and two steps (test_losses), norms (test_state), dropout (test_random), ties and skips, in-place ops and
+outputs in order (test_bad_input), a B that cannot be cut (layers.py)."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from property_tests.bits import bits
+
+WIDTH, ROWS = 4, 12
+SCHEDULES: dict[str, Callable[[int], Any]] = {
+    "gpipe": fpipe.schedules.gpipe,
+    "one_f_one_b": fpipe.schedules.one_f_one_b,
+    "zb_h1": fpipe.schedules.zb_h1,
+    "roundpipe": fpipe.schedules.roundpipe,
+}
+POLICIES = {
+    "kept": (),
+    "recomputed": (fpipe.checkpoint(),),
+    "in halves": (fpipe.split_backward(),),
+    "both": (fpipe.checkpoint(), fpipe.split_backward()),
+}
+
+
+def perceptron(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
+        *(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Tanh()),
+        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
+    )
+
+
+def batch_of(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=make), torch.randn(rows, WIDTH, generator=make)
+
+
+def by_hand(net: nn.Module, batch: tuple[Tensor, Tensor], microbatches: int) -> dict[str, Tensor]:
+    """The gradients that a copy of the net has after the microbatches went through it."""
+    net = copy.deepcopy(net)
+    for x, t in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
+        (nn.functional.mse_loss(net(x), t) * (len(x) / len(batch[0]))).backward()
+    return {name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None}
+
+
+def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    assert found.keys() == right.keys()
+    assert [name for name in right if not torch.equal(found[name], right[name])] == []
+    return True
+
+
+def test_the_first_step_after_a_dry_run_has_every_leaf_right():
+    """Paddle's dry run left a 1 in the gradient of the last stage's bias; torch 2.13's ran on uninitialised memory and
+    left a running mean of 2.6e10. Here shapes are found without numbers."""
+    net, batch = perceptron(), batch_of()
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3, 2], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(model))
+    fpipe.sizes(program, model, params, batch, state=state)
+    step = fpipe.build(program, model, example=(params, batch, state))
+    found = step(params, batch, state=state)
+    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch, 4))
+    assert found.state[0]["1.num_batches_tracked"] == 4
+
+
+def observed(net: nn.Module) -> list[Any]:
+    """All that somebody outside could see."""
+    modes = [module.training for module in net.modules()]
+    grads = [leaf.grad for leaf in net.parameters()]
+    return [*modes, *grads, *bits(dict(net.state_dict())), *bits(torch.get_rng_state())]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("reading", ["sizes", "build", "verify", "profile", "reference", "simulate"])
+def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bool):
+    """Parameters, buffers, modes, random numbers and the caller's tensors."""
+    net, batch = perceptron(dropout=0.5), batch_of()
+    net[1].train(training)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3, 2], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.schedules.gpipe(3), fpipe.merge())(
+        fpipe.program(model)
+    )
+    before, given = observed(net), bits((params, batch, state))
+    read: dict[str, Callable[[], Any]] = {
+        "sizes": lambda: fpipe.sizes(program, model, params, batch, state=state),
+        "build": lambda: fpipe.build(program, model, example=(params, batch, state)),
+        "verify": lambda: fpipe.verify(program, model, params, batch, state=state, key=1),
+        "profile": lambda: fpipe.profile(program, model, params, batch, state=state, key=1, repeats=1),
+        "reference": lambda: fpipe.reference(model, params, batch, microbatches=4, state=state, key=1),
+        "simulate": lambda: fpipe.simulate(program),
+    }
+    assert read[reading]() is not None
+    assert observed(net) == before
+    assert bits((params, batch, state)) == given
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_relu_in_place_is_right_in_a_stage_and_refused_at_a_cut(policy: str, trace: bool):
+    """torchgpipe recomputed from an input that the next stage had changed."""
+    net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), batch_of()
+    for sizes in ([2, 1], [1, 2]):
+        model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
+        program = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.schedules.gpipe(2), fpipe.merge())(
+            fpipe.program(model)
+        )
+        step = fpipe.build(program, model, trace=trace)
+        if sizes == [2, 1]:
+            assert same(fpipe.join_params(model, step(params, batch).grads), by_hand(net, batch, 4))
+        else:
+            with pytest.raises(RuntimeError, match=re.escape(CHANGED)) as refused:
+                step(params, batch)
+            assert any("1F0: stage 1 (1, 2), microbatch 0, rank 1" in note for note in refused.value.__notes__)
+        assert bits(batch) == bits(batch_of())
+
+
+CHANGED = (
+    "stage 1 (1, 2) changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
+    "inplace=False."
+)
+
+
+@pytest.mark.parametrize(("policy", "times"), [("always", 4), ("except_last", 3), ("never", 0)])
+def test_recomputes_are_counted_by_the_microbatches_there_are(policy: Any, times: int):
+    """6 rows, of which 4 microbatches are made though 8 were asked for: torchgpipe counted those asked for."""
+    ran: list[int] = []
+
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            ran.append(len(input))
+            return super().forward(input)
+
+    net = nn.Sequential(Counting(WIDTH, WIDTH), nn.Tanh())
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    splits = fpipe.split(4), fpipe.split(8, rows=4, allow_fewer=True)
+    for split, rows in zip(splits, (6, 4), strict=True):
+        program = fpipe.chain(split, fpipe.checkpoint(policy), fpipe.merge())(fpipe.program(model))
+        assert [op.kind for op in program.ops].count("R") == times
+        ran.clear()
+        fpipe.build(program, model, trace=False)(params, batch_of(rows))
+        assert len(ran) == 4 + times
+        evaluation = fpipe.forward_only()(program)
+        assert not {"R", "B", "I", "W"} & {op.kind for op in evaluation.ops}
+        assert not any(value.name == "res" for op in evaluation.ops for value in op.writes)
+
+
+def test_recompute_with_halves_runs_a_stage_once_for_each_microbatch():
+    """torch 2.13 runs it once more for each group of parameters: 17 times for 16 Linears."""
+    ran: list[int] = []
+
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            ran.append(1)
+            return super().forward(input)
+
+    net = nn.Sequential(*(Counting(WIDTH, WIDTH) for _ in range(16)))
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.split_backward(), fpipe.merge())(
+        fpipe.program(model)
+    )
+    found = fpipe.build(program, model, trace=False)(params, batch_of())
+    assert len(ran) == 2 * 16 * 3
+    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch_of(), 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_dropout_drops_in_the_gradient_what_it_dropped(policy: str):
+    """100 layers of p=0.001 over 10 microbatches and 2 stages, whose recompute drew other numbers in torchgpipe: the
+    zeros of y are those of x's gradient."""
+    net = nn.Sequential(*(nn.Dropout(0.001) for _ in range(100)))
+    model, params, state = fpipe.from_sequential(
+        net, stages=2, loss=lambda y, target: (y * target).sum(), reduction="sum"
+    )
+    x = torch.ones(100, 50)
+    program = fpipe.chain(fpipe.split(10), *POLICIES[policy], fpipe.schedules.gpipe(2), fpipe.merge())(
+        fpipe.program(model, input_grads=True)
+    )
+    step = fpipe.build(program, model)
+    found, again = (step(params, (x, x), state=state, key=3) for _ in range(2))
+    assert torch.equal(found.outputs == 0, found.input_grads == 0)
+    assert 0.05 < (found.outputs == 0).float().mean() < 0.15
+    assert torch.equal(found.outputs, again.outputs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_batch_that_is_a_misaligned_view_gives_the_same_bits(policy: str):
+    """Kernels start elsewhere on such memory, so a copy of it would have other sums."""
+    held = torch.randn(2, 1 + 11 * WIDTH)
+    batch = tuple(half[1:].view(11, WIDTH) for half in held)
+    net = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), *POLICIES[policy], fpipe.schedules.gpipe(2), fpipe.merge())(
+        fpipe.program(model)
+    )
+    found = fpipe.build(program, model)(params, batch)
+    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch, 3))
+
+
+def test_autocast_with_a_weight_used_twice_is_right_in_threads_too():
+    """A traced cast of the weight is one value in both uses; torch's cache of casts belongs to a thread."""
+
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return (torch.tanh(x @ p["w"]) @ p["v"] @ p["w"]).float()
+
+    model = fpipe.from_functions([stage, stage], nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), fpipe.split_backward(), fpipe.schedules.gpipe(2), fpipe.merge())(
+        fpipe.program(model)
+    )
+    params = tuple({"w": torch.randn(WIDTH, WIDTH), "v": torch.randn(WIDTH, WIDTH)} for _ in range(2))
+    batch = batch_of()
+    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in params]
+    for x, t in zip(*(leaf.tensor_split(3) for leaf in batch), strict=True):
+        (nn.functional.mse_loss(stage(own[1], stage(own[0], x)), t) * (len(x) / ROWS)).backward()
+    step, found = fpipe.build(program, model), list[fpipe.Result]()
+    threads = [threading.Thread(target=lambda: found.append(step(params, batch))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    right = [{name: leaf.grad for name, leaf in stage.items()} for stage in own]
+    assert [bits(result.grads) == bits(right) for result in found] == [True] * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("trace", [True, False])
+def test_the_number_of_its_microbatch_is_the_same_under_every_schedule(schedule: str, trace: bool):
+    """A warm-up of the first microbatches, say: what a stage asks for is what plain Python would count."""
+
+    def stage(p: dict[str, Tensor], x: Tensor, *, microbatch: int) -> Tensor:
+        return torch.tanh(x @ p["w"]) * (1 + microbatch)
+
+    model = fpipe.from_functions([stage, stage, stage], nn.functional.mse_loss)
+    params = tuple({"w": torch.randn(WIDTH, WIDTH)} for _ in range(3))
+    batch = batch_of()
+    own = [stage["w"].clone().requires_grad_() for stage in params]
+    for index, (x, t) in enumerate(zip(*(leaf.tensor_split(5) for leaf in batch), strict=True)):
+        for weight in own:
+            x = stage({"w": weight}, x, microbatch=index)
+        (nn.functional.mse_loss(x, t) * (len(t) / ROWS)).backward()
+    for steps in POLICIES.values() if schedule != "roundpipe" else [()]:
+        program = fpipe.chain(fpipe.split(5), *steps, SCHEDULES[schedule](3), fpipe.merge())(fpipe.program(model))
+        found = fpipe.build(program, model, trace=trace)(params, batch).grads
+        assert all(torch.equal(grads["w"], weight.grad) for grads, weight in zip(found, own, strict=True))
+
+
+def test_a_class_that_nobody_registered_is_one_leaf():
+    """It goes whole to every microbatch. torch's pipeline took it apart by its attributes, or not, as it came."""
+
+    class Settings:
+        scale = 2.0
+
+    model = fpipe.from_functions([lambda p, x: x["x"] * x["how"].scale * p["w"]], nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    x, t = batch_of()
+    batch = ({"x": x, "how": Settings()}, t)
+    with pytest.warns(UserWarning, match="it is handed a Settings, which may change and stay the same object"):
+        assert fpipe.verify(program, model, ({"w": torch.randn(WIDTH)},), batch).bitwise
