@@ -38,6 +38,7 @@ def from_sequential(
     loss: Callable[[Any, Any], Any] | None = None,
     reduction: Reduction = "mean",
     aux: bool = False,
+    keywords: bool = False,
 ) -> tuple[Model, Params, Params]:
     """Cut a Sequential into stages.
 
@@ -47,6 +48,8 @@ def from_sequential(
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
         reduction, aux: as in `from_functions`.
+        keywords: whether the inputs of a batch are a dict that the first child takes as keywords, as
+            `forward(self, input_ids, mask=None)` does. Without it a dict is handed on as one argument.
 
     A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
     `Pop` among the children are skips.
@@ -82,6 +85,7 @@ def from_sequential(
     names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
     skips, inputs = planned(groups)
+    skips[0] = skips[0]._replace(keywords=keywords)
     runs = [StageModule(number, group, names[number], skips[number]) for number, group in enumerate(groups)]
     _share(runs)
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)

@@ -75,11 +75,12 @@ class Pop(nn.Module):
 
 class Skips(NamedTuple):
     """The skips of one stage: the names of its further inputs, those that its own input is too, and those of its
-    further outputs."""
+    further outputs. `keywords`: its first child takes its input, a dict, as keywords."""
 
     takes: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    keywords: bool = False
 
 
 def through(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
@@ -89,13 +90,29 @@ def through(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
         x, *taken = x
         aside = dict(zip(skips.takes, taken, strict=True))
     aside |= dict.fromkeys(skips.same, x)
+    keywords = skips.keywords
     for at, child in enumerate(children.values()):
         if isinstance(child, Stash):
             aside[child.name] = x
             continue
         x = keep(x) if at else x  # what enters a layer
-        x = child.joined(x, aside[child.name]) if isinstance(child, Pop) else child(x)
+        if isinstance(child, Pop):
+            x = child.joined(x, aside[child.name])
+        elif keywords:
+            x, keywords = child(**_by_name(child, x)), False
+        else:
+            x = child(x)
     return (x, *(aside[name] for name in skips.gives)) if skips.gives else x
+
+
+def _by_name(child: nn.Module, x: Any) -> Mapping[str, Any]:
+    """The inputs of a batch, if they can be keywords."""
+    if isinstance(x, Mapping) and all(isinstance(name, str) for name in x):  # pyright: ignore[reportUnknownVariableType]
+        return x  # pyright: ignore[reportUnknownVariableType]
+    raise TypeError(
+        f"with keywords=True the inputs are a dict of what {type(child).__name__}.forward takes by name, found "
+        f"{type(x).__name__}."
+    )
 
 
 def planned(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:

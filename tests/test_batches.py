@@ -259,6 +259,50 @@ def test_a_dict_of_inputs_is_what_a_stage_takes(trace: bool):
     assert torch.allclose(found.outputs, net(inputs), atol=1e-6)
 
 
+class Encoder(nn.Module):
+    """As transformers have it: what is given goes by name, and a mask may be missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 3)
+
+    def forward(self, input_ids, mask=None, *, scale=1.0):
+        x = self.words(input_ids) * scale
+        return x if mask is None else x.masked_fill(mask[..., None], 0.25)
+
+
+@TRACED
+@pytest.mark.parametrize(
+    "policy", [(), (fpipe.checkpoint(),), (fpipe.checkpoint(grain="layer"), fpipe.split_backward())]
+)
+@pytest.mark.parametrize("given", [{"scale": 0.5}, {"mask": torch.arange(7) % 3 == 0}, {"mask": None}])
+def test_a_dict_of_inputs_goes_to_the_first_child_as_keywords(given, policy, trace: bool):
+    """It was to be taken apart by a module of one's own, which gave its parameters other names."""
+    net = nn.Sequential(Encoder(), nn.Tanh(), nn.Linear(3, 3))
+    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss, keywords=True)
+    inputs, target = {"input_ids": torch.randint(0, 11, (7,)), **given}, batch(7)[1]
+    program = fpipe.chain(fpipe.split(3), *policy, fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(own, (inputs, target))
+    for rows in torch.arange(7).tensor_split(3):
+        part = {name: leaf[rows] if isinstance(leaf, torch.Tensor) else leaf for name, leaf in inputs.items()}
+        loss = nn.functional.mse_loss(net[2](net[1](net[0](**part))), target[rows])
+        (loss * (len(rows) / 7)).backward()
+    grads = fpipe.join_params(model, found.grads)
+    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
+    assert fpipe.verify(program, model, own, (inputs, target)).bitwise
+
+
+def test_inputs_that_are_no_keywords_are_refused():
+    net = nn.Sequential(fpipe.Stash("all"), Encoder(), fpipe.Pop("all", lambda x, given: x + given["more"]))
+    model, own, _ = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss, keywords=True)
+    step = fpipe.build(fpipe.program(model), model)
+    sentence = "with keywords=True the inputs are a dict of what Encoder.forward takes by name, found Tensor."
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        step(own, (torch.randint(0, 11, (7,)), batch(7)[1]))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
+        step(own, ({"input_ids": torch.randint(0, 11, (7,)), "more": torch.ones(7, 3)}, batch(7)[1]))
+
+
 # What is refused
 
 
