@@ -16,7 +16,6 @@ from fpipe.kept import keep
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
 from fpipe.marked import boundary, from_loss
-from fpipe.microbatch import Chunk, Replicate, Sum, register_spec
 from fpipe.models import Model, Stage
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
@@ -31,6 +30,7 @@ from fpipe.runtimes.meaning import register_meaning
 from fpipe.runtimes.sizes import Sizes, sizes
 from fpipe.simulate import simulate
 from fpipe.skips import Pop, Stash
+from fpipe.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.timeline import Timeline
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity

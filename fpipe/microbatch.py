@@ -3,23 +3,21 @@
     12 rows in 5        --> cut -->        3 3 2 2 2        --> join -->        12 rows
 
 Scalars and non-tensors go whole to every microbatch. Which leaves have rows, and where, is never guessed: leaves that
-disagree are an error until somebody says `Chunk` or `Replicate`. A spec is one of these, a function, a prefix tree of
-them, or what torch.distributed.pipelining has for it.
+disagree are an error until somebody says `Chunk` or `Replicate`.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe import tree as trees
+from fpipe.specs import Chunk, Sum, cut_along, in_our_words
 
 What = str | tuple[str, ...]
 """How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
@@ -27,47 +25,15 @@ What = str | tuple[str, ...]
 _BATCH = ("inputs", "target")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The rows of a tensor are along this dimension.
-
-    >>> import torch
-    >>> cut(torch.zeros(3, 8), 0, 4, Chunk(1))[0].shape
-    torch.Size([3, 2])
-    """
-
-    dim: int = 0
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """A leaf goes whole to every microbatch, and comes back the same from each.
-
-    >>> import torch
-    >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
-    >>> cut(batch, 0, 2, {"x": Chunk(), "table": Replicate()})[0]["table"].shape
-    torch.Size([9])
-    """
-
-
-@dataclass(frozen=True)
-class Sum:
-    """How to join what is counted: the parts of all microbatches are added.
-
-    >>> join([{"right": 3}, {"right": 4}], spec=Sum())
-    {'right': 7}
-    """
-
-
 def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:
     """How many rows a batch has; a function as `spec` says Chunk or Replicate of a leaf.
 
-    >>> import torch
-    >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": Chunk(0), "b": Replicate()})
+    >>> import fpipe, torch
+    >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": fpipe.Chunk(0), "b": fpipe.Replicate()})
     12
     """
     found: dict[str, int] = {}
-    for (place, leaf), dim in zip(_named(tree, what), _dims(tree, spec), strict=True):
+    for (place, leaf), dim in zip(_named(tree, what), cut_along(tree, spec), strict=True):
         if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(
                 f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
@@ -123,7 +89,7 @@ def cut(
             )
         start, length = index * (n // count) + min(index, n % count), n // count + (index < n % count)
     leaves, containers = trees.flatten(tree)
-    dims = _dims(tree, spec)
+    dims = cut_along(tree, spec)
     parts = [leaf if dim is None else leaf.narrow(dim, start, length) for leaf, dim in zip(leaves, dims, strict=True)]
     return trees.unflatten(containers, parts), length
 
@@ -170,8 +136,8 @@ def cut_sequence(
 def _sequence_dims(tree: Any, dim: int, spec: Any, row_spec: Any) -> list[int | None]:
     """Along which dimension the sequence of each leaf is; None for a leaf that every slice takes whole."""
     if spec is not None:
-        return _dims(tree, spec)
-    return [None if rows is None else dim for rows in _dims(tree, row_spec)]
+        return cut_along(tree, spec)
+    return [None if rows is None else dim for rows in cut_along(tree, row_spec)]
 
 
 def join(
@@ -210,7 +176,7 @@ def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None
     >>> join_gradients((torch.zeros(3), torch.tensor(2.0)), [[torch.zeros(2), torch.ones(())], [torch.ones(1)] * 2])
     [tensor([0., 0., 1.]), tensor([2.])]
     """
-    return _put_together(parts, _dims(inputs, spec))
+    return _put_together(parts, cut_along(inputs, spec))
 
 
 def join_slices(
@@ -244,7 +210,7 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
         return functools.reduce(how.reduce_fn, parts, how.init_value)
     if callable(how) and not isinstance(how, type):
         return how(parts)
-    kind, first = _kind(how), parts[0]
+    kind, first = in_our_words(how), parts[0]
     if isinstance(kind, Sum):
         return functools.reduce(operator.add, parts)
     if isinstance(kind, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
@@ -274,31 +240,6 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
-
-
-def _dims(tree: Any, spec: Any) -> list[int | None]:
-    """Along which dimension each leaf is cut; None for a leaf that goes whole."""
-    found: list[int | None] = []
-    for leaf, how in zip(trees.leaves(tree), trees.broadcast_prefix(spec, tree), strict=True):
-        kind = _kind(how(leaf) if callable(how) and not isinstance(how, type) else how)
-        if isinstance(kind, Sum):
-            raise ValueError(
-                "Sum() says how parts are joined, and not how a leaf is cut: say Chunk(dim) or Replicate()."
-            )
-        found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
-    return found
-
-
-def _kind(how: Any) -> Chunk | Replicate | Sum:
-    """A spec in our words; torch's TensorChunkSpec and _Replicate are known by their looks."""
-    said = how() if isinstance(how, type) else how
-    if said is None or isinstance(said, Chunk | Replicate | Sum):
-        return said or Chunk()
-    if hasattr(said, "split_dim"):
-        return Chunk(said.split_dim)
-    if type(said).__name__ == "_Replicate":
-        return Replicate()
-    raise ValueError(f"{how!r} does not say how a leaf is cut or joined: say Chunk(dim), Replicate() or a function.")
 
 
 def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
@@ -349,105 +290,3 @@ def rows_of_each(batch: tuple[Sequence[Any], Sequence[Any]], spec: Any = None) -
     pairs = enumerate(zip(*batch, strict=True))
     words = " of microbatch ".join
     return tuple(rows(pair, spec, what=(words(("inputs", f"{at}")), words(("target", f"{at}")))) for at, pair in pairs)
-
-
-_REGISTERED: dict[str, Any] = {}
-
-
-def register_spec(name: str, spec: Any) -> Any:
-    """Give a function a name, under which a program can carry it as a spec; a program itself is data.
-
-    Args:
-        name: under which it stands in the program's text.
-        spec: for `split` a function of a leaf that says `Chunk(dim)` or `Replicate()`. For `merge` a function of the
-            list of a leaf's parts that joins them, or torch's `_CustomReducer`.
-
-    Returns:
-        The function itself, to hand to `split` or `merge`.
-
-    Raises:
-        ValueError: the name is taken by another.
-
-    >>> import fpipe, torch
-    >>> first = register_spec("first", lambda parts: parts[0])
-    >>> program = fpipe.merge(first)(fpipe.split(2)(fpipe.program(1)))
-    >>> print(*(op for op in program.ops if op.kind == "MERGE"))
-    loss outputs = MERGE[0] loss[0,0] loss[0,1] w[0,0] w[0,1] y[0,0] y[0,1] {spec="Named('first')"} @ 0
-    """
-    if not _is_function(spec):
-        raise ValueError(f"a function or a reducer gets a name, found {spec!r}; other specs say what they are.")
-    if _REGISTERED.setdefault(name, spec) is not spec:
-        raise ValueError(f"another spec is called {name!r} already; take another name.")
-    return spec
-
-
-def _is_function(spec: Any) -> bool:
-    return (callable(spec) or hasattr(spec, "reduce_fn")) and not isinstance(spec, type)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-class _Named:
-    """A registered function in the text of a spec."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"Named({self.name!r})"
-
-
-def spec_text(spec: Any) -> str:
-    """A spec as a program carries it: text, so that the program stays hashable and its own text round-trips.
-
-    >>> spec_text({"x": Chunk(1), "n": Replicate()})
-    "{'x': Chunk(dim=1), 'n': Replicate()}"
-    """
-
-    def in_our_words(leaf: Any) -> Any:
-        if _is_function(leaf):
-            name = next((name for name, known in _REGISTERED.items() if known is leaf), None)
-            if name is None:
-                raise ValueError(
-                    f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(leaf)})."
-                )
-            return _Named(name)
-        return leaf if leaf is None else _kind(leaf)
-
-    return repr(trees.tree_map(in_our_words, spec))
-
-
-@functools.lru_cache
-def spec_of(text: str | None) -> Any:
-    """The spec that a text says.
-
-    >>> spec_of("(Chunk(dim=1), Replicate())")
-    (Chunk(dim=1), Replicate())
-    """
-
-    def read(node: ast.expr) -> Any:
-        match node:
-            case ast.Tuple(elts=inner):
-                return tuple(map(read, inner))
-            case ast.List(elts=inner):
-                return list(map(read, inner))
-            case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
-            case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
-                return Chunk(ast.literal_eval(dim))
-            case ast.Call(func=ast.Name(id="Replicate")):
-                return Replicate()
-            case ast.Call(func=ast.Name(id="Sum")):
-                return Sum()
-            case ast.Call(func=ast.Name(id="Named"), args=[ast.Constant(value=name)]):
-                if name not in _REGISTERED:
-                    raise ValueError(f"no spec is called {name!r} here; say what it is by fpipe.register_spec.")
-                return _REGISTERED[str(name)]
-            case ast.Constant(value=None):
-                return None
-            case _:
-                raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
-
-    return None if text is None else read(ast.parse(text, mode="eval").body)

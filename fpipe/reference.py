@@ -19,7 +19,6 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
 from fpipe.microbatch import (
-    Chunk,
     check_batch,
     cut,
     cut_sequence,
@@ -40,6 +39,7 @@ from fpipe.models import (
     with_ties,
 )
 from fpipe.result import Result
+from fpipe.specs import Chunk
 
 
 def reference(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import cut, rows_of_each, spec_of, streams
+from fpipe.microbatch import cut, rows_of_each, streams
 from fpipe.models import Model
 from fpipe.program import Program, the_program
 from fpipe.reference import Joined, Sliced, over_parts
 from fpipe.result import Result
 from fpipe.runtimes.build import build
+from fpipe.specs import spec_of
 from fpipe.transforms.merge import merge
 
 

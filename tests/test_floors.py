@@ -47,6 +47,7 @@ FLOORS = {
         "check",
         "order",
         "microbatch",
+        "specs",
         "transforms",
         "simulate",
         "timeline",

@@ -9,7 +9,8 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomRedu
 from torch.utils import _pytree
 
 from fpipe import tree
-from fpipe.microbatch import Chunk, Replicate, cut, join, rows
+from fpipe.microbatch import cut, join, rows
+from fpipe.specs import Chunk, Replicate
 
 
 class Pair:

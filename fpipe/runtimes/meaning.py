@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
 from fpipe.microbatch import (
-    Chunk,
     check_batch,
     cut,
     cut_sequence,
@@ -29,11 +28,11 @@ from fpipe.microbatch import (
     join_slices,
     rows,
     rows_of_each,
-    spec_of,
     streams,
 )
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
 from fpipe.program import Op, Program, kind_of
+from fpipe.specs import Chunk, spec_of
 from fpipe.stage_module import StageModule
 
 Leaves = list[Any]

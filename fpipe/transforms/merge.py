@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Value
+from fpipe.specs import spec_text
 from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt, transforming
 
 

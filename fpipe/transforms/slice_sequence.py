@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Value, building
+from fpipe.specs import spec_text
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 
 _BACK = frozenset("BIW")

@@ -14,8 +14,8 @@ from itertools import chain, count, islice, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from fpipe.microbatch import spec_text
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, building, kind_of, pair, parts_of
+from fpipe.specs import spec_text
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 from fpipe.transforms.slice_sequence import slice_sequence
 
