@@ -173,3 +173,18 @@ def test_what_cannot_be_offloaded_is_refused_with_the_way_out(name: str):
     refused, sentence = REFUSALS[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         refused()
+
+
+@pytest.mark.parametrize("to", ["host", lambda rank: 1 - rank], ids=["host", "partner"])
+@pytest.mark.parametrize("policy", ["always", "except_last", lambda stage, microbatch: (stage + microbatch) % 2 == 1])
+@pytest.mark.parametrize("halves", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
+def test_what_is_computed_again_waits_nowhere(policy, to, halves):
+    """Recomputed after it was offloaded, a residual was read by its OFFLOAD before any R had written it; or R stood
+    right behind F, and kept what it was to spare."""
+    start = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), *halves)(fpipe.program(3))
+    offload, again = fpipe.offload(to=to), fpipe.checkpoint(policy)
+    program = again(offload(start))
+    assert program == offload(again(start))
+    recomputed = {value for op in program.ops if op.kind == "R" for value in op.writes}
+    assert recomputed.isdisjoint(value for op in program.ops if op.kind == "OFFLOAD" for value in op.reads)
+    assert (policy == "always") == all(op.kind != "OFFLOAD" for op in program.ops)

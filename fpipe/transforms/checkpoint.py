@@ -118,6 +118,7 @@ def checkpoint(
         ops = [change(op) for op in program.ops]
         if not recomputed:
             return program
+        ops = _waiting_nowhere(ops, {value for op in recomputed for value in op.writes})
         again = _inside_groups(recomputed, group_of)
         _, placed, _ = keep_to_data(program.inputs, [*ops, *again], program.outputs, homes_of(program))
         return rebuilt(program, placed)
@@ -137,6 +138,23 @@ def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str,
 
     ops = tuple(map(change, program.ops))
     return Program.trusted(program.inputs, ops, program.outputs, program.sources) if places else program
+
+
+def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
+    """What is computed again needs no place to wait: its OFFLOAD and LOAD go, and who read the copy reads it itself."""
+    itself: dict[Value, Value] = {}
+
+    def read(op: Op) -> Op:
+        parts = tuple(map(read, op.parts))
+        return op._replace(reads=tuple(itself.get(value, value) for value in op.reads), parts=parts)
+
+    kept: list[Op] = []
+    for op in ops:
+        if op.kind in ("OFFLOAD", "LOAD") and (found := itself.get(op.reads[0], op.reads[0])) in residuals:
+            itself[op.writes[0]] = found
+        else:
+            kept.append(read(op) if itself else op)
+    return kept
 
 
 def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:
