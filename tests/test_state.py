@@ -3,7 +3,9 @@
 import copy
 import functools
 import re
+from collections import Counter as Counted
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
@@ -494,3 +497,101 @@ def test_what_a_stage_remembers_has_one_home():
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.deferred_batch_norm(model)
+
+
+# Where the statistics before are there already, a forward writes them as it normalises.
+
+
+class Ops(TorchDispatchMode):
+    """How often each op runs while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counted[str] = Counted()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_update_is_a_pass_of_its_own_only_where_forwards_are_out_of_order(schedule: str, policy: str):
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(3)))
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
+    step, batch = fpipe.build(program, model), (X, torch.randn_like(X))
+    step(params, batch, state=state)
+    with Ops() as ops:
+        step(params, batch, state=state)
+    # The first makes the statistics that the others write, if it does not follow its F at once. Late are those whose F
+    # is not in the order of the microbatches, here that of 2.
+    late = [2] if schedule == "out of order" else []
+    behind = [(op, before) for before, op in pairwise(program.ops) if op.kind == "U"]
+    first = [op for op, before in behind if op.microbatch == 0 and before[:3] != ("F", op.stage, 0)]
+    own = [*first, *(op for op, _ in behind if op.microbatch in late)]
+    assert ops.ran["aten.batch_norm_update_stats.default"] == len(own)
+
+
+NORMS = {
+    "2d": (nn.BatchNorm2d(3), X),
+    "channels last": (nn.BatchNorm2d(3), X.to(memory_format=torch.channels_last)),
+    "1d": (nn.BatchNorm1d(6), X[:, 0]),
+    "rows": (nn.BatchNorm1d(3), X[:, :, 0, 0]),
+    "not affine": (nn.BatchNorm2d(3, affine=False, momentum=0.3), X),
+    "cumulative": (nn.BatchNorm2d(3, momentum=None), X),
+    "float64": (nn.BatchNorm2d(3, dtype=torch.float64), X.double()),
+    "bfloat16": (nn.BatchNorm2d(3, dtype=torch.bfloat16), X.bfloat16()),
+    "float32 of bfloat16": (nn.BatchNorm2d(3), X.bfloat16()),
+    "after another": (nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), X),
+    "with an instance norm": (nn.Sequential(nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True)), X),
+}
+
+
+@pytest.mark.parametrize("steps", [(), (fpipe.split_backward(), fpipe.checkpoint("always"))], ids=["B", "R I W"])
+@pytest.mark.parametrize(("norm", "x"), NORMS.values(), ids=NORMS.keys())
+def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor, steps: tuple[Transform, ...]):
+    net, target = nn.Sequential(nn.Sequential(copy.deepcopy(norm), nn.Tanh())), torch.zeros_like(x)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge())
+    step = fpipe.build(pipeline(fpipe.program(model)), model)
+    for _ in range(2):
+        before = copy.deepcopy(state)
+        result = step(params, (x, target), state=state)
+        assert all(torch.equal(before[0][name], leaf) for name, leaf in state[0].items())  # it is the caller's
+        state = result.state
+    for part in x.tensor_split(4) * 2:
+        net(part)
+    assert all(torch.equal(state[0][name], buffer) for name, buffer in net.named_buffers())
+
+
+def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
+    net = conv_net(0.1)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.cross_entropy)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    for momentum in (0.1, 0.7, None, 0.2):
+        for norm in (net[1], net[4], net[7]):
+            norm.momentum = momentum
+        right = dict(unsplit(net).named_buffers())
+        result = step(params, (X, T), state=state)
+        assert all(torch.equal(leaf, right[name]) for stage in result.state for name, leaf in stage.items())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bytes_that_are_held_are_told_before(schedule: str, policy: str):
+    model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=nn.functional.cross_entropy)
+    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
+    sizes = fpipe.sizes(program, model, params, (X, T), state=state)
+    held = fpipe.build(program, model, record=True)(params, (X, T), state=state).timeline.peak
+    assert sizes.peak == held
+    assert fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak == held
+
+
+def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
+    """The update that a forward makes itself would be blamed otherwise."""
+    model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=nn.functional.cross_entropy)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, check_finite=True)
+    params[0]["0.weight"][0] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"0F0 wrote y\[0,0\] with NaN"):
+        step(params, (X, T), state=state)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.graphs.graph import Graph, Name, Node
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_KEPT = ("ready", "params", "const", "dloss")
+_KEPT = ("ready", "params", "const", "dloss", "factor")
 
 
 def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:

@@ -243,14 +243,14 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     schema = target._schema.arguments
     values = [*node.args, *(node.kwargs.get(a.name) for a in schema[len(node.args) :])]
-    if node.target in _BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
+    if node.target in BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
         return [value for value in values[3:5] if isinstance(value, fx.Node)]
     changed = [v for a, v in zip(schema, values, strict=False) if a.alias_info is not None and a.alias_info.is_write]
     flat = [one for value in changed for one in (value if isinstance(value, list | tuple) else [value])]
     return [value for value in flat if isinstance(value, fx.Node)]
 
 
-_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 
 
 def _refuse_changes(traced: Any) -> None:
@@ -270,7 +270,7 @@ def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     for node in traced.graph.nodes:
-        if node.op == "call_function" and node.target in _BATCH_NORMS and _written(node):
+        if node.op == "call_function" and node.target in BATCH_NORMS and _written(node):
             node.target = _aten._native_batch_norm_legit.default
         elif node.op == "call_function" and _reorders(node):
             with traced.graph.inserting_before(node):

@@ -25,7 +25,7 @@ from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
-from fpipe.runtimes.lower import Surprise, lower
+from fpipe.runtimes.lower import FACTORS, Surprise, lower
 from fpipe.runtimes.meaning import Run, batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
@@ -189,6 +189,9 @@ class Prepared:
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
+        stages = [(n, module) for n, module in modules.items() if isinstance(module, StageModule)]
+        norms = [((*FACTORS, n), [norm for _, norm in module.norms]) for n, module in stages]
+        self.factors = [(slots[key], found) for key, found in norms if key in slots]
         self.key = self.lowered.key
         self.asked = slots.get(Value("key"))
         self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
@@ -211,6 +214,8 @@ class Prepared:
             slots[slot] = [leaves[at] for at in places]
         for slot, module in self.constants:
             slots[slot] = module.constants()
+        for slot, norms in self.factors:
+            slots[slot] = [norm.momentum for norm in norms]
         with plainly():
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
@@ -246,8 +251,8 @@ class Prepared:
                 started = time.perf_counter()
                 lists = [slots[k][:] if place in call.shared else slots[k] for place, k in enumerate(call.reads)]
                 written = [*zip(call.written, call.run(*lists), strict=True)]
-                if check_finite:
-                    refuse_infinite(call.ops[-1], written)
+                for op in call.ops if check_finite else ():
+                    refuse_infinite(op, (pair for pair in written if pair[0] in op.writes))
             except Exception as error:
                 error.add_note(f"in {call.ops[0].cell}: {place_of(call.ops[0], self.model)}")
                 raise

@@ -26,14 +26,17 @@ from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph, Stream, aval
+from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.keys import fold_in, generator_on, seed_of
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.meaning import RULES, Run, summed
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
 from fpipe.runtimes.sums import Sums
+from fpipe.runtimes.updates import Update, Updates
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
+FACTORS = ("ready", "factors")  # and, with a stage behind, that of how much a batch weighs in its running statistics
 _STEADY = ("ready", "weight")  # no call empties these
 
 
@@ -66,7 +69,7 @@ class Lowered:
         drawing: a forward of each stage that does.
     """
 
-    slots: Mapping[Value, int]
+    slots: Mapping[Any, int]
     constants: Mapping[int, Leaves]
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
     calls: Sequence[Call]
@@ -119,7 +122,9 @@ class _Writer:
         self.kept = {end.value for end in program.outputs}
         self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages, given)
         self.adds = self.sums.adds
+        self.updates = Updates(ops, self.kept, shapes).of
         self.folded = {add for adds in self.adds.values() for add in adds.values()}
+        self.folded |= {update.at for update in self.updates.values()}
         self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
         self.dead: dict[int, list[Value]] = {}
         for value, at in self.last.items():
@@ -149,17 +154,26 @@ class _Writer:
         return self.slots.setdefault(value, len(self.slots))
 
     def reads_of(self, at: int) -> list[Value]:
-        """What is read at a position, the sums that a backward takes in there included."""
+        """What is read at a position, what the ops that are folded into it take in included: sums, statistics."""
         if at in self.folded:
             return []
-        return [*self.ops[at].reads, *(self.ops[add].reads[0] for add in self.adds.get(at, {}).values())]
+        return [*self.ops[at].reads, *(self.ops[other].reads[0] for other in self.others(at))]
 
     def writes_of(self, at: int) -> list[Value]:
-        """What is written at a position, the sums that a backward makes there included."""
+        """What is written at a position, what the ops that are folded into it make included."""
         if at in self.folded:
             return []
-        adds = self.adds.get(at, {})
-        return [*(v for v in self.ops[at].writes if v not in adds), *(self.ops[add].writes[0] for add in adds.values())]
+        return [*self.own_writes(at), *(self.ops[other].writes[0] for other in self.others(at))]
+
+    def others(self, at: int) -> list[int]:
+        """The positions of the ops that are folded into one."""
+        update = self.updates.get(at)
+        return [*self.adds.get(at, {}).values(), *([update.at] if update else [])]
+
+    def own_writes(self, at: int) -> list[Value]:
+        """What an op writes itself, without what is for those that are folded into it."""
+        adds, noted = self.adds.get(at, {}), at in self.updates
+        return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
 
     def called(self, at: int, op: Op) -> Call:
         if self.shapes.is_plain(op):
@@ -182,25 +196,29 @@ class _Writer:
     def traced(self, at: int, op: Op) -> Call:
         """A part of a stage's graph."""
         cut = self.shapes.cut_of(op)
-        adds = self.adds.get(at, {})
+        adds, update = self.adds.get(at, {}), self.updates.get(at)
         copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
-        labels = tuple(label_of(value) for value in op.writes)
+        labels = tuple(label_of(value) for value in op.writes if not (update and value.name == "seen"))
         adding_to = tuple(map(label_of, adds))
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, self.kernels)
-        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied))
+        how = None if update is None else update[1:]
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, self.kernels)
+        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update))
         named = self.shapes.labels(op) | {
             "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
         }
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
-        values = {label_of(value): value for value in op.writes if value not in adds}
+        values = {label_of(value): value for value in self.own_writes(at)}
         values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
+        if update:
+            named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
+            values |= {NEW: self.ops[update.at].writes[0]}
         if graph.streams and LABEL in graph.reads:
             named |= {LABEL: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, op.microbatch or 0, op.slice)
             run = partial(_drawing, run, [*graph.reads].index(LABEL), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
-        extra = [self.ops[add] for add in adds.values()]
+        extra = [self.ops[other] for other in self.others(at)]
         return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
 
     def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
@@ -284,13 +302,19 @@ def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]
 
 
 def _code(
-    cut: Cut, kind: str, labels: tuple[str, ...], adds: tuple[str, ...], copied: tuple[tuple[str, int], ...]
+    cut: Cut,
+    kind: str,
+    labels: tuple[str, ...],
+    adds: tuple[str, ...],
+    copied: tuple[tuple[str, int], ...],
+    update: Update | None,
 ) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
     """The function of one kind of op: what it prepares of parameters, and the rest."""
     if kind in ("F", "R"):
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
             copied = (*copied, ("loss", 0))
+        graph = updating(graph, cut.graph.writes["seen"], *update[1:]) if update else graph
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph

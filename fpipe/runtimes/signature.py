@@ -34,6 +34,7 @@ class Signatures:
     def __init__(self, model: Model) -> None:
         self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
         self._modules = [module for stage in self._stages for _, module in stage.modules]
+        self._norms = [norm for stage in self._stages for _, norm in stage.norms]
         self._new = 0
         self._last: Any = None
         self._now = Signature()
@@ -49,7 +50,7 @@ class Signatures:
             TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under what is around them.
         """
-        modes, now = tuple(map(_training, self._modules)), self._now
+        modes, now = (*map(_training, self._modules), *[norm.momentum is None for norm in self._norms]), self._now
         own = [leaf for stage in self._stages for leaf in stage.constants()]
         known = [*map(_known, leaves), *map(_known, own)]
         if example:
