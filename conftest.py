@@ -36,9 +36,11 @@ _trusted = Program.trusted
 
 
 def _checked(*parts, **more):
-    """Rewrites of ours are not checked again when a user runs them; in tests each of them is, with nothing cached."""
+    """Rewrites of ours are not checked again when a user runs them; in tests each of them is, with nothing cached, and
+    the index it hands on is the one that is looked up."""
     made = _trusted(*parts, **more)
-    Program(made.inputs, made.ops, made.outputs)
+    looked_up = Program(made.inputs, made.ops, made.outputs)
+    assert made.sources == looked_up.sources
     return made
 
 

@@ -1,5 +1,6 @@
 """How fast schedules are made: generate, check and simulate, for every schedule of the registry, in milliseconds of
-CPU time, which others on the machine change less than they change the clock on the wall.
+CPU time, which others on the machine change less than they change the clock on the wall. The last column is all of it
+with `merge()`, whose additions are ops too.
 
     python benchmarks/schedules.py [NAME ...]
 
@@ -10,17 +11,20 @@ torch 2.13 takes to lower it alone (296 ms).
 import argparse
 import itertools
 import time
+from collections.abc import Callable
 
 import fpipe
 
+Transform = Callable[[fpipe.Program], fpipe.Program]
 SIZES = [(8, 64), (16, 128)]
 GOALS = {("one_f_one_b", 8, 64): 10.0, ("zbv", 16, 128): 300.0}
 PATIENCE = 1.0
 """Seconds for which one size is tried again and again."""
 
 
-def milliseconds(name: str, ranks: int, microbatches: int) -> tuple[int, list[float]] | None:
-    """Number of ops; generate, check, simulate and all of it, the best of several times. None if it is refused."""
+def milliseconds(name: str, ranks: int, microbatches: int, *more: Transform) -> tuple[int, list[float]] | None:
+    """Number of ops; generate (with what is applied `more`), check, simulate and all of it, the best of several times.
+    None if it is refused."""
     schedule = fpipe.schedules.about(name)
     stages = ranks * schedule.stages_per_rank
     if schedule.refuses(ranks, stages, microbatches) is not None:
@@ -28,7 +32,7 @@ def milliseconds(name: str, ranks: int, microbatches: int) -> tuple[int, list[fl
     best, since, ops = [float("inf")] * 4, time.process_time(), 0
     while True:
         times = [time.process_time()]
-        program = fpipe.chain(fpipe.split(microbatches), schedule.factory(ranks))(fpipe.program(stages))
+        program = fpipe.chain(fpipe.split(microbatches), schedule.factory(ranks), *more)(fpipe.program(stages))
         times.append(time.process_time())
         fpipe.check(program)
         times.append(time.process_time())
@@ -46,14 +50,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="schedules to measure; all of them by default")
     names = parser.parse_args().names or fpipe.schedules.names()
-    print(f"{'schedule':18} {'p':>3} {'m':>4} {'ops':>7} {'generate':>9} {'check':>7} {'simulate':>9} {'all':>8}  goal")
+    words = f"{'ops':>7} {'generate':>9} {'check':>7} {'simulate':>9} {'all':>8} {'merged':>8}  goal"
+    print(f"{'schedule':18} {'p':>3} {'m':>4} {words}")
     for name in names:
         for ranks, microbatches in SIZES:
             found = milliseconds(name, ranks, microbatches)
-            if found is not None:
+            merged = milliseconds(name, ranks, microbatches, fpipe.merge())
+            if found is not None and merged is not None:
                 ops, (generate, check, simulate, whole) = found
                 goal = GOALS.get((name, ranks, microbatches))
                 print(
                     f"{name:18} {ranks:>3} {microbatches:>4} {ops:>7,} {generate:>9.2f} {check:>7.2f} {simulate:>9.2f} "
-                    f"{whole:>8.2f}" + (f"  {goal:g}" if goal else "")
+                    f"{whole:>8.2f} {merged[1][-1]:>8.2f}" + (f"  {goal:g}" if goal else "")
                 )

@@ -296,10 +296,10 @@ class _Clock:
 
     def _tie(self, position: int) -> tuple[object, ...]:
         """Ties within a level and rank: gradients first, then stage, then microbatch."""
-        op = self.ops[position]
-        place = tuple(-1 if part is None else part for part in (op.stage, op.microbatch, op.slice))
-        first = (op.writes or op.reads)[0]
-        return (op.kind != "ADD", *place, op.kind, first.name, first.port, first.at)
+        kind, stage, microbatch, piece, _, reads, writes, _, _ = self.ops[position]
+        name, _, _, _, port, at = (writes or reads)[0]
+        stage, microbatch, piece = (-1 if part is None else part for part in (stage, microbatch, piece))
+        return (kind != "ADD", stage, microbatch, piece, kind, name, port, at)
 
     def _needs_first(self, position: int, other: int) -> bool:
         """Whether an op needs what another makes, through whatever lies between."""

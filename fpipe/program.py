@@ -531,7 +531,7 @@ def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
     return [part for op in ops for part in op.parts or (op,)]
 
 
-_MANY = 100_000
+_MANY = 5_000
 
 
 @contextmanager
@@ -540,7 +540,8 @@ def building() -> Generator[None]:
 
     A program is millions of tuples without one cycle, and the collector walks them again and again as their number
     grows: stamping out 10^5 ops takes 2 us an op without it, and 8 with. When many were made, they join the oldest
-    generation unwalked, which freezing and unfreezing does; the first walk alone would take 3 us an op.
+    generation unwalked, which freezing and unfreezing does; the first walk alone would take 3 us an op (a quarter of
+    the time for 1F1B of 1657 ops).
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from operator import itemgetter
+from operator import is_, itemgetter
 
 from fpipe.order import arrange, held_kinds, scheduled_kinds
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, parts_of, the_program
+from fpipe.program import (
+    KINDS,
+    Input,
+    Op,
+    Output,
+    Program,
+    ProgramError,
+    Sources,
+    Value,
+    building,
+    parts_of,
+    the_program,
+)
 
 Transform = Callable[[Program], Program]
 
@@ -16,8 +28,13 @@ _BACKWARD = frozenset("BIW")
 
 
 def transforming(rewrite: Transform) -> Transform:
-    """A transform that says so when it is not given a program."""
-    return lambda program: rewrite(the_program(program))
+    """A transform that says so when it is not given a program, and builds one without the garbage collector."""
+
+    def transform(program: Program) -> Program:
+        with building():
+            return rewrite(the_program(program))
+
+    return transform
 
 
 def moved(op: Op, rank: int) -> Op:
@@ -41,7 +58,20 @@ def rebuilt(
     refuse_freed(program)
     inputs = program.inputs if inputs is None else inputs
     outputs = program.outputs if outputs is None else outputs
-    return arrange(inputs, ops, outputs, held_kinds(program), sources)
+    return arrange(inputs, ops, outputs, held_kinds(program), sources or _same_sources(program, inputs, ops))
+
+
+def _same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:
+    """The sources of ops of which the first read and write what those of a program do, and the rest are new."""
+    old = program.ops
+    for part in (itemgetter(5), itemgetter(6)):
+        if len(ops) < len(old) or not all(map(is_, map(part, old), map(part, ops))):
+            return None
+    added = ops[len(old) :]
+    if not added:
+        return program.sources
+    writer = {end.value: -1 for end in inputs} | {value: at for at, op in enumerate(ops) for value in op[6]}
+    return [*program.sources, *[tuple([writer[value] for value in op[5]]) for op in added]]
 
 
 def refuse_freed(program: Program) -> None:
@@ -117,10 +147,12 @@ def keep_to_data(
                 rank = where.reader("B", op)
             else:
                 at: tuple[int, ...] = home.get(stage, (op.rank,))
-                apart = kind == "ADD" and at[0] not in where.ranks.get(stage, at)  # weights that travel
-                found = {where.made(value) for value in op.reads} if apart or len(at) > 1 else set(at)
-                there = [*found] if apart and len(found) == 1 else [rank for rank in at if found - {None} == {rank}]
-                rank = there[0] if there else min(at)
+                rank = at[0]
+                apart = kind == "ADD" and rank not in where.ranks.get(stage, at)  # weights that travel
+                if apart or len(at) > 1:
+                    found = {where.made(value) for value in op.reads}
+                    there = [*found] if apart and len(found) == 1 else [rank for rank in at if found - {None} == {rank}]
+                    rank = there[0] if there else min(at)
             if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
                 raise ProgramError(
                     f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; the "
@@ -188,7 +220,8 @@ class _Where:
 
     def note(self, op: Op) -> None:
         """Remember where an unscheduled op has gone."""
-        self.late.update((value, op.rank) for value in op.writes)
+        for value in op[6]:
+            self.late[value] = op[4]
 
     def made(self, value: Value) -> int | None:
         """The rank that writes a value."""

@@ -17,6 +17,8 @@ from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.specs import spec_text
 from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt, transforming
 
+_new = tuple.__new__
+
 
 def merge(
     spec: object = None,
@@ -59,17 +61,18 @@ def merge(
         raise ValueError(f"outputs is True, False or 'stream', found {outputs!r}.")
     how = () if spec is None else (("spec", spec_text(spec)),)
     how += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
-    streams = {name for name, said in (("outputs", outputs), ("aux", aux)) if said == "stream"}
+    streams = {"losses"} | {name for name, said in (("outputs", outputs), ("aux", aux)) if said == "stream"}
 
     @transforming
     def transform(program: Program) -> Program:
         parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
         ends: list[Output] = []
         for end in program.outputs:
-            if end.name.microbatch is None or end.name.name in ("losses", *streams):
+            name = end.name
+            if name.microbatch is None or name.name in streams:
                 ends.append(end)
             else:
-                parts[end.name._replace(microbatch=None, slice=None)].append(end)
+                parts[_new(Value, (*name[:2], None, None, *name[4:]))].append(end)
         sequences: list[Op] = []
         if "outputs" in streams and program.slices > 1:
             ends, sequences = _sequences(program, ends)
@@ -98,7 +101,8 @@ def merge(
             ends.append(Output(name, value, found[0].homes))
         kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
         joined += sequences
-        ops = _without_unread([*_with_weights(kept, joined), *adder.ops, *joined], ends)
+        ops = [*_with_weights(kept, joined), *adder.ops, *joined]
+        ops = ops if outputs else _without_unread(ops, ends)
         _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
         return rebuilt(program, placed, outputs=wanted)
 
@@ -145,9 +149,11 @@ def _with_weights(ops: Iterable[Op], joined: Sequence[Op]) -> Iterator[Op]:
     """The ops, with each SPLIT writing the weight that a MERGE reads: without gradients nobody did until now."""
     wanted = {value for op in joined for value in op.reads if value.name == "w"}
     for op in ops:
-        weight = Value("w", op.stage, op.microbatch, op.slice)
-        more = op.kind == "SPLIT" and weight in wanted and weight not in op.writes
-        yield op._replace(writes=(*op.writes, weight)) if more else op
+        if op[0] == "SPLIT":
+            weight = Value("w", *op[1:4])
+            yield op._replace(writes=(*op.writes, weight)) if weight in wanted and weight not in op.writes else op
+        else:
+            yield op
 
 
 def _no_outputs(op: Op) -> Op:
@@ -223,11 +229,11 @@ class _Adder:
     def _chain(self, values: list[Value]) -> Value:
         total = values[0]
         for value in values[1:]:
-            total = self._add(value._replace(name="sum"), [total, value])
+            total = self._add(_new(Value, ("sum", *value[1:])), (total, value))
         return total
 
-    def _add(self, made: Value, values: list[Value]) -> Value:
+    def _add(self, made: Value, values: Sequence[Value]) -> Value:
         if len(values) == 1:
             return values[0]
-        self.ops.append(Op("ADD", *made[1:4], 0, tuple(values), (made,)))
+        self.ops.append(_new(Op, ("ADD", *made[1:4], 0, tuple(values), (made,), (), ())))
         return made
