@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,11 +55,14 @@ def _mixed(key: int, number: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+_of_stage = lru_cache(maxsize=1024)(_mixed)  # one for all microbatches of a step
+
+
 def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> int:
     """The seed of a stage's forward for a microbatch (and slice of its sequences): they are folded into the key."""
     if type(key) is not int:
         return fold_in(key)  # which says what is wrong
-    seed = _mixed(_mixed(key, stage), microbatch)
+    seed = _mixed(_of_stage(key, stage), microbatch)
     return seed if piece is None else _mixed(seed, piece)
 
 
@@ -97,10 +101,11 @@ def needs_key(who: str) -> str:
 
 def generator_on(device: str, number: int = 0) -> torch.Generator:
     """One of this thread's generators for a device, to be seeded before it is used."""
-    found: dict[tuple[str, int], torch.Generator] = _OWN.__dict__.setdefault("generators", {})
-    if (device, number) not in found:
-        found[device, number] = torch.Generator(device)
-    return found[device, number]
+    try:
+        return _OWN.generators[device, number]
+    except (AttributeError, KeyError):
+        found: dict[tuple[str, int], torch.Generator] = _OWN.__dict__.setdefault("generators", {})
+        return found.setdefault((device, number), torch.Generator(device))
 
 
 class TracedKey(int):

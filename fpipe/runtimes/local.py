@@ -24,8 +24,9 @@ from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradi
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
+from fpipe.runtimes.calls import Surprise
 from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
-from fpipe.runtimes.lower import FACTORS, Surprise, lower
+from fpipe.runtimes.lower import FACTORS, lower
 from fpipe.runtimes.meaning import Run, batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures

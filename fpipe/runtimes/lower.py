@@ -10,27 +10,23 @@ it empties, so that each tensor is gone after its last read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fpipe import tree
 from fpipe.graphs.add import adding, owned
-from fpipe.graphs.ambient import Casts, casting, casts, kernels
+from fpipe.graphs.ambient import casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.draws import LABEL
-from fpipe.graphs.graph import Fact, Graph, Stream, aval
+from fpipe.graphs.graph import Fact, Graph
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
-from fpipe.keys import fold_in, generator_on, seed_of
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.meaning import RULES, Run, summed
-from fpipe.runtimes.shapes import Plain, Shapes, Thing, is_list, label_of, whole
+from fpipe.runtimes.calls import add, add_to, apart, by_rule, container, drawing, pass_on, slicing, under_autograd
+from fpipe.runtimes.meaning import Run
+from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of
 from fpipe.runtimes.sums import Sums
 from fpipe.runtimes.updates import Update, Updates
 
@@ -77,10 +73,6 @@ class Lowered:
     given: frozenset[int]
     key: int | None
     drawing: tuple[Op, ...]
-
-
-class Surprise(Exception):
-    """A stage under autograd wrote tensors of other shapes, dtypes or strides than those it was seen to write."""
 
 
 def lower(program: Program, run: Run, given: Mapping[Value, Thing], plain: Plain) -> Lowered:
@@ -179,7 +171,7 @@ class _Writer:
         if self.shapes.is_plain(op):
             things = [[self.things[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FR" else ()
-            run = partial(_under_autograd, op, *things, self.shapes.run)
+            run = partial(under_autograd, op, *things, self.shapes.run)
             return self.call(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 
@@ -216,7 +208,7 @@ class _Writer:
             named |= {LABEL: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, op.microbatch or 0, op.slice)
-            run = partial(_drawing, run, [*graph.reads].index(LABEL), graph.streams, place)
+            run = drawing(run, [*graph.reads].index(LABEL), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[other] for other in self.others(at)]
         return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
@@ -247,17 +239,17 @@ class _Writer:
     def ruled(self, at: int, op: Op) -> Call:
         """What the walk would do, on values in their containers."""
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            return self.call(at, _pass_on, op.reads, op.writes)
+            return self.call(at, pass_on, op.reads, op.writes)
         if op.kind == "ADD":
-            return self.call(at, _add_to if at in self.sums.in_place else _add, op.reads, op.writes)
+            return self.call(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
-                return self.call(at, _slicing(plan), op.reads, op.writes)
+                return self.call(at, slicing(plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
-        run = partial(_by_rule, op, [*map(_container, things)], self.shapes.run, self.casts)
+        run = partial(by_rule, op, [*map(container, things)], self.shapes.run, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
-            return self.call(at, lambda *lists: run(*map(_apart, lists)), op.reads, op.writes)
+            return self.call(at, lambda *lists: run(*map(apart, lists)), op.reads, op.writes)
         return self.call(at, run, op.reads, op.writes)
 
     def slices(self, op: Op, value: Value) -> Any:
@@ -284,21 +276,6 @@ class _Writer:
 
 def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(at[slot] for slot in slots)
-
-
-def _slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
-    """What SPLIT does, where it takes plain slices of the batch."""
-    parts = [_part(at, leaves) for at, leaves in plan]
-    return lambda *lists: [part(lists) for part in parts]
-
-
-def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]:
-    if at < 0:
-        return lambda lists: [*parts]
-    if len(parts) == 1 and parts[0] is not None:
-        dim, start, length = parts[0]
-        return lambda lists: [lists[at][0].narrow(dim, start, length)]
-    return lambda lists: [x if p is None else x.narrow(*p) for x, p in zip(lists[at], parts, strict=True)]
 
 
 def _code(
@@ -330,94 +307,5 @@ def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
     return lambda *lists: ([lists[k][at] for k, at in picked],)
 
 
-def _drawing(
-    run: Callable[..., Any], at: int, streams: Sequence[Stream], place: tuple[int, int, int | None], *lists: Any
-) -> Any:
-    """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
-    microbatch (and slice)."""
-    seed = seed_of(lists[at], *place)
-    given = [*lists]
-    given[at] = [generator_on(one.device, one.number).manual_seed(fold_in(seed, *one.path)) for one in streams]
-    return run(*given)
-
-
-def _pass_on(*lists: Leaves) -> Sequence[Leaves]:
-    made = [[*leaves] for leaves in lists]
-    _empty(lists)
-    return made
-
-
-def _add(*lists: Leaves) -> Sequence[Leaves]:
-    total = summed(lists)
-    _empty(lists)
-    return [total]
-
-
-def _add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
-    """The same, into the memory of the total."""
-    made = [a if a is None else a.add_(b) for a, b in zip(total, more, strict=True)]
-    _empty((total, more))
-    return [made]
-
-
-def _container(thing: Thing) -> Callable[[Leaves], Any]:
-    """What puts the leaves of a value into its containers."""
-    if thing.spec is None:
-        return list
-    return itemgetter(0) if thing.spec.is_leaf() else partial(tree.unflatten, thing.spec)
-
-
-def _by_rule(
-    op: Op, containers: Sequence[Callable[[Leaves], Any]], run: Run, casts: Casts, *lists: Leaves
-) -> Sequence[Leaves]:
-    """What the walk would do: a graph holds its casts, a rule casts as the step does that it was lowered for."""
-    with casting(casts) if casts else nullcontext():
-        made = RULES[op.kind](op, [whole(leaves) for whole, leaves in zip(containers, lists, strict=True)], run)
-    _empty(lists)
-    if len(made) != len(op.writes):
-        raise ValueError(f"{op.cell} writes {len(op.writes)} values, and its rule gave {len(made)}.")
-    return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
-
-
-def _under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Any) -> Sequence[Leaves]:
-    """What a stage does that is not traced; others rely on what it was seen to write. A forward is told the key."""
-    if op.kind in "FR":
-        lists, run = lists[:-1], replace(run, key=lists[-1])
-    wanting = [[*map(_wanting, thing.leaves, leaves)] for thing, leaves in zip(reads, lists, strict=True)]
-    wholes = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, wanting, strict=True)], run)
-    _empty(lists)
-    for value, thing, each in zip(op.writes, writes, wholes, strict=True):
-        if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
-            raise Surprise(f"{op.cell} wrote {value} in other containers than before")
-    made = [list(each) if is_list(op, each) else tree.leaves(each) for each in wholes]
-    for value, thing, leaves in zip(op.writes, writes, made, strict=True):
-        if value.name not in ("res", "wres") and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
-            raise Surprise(f"{op.cell} wrote {value} as {[*map(_seen, leaves)]}, and before as {thing.leaves}")
-    return made
-
-
-def _wanting(known: Any, leaf: Any) -> Any:
-    """A leaf that asks for its gradient, as what it was computed from does."""
-    return leaf.detach().requires_grad_() if isinstance(known, Fact) and known.aval.wants else leaf
-
-
-def _aval(known: Any) -> Any:
-    return known.aval if isinstance(known, Fact) else (type(known), repr(known))
-
-
-def _seen(leaf: Any) -> Any:
-    return aval(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
-
-
 def _numbers(thing: Thing) -> Iterator[Fact]:
     return (leaf for leaf in thing.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)
-
-
-def _apart(leaves: Leaves) -> Leaves:
-    """The same leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _empty(lists: Sequence[Leaves]) -> None:
-    for leaves in lists:
-        leaves.clear()
