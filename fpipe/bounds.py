@@ -137,7 +137,7 @@ def bounds(
     Source: each follows from one rank's window; head and drain for linear placement are in Qi et al. 2024, section 2.
     """
     program = the_program(program)
-    costs = the_costs(costs)
+    costs = the_costs(costs, program)
     with building():
         graph = _Graph(program, costs)
         ranks = range(program.ranks)
@@ -173,7 +173,10 @@ def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None)
         held = given
     else:
         held = [given] * program.ranks
-    caps = [int(most * count + 1e-9) for most, count in zip(held, share, strict=True)]
+    for most in held:
+        if not most >= 0:
+            raise ValueError(f"memory_cap is in microbatches, at least what one op holds; found {most!r}.")
+    caps = [int(min(most * count + 1e-9, len(program.ops))) for most, count in zip(held, share, strict=True)]
     holding = {op.rank for op in program.ops for part in op.parts or (op,) if _makes(part)}
     for rank in holding:
         if caps[rank] < 1:

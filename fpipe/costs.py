@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol, cast
 
-from fpipe.program import Op, Value, kind_of
+from fpipe.program import Op, Program, Value, kind_of
 
 PerStage = float | Sequence[float]
 Link = tuple[int, int]
@@ -54,7 +54,8 @@ class Costs:
             it a timeline's peaks are bytes.
 
     Raises:
-        ValueError: a cost that is no number, negative, infinite or NaN; a bandwidth of 0, or without bytes.
+        ValueError: a cost that is no number, negative, infinite or NaN; a bandwidth of 0, or without bytes; a table
+            whose keys are no links.
 
     >>> Costs(forward=2, backward_weight=[1, 3]).forward
     2
@@ -78,15 +79,17 @@ class Costs:
     backward: PerStage | None = None
 
     def __post_init__(self) -> None:
-        for word in ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"):
+        for word in _PER_STAGE:
             given = getattr(self, word)
             if given is not None or word not in ("recompute", "load", "backward"):
                 for cost in _listed(given):
                     _seconds(word, cost)
-        for cost in (None,) if self.transfer is None else _numbers(self.transfer):
+        for cost in _of_links("transfer", "seconds", self.transfer):
             _seconds("transfer", cost)
-        for word in ("bandwidth", "host_bandwidth"):
-            for rate in _numbers(getattr(self, word)):
+        of_links = () if self.bandwidth is None else _of_links("bandwidth", "bytes a second", self.bandwidth)
+        of_host = () if self.host_bandwidth is None else (self.host_bandwidth,)
+        for word, rates in (("bandwidth", of_links), ("host_bandwidth", of_host)):
+            for rate in rates:
                 _rate(word, rate)
             if getattr(self, word) is not None and self.bytes is None:
                 raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
@@ -171,12 +174,22 @@ class Costs:
         return {value._replace(at=""): cast("int", size)}
 
 
-def the_costs(costs: object) -> Costs:
-    """The costs that were given, or one second for each F, I and W."""
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward")
+
+
+def the_costs(costs: object, program: Program | None = None) -> Costs:
+    """The costs that were given, or one second for each F, I and W; lists that are long enough for a program."""
     if costs is None:
         return Costs()
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
+    lists = {word: len(given) for word in _PER_STAGE if isinstance(given := getattr(costs, word), Sequence)}
+    for word, length in lists.items():
+        if program is not None and length < program.stages:
+            raise ValueError(
+                f"{word} lists {length} costs, but the program has a stage {length}; give one for each of its "
+                f"{program.stages} stages."
+            )
     return costs
 
 
@@ -216,29 +229,45 @@ def _listed(given: Any) -> Iterable[Any]:
     return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 
-def _numbers(given: Any) -> Iterable[Any]:
+def _of_links(word: str, unit: str, given: Any) -> Iterable[Any]:
     """The numbers of a field: one, or one for each link; of a function none yet."""
-    if given is None or callable(given):
+    if callable(given):
         return ()
-    return given.values() if isinstance(given, Mapping) else (given,)
+    if not isinstance(given, Mapping):
+        return (given,)
+    table = cast("Mapping[object, Any]", given)
+    for link in table:
+        if not isinstance(link, tuple) or [type(rank) for rank in cast("tuple[object, ...]", link)] != [int, int]:
+            raise ValueError(
+                f"{word} is a number, or a table {{(from, to): {unit}}} with the numbers of two ranks; found the key "
+                f"{link!r}."
+            )
+        if min(cast("Link", link)) < 0:
+            raise ValueError(f"{word} has a link {link!r}; ranks are numbers from 0 on.")
+    return table.values()
 
 
 def _seconds(word: str, cost: object) -> float:
-    if not isinstance(cost, int | float) or not (cost >= 0 and math.isfinite(cost)):
-        raise ValueError(f"{word} is a time in seconds, at least 0; found {cost!r}.")
-    return cost
+    return _number(f"{word} is a time in seconds, at least 0", cost)
 
 
 def _rate(word: str, rate: object) -> float:
-    if not isinstance(rate, int | float) or not (rate > 0 and math.isfinite(rate)):
+    if rate == 0:
         raise ValueError(f"{word} is in bytes a second, more than 0; found {rate!r}.")
-    return rate
+    return _number(f"{word} is in bytes a second, more than 0", rate)
 
 
 def _count(word: str, size: object) -> float:
-    if not isinstance(size, int | float) or not (size >= 0 and math.isfinite(size)):
-        raise ValueError(f"{word} are a number, at least 0; found {size!r}.")
-    return size
+    return _number(f"{word} are a number, at least 0", size)
+
+
+def _number(expected: str, found: object) -> float:
+    """A finite number from 0 on. A truth value is none, though Python counts with it."""
+    if not isinstance(found, int | float) or isinstance(found, bool):
+        raise ValueError(f"{expected}; found {found!r}, which is no number.")
+    if not (found >= 0 and math.isfinite(found)):
+        raise ValueError(f"{expected}; found {found!r}.")
+    return found
 
 
 def _on_link(cost: PerLink, source: int, target: int, word: str) -> float:

@@ -34,7 +34,7 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     (15.0, 0.2, (2.0, 1.0))
     """
     program = the_program(program)
-    costs = the_costs(costs)
+    costs = the_costs(costs, program)
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():

@@ -1,5 +1,7 @@
 """Lower bounds: the formulas where stages are alike, and nothing below them anywhere."""
 
+import math
+
 import pytest
 
 import fpipe
@@ -109,6 +111,16 @@ def test_the_five_print_as_a_table():
 def test_a_cap_below_one_op_is_refused():
     with pytest.raises(ValueError, match=r"memory_cap is 0\.4 microbatches on rank 0, where one op alone holds 0\.5"):
         fpipe.bounds(fpipe.place("looped", ranks=2)(fpipe.program(4)), memory_cap=0.4)
+
+
+@pytest.mark.parametrize("cap", [math.nan, -1])
+def test_a_cap_is_a_number(cap: float):
+    with pytest.raises(ValueError, match=f"memory_cap is in microbatches, at least what one op holds; found {cap}."):
+        fpipe.bounds(linear(2, 2, False), memory_cap=cap)
+
+
+def test_a_cap_without_an_end_is_none():
+    assert fpipe.bounds(linear(3, 4, True), memory_cap=math.inf) == fpipe.bounds(linear(3, 4, True), memory_cap=99)
 
 
 def test_a_cap_for_each_rank():

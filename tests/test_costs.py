@@ -144,7 +144,7 @@ def test_the_critical_path_says_why_each_step_could_not_start_before():
 
 
 @pytest.mark.parametrize("word", ["forward", "backward_input", "backward_weight", "recompute", "transfer", "offload"])
-@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "1", [1, -2], None, (lambda: 1), {"y": -1}])
+@pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "1", [1, -2], None, (lambda: 1), {(0, 1): -1}])
 def test_a_time_is_a_number_from_0(word: str, bad: object):
     if (word == "recompute" and bad is None) or (word == "transfer" and callable(bad)):
         return  # as a forward; of each link
@@ -159,6 +159,26 @@ def test_a_bandwidth_is_more_than_0(bad: object):
 
 
 REFUSALS = {
+    "forward is a time in seconds, at least 0; found True, which is no number.": {"forward": True},
+    "backward_weight is a time in seconds, at least 0; found '1', which is no number.": {"backward_weight": [1, "1"]},
+    "transfer is a time in seconds, at least 0; found False, which is no number.": {"transfer": {(0, 1): False}},
+    "transfer is a time in seconds, at least 0; found nan.": {"transfer": {(0, 1): math.nan}},
+    "transfer is a number, or a table {(from, to): seconds} with the numbers of two ranks; found the key 0.": {
+        "transfer": {0: 1}
+    },
+    "the numbers of two ranks; found the key (0, 1, 2).": {"transfer": {(0, 1): 1, (0, 1, 2): 1}},
+    "the numbers of two ranks; found the key (0, True).": {"transfer": {(0, True): 1}},
+    "transfer has a link (0, -1); ranks are numbers from 0 on.": {"transfer": {(0, -1): 1}},
+    "bandwidth is a number, or a table {(from, to): bytes a second} with the numbers of two ranks; found the key 1.": {
+        "bandwidth": {1: 1},
+        "bytes": size,
+    },
+    "host_bandwidth is in bytes a second, more than 0; found {(0, 1): 1}, which is no number.": {
+        "host_bandwidth": {(0, 1): 1},
+        "bytes": size,
+    },
+    "bandwidth is in bytes a second, more than 0; found True, which is no number.": {"bandwidth": True, "bytes": size},
+    "the bytes of 'y' are a number, at least 0; found True, which is no number.": {"bytes": {"y": True}},
     "a bandwidth needs the bytes of values; say bytes= too, such as fpipe.sizes(...).": {"bandwidth": 1},
     'a sender is "free" or "busy", found \'blocking\'.': {"sender": "blocking"},
     'a pair costs the "sum" or the "max" of its parts, or f(op); found \'mean\'.': {"pair": "mean"},
@@ -178,7 +198,8 @@ def test_bytes_are_of_a_kind_that_tells_them():
 
 
 MISSING = {
-    "forward lists 1 costs, but the program has a stage 1; give one a stage.": Costs(forward=[1]),
+    "forward lists 1 costs, but the program has a stage 1; give one for each of its 2 stages.": Costs(forward=[1]),
+    "load lists 0 costs, but the program has a stage 0; give one for each of its 2 stages.": Costs(load=[]),
     "transfer says nothing of the link from rank 1 to rank 0, over which a value travels; add (1, 0).": Costs(
         transfer={(0, 1): 1}
     ),
@@ -188,6 +209,9 @@ MISSING = {
     "the bytes of y[0,0] are not known: bytes= has res; add 'y', 0 if it does not count.": Costs(bytes={"res": 3}),
     "the bytes of y[0,0] are a number, at least 0; found nan.": Costs(bytes=lambda value: math.nan),
     "transfer is a time in seconds, at least 0; found -1.": Costs(transfer=lambda source, target: -1),
+    "transfer is a time in seconds, at least 0; found True, which is no number.": Costs(transfer=lambda *link: True),
+    "bandwidth is in bytes a second, more than 0; found nan.": Costs(bandwidth=lambda *link: math.nan, bytes=size),
+    "the bytes of y[0,0] are a number, at least 0; found None, which is no number.": Costs(bytes=lambda value: None),
 }
 
 
@@ -195,6 +219,13 @@ MISSING = {
 def test_a_cost_that_a_program_needs_is_named(sentence: str):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.simulate(TWO, MISSING[sentence])
+
+
+@pytest.mark.parametrize("reading", [fpipe.simulate, fpipe.bounds])
+def test_lists_have_a_cost_for_each_stage_or_more(reading: Callable[..., object]):
+    with pytest.raises(ValueError, match="backward_weight lists 1 costs, but the program has a stage 1; give one for"):
+        reading(TWO, Costs(backward_weight=[1]))
+    assert reading(TWO, Costs([1, 1, 9])) == reading(TWO, Costs())
 
 
 def test_sizes_of_another_program_are_not_guessed():
