@@ -57,7 +57,8 @@ def plot(
             https://ui.perfetto.dev, a process for each rank.
         names: what to call each of them; by default 1, 2, ...
         colour: of printed text; by default where it is printed on a terminal and NO_COLOR is not set.
-        width: of the whole, in characters at most (120) for text, in pixels for a picture (else what its ops need).
+        width: of the whole, in characters at most for text (120 to scale; a grid goes on below what is given), in
+            pixels for a picture (else what its ops need).
 
     Returns:
         The text, a string that shows itself as a picture in a notebook; with `file`, its name.
@@ -74,7 +75,7 @@ def plot(
     if file is not None:
         return _write(Path(file), panels_of(things, names, costs), width)
     if len(things) == 1 and isinstance(what, Program) and costs is None and names is None:
-        return grid(Panel("", simulate(what, Ticks())), colour)
+        return grid(Panel("", simulate(what, Ticks())), colour, width)
     return to_scale(panels_of(things, names, costs), width or 120, colour)
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import fpipe
 from fpipe.__main__ import main
 from fpipe.cli.app import app
+from fpipe.cli.output import table
 from fpipe.interop import from_json, torch_pipelining
 
 MINE = """
@@ -252,3 +253,19 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
     code, _, complaint = run("check", str(file))
     assert code == 1
     assert "this is not text: byte 4 is no UTF-8." in complaint
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 6), (60, 16)])
+def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
+    width: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`27.` stood above `3%`."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("fpipe.cli.output.sys.stdout.isatty", lambda: True)
+    columns = ("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above")
+    row = ("33", "33", "27.3%", "27.3%", "4", "33", "0.0%")
+    table(columns, [("gpipe", *row), ("one_f_one_b", *row)])
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= width
+    assert len(printed) == lines
+    assert sum("27.3%" in line for line in printed) == (2 if width == 80 else 4)

@@ -72,6 +72,17 @@ def test_several_share_one_axis():
     ]
 
 
+def test_a_grid_goes_on_below_where_the_width_ends():
+    wide = str(fpipe.plot(ONE_F_ONE_B)).splitlines()
+    folded = str(fpipe.plot(ONE_F_ONE_B, width=40)).splitlines()
+    assert max(map(len, folded)) <= 40
+    blocks = "\n".join(folded).split("\nfrom tick 8:\n")
+    assert len(blocks) == 2
+    joined = zip(*(block.splitlines() for block in blocks), strict=True)
+    assert [f"{first} {more.partition('| ')[2]}" for first, more in joined] == wide
+    assert fpipe.plot(ONE_F_ONE_B, width=400) == fpipe.plot(ONE_F_ONE_B)
+
+
 def test_a_long_program_stays_within_its_width():
     long = fpipe.chain(fpipe.split(128), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
     lines = fpipe.plot(long, costs=SLOW, width=100).splitlines()

@@ -1,22 +1,33 @@
-"""Print for eyes and for pipes: a terminal gets a table that fits it, a pipe gets one line a row, as wide as it is."""
+"""Print for eyes and for pipes: a terminal gets what fits it, a pipe gets one line a row, as wide as it is."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; what looks like a number stands to the right."""
+    """Print a table; what looks like a number stands to the right.
+
+    On a terminal too narrow for the longest word of each column a row is a paragraph, one line for each column.
+    """
+    width = columns_of_terminal()
+    words = [max(len(word) for cell in cells for word in cell.split()) for cells in zip(columns, *rows, strict=True)]
+    if width is not None and sum(words) + 3 * len(columns) + max(len(row[0]) for row in rows) - words[0] > width:
+        _paragraphs(columns, rows, width)
+        return
     right = [all(_is_number(row[at]) for row in rows) for at in range(len(columns))]
-    if sys.stdout.isatty():
+    if width is not None:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
         drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
         for at, (column, number) in enumerate(zip(columns, right, strict=True)):
-            drawn.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=at == 0)
+            side = "right" if number else "left"
+            drawn.add_column(column, justify=side, overflow="fold", no_wrap=at == 0, min_width=words[at])
         for row in rows:
             drawn.add_row(*row)
         Console(highlight=False, markup=False).print(drawn)
@@ -28,6 +39,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for cell, width, number in zip(row, widths, right, strict=True)
         )
         print("  ".join(cells).rstrip())
+
+
+def columns_of_terminal() -> int | None:
+    """How wide the terminal is that is printed on; None in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _paragraphs(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
+    indent = 3 + max(map(len, columns[1:]))
+    for row in rows:
+        print(row[0])
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            head = f"  {column}".ljust(indent + 1)
+            print(textwrap.fill(cell, max(width, 40), initial_indent=head, subsequent_indent=" " * (indent + 1)))
 
 
 def _is_number(text: str) -> bool:

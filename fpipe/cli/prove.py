@@ -19,7 +19,7 @@ Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' 
 
 
 def check(files: Files, replicated: Replicated = False) -> None:
-    """Check files: programs, tables, CSV (torch's too) or JSON, whichever they hold.
+    """Check files: programs, tables, CSV (torch's too) or JSON.
 
     Says the sizes; or what is wrong, in which row and column, and the way out,
     with exit code 1.
@@ -50,7 +50,9 @@ def verify(
     option: Options = None,
     replicated: Replicated = False,
 ) -> None:
-    """Run a schedule on a small real model, and compare every gradient with plain autograd, bit by bit.
+    """Prove a schedule on a small real model, bit by bit.
+
+    Every gradient is compared with that of plain autograd.
 
     \b
     Examples:

@@ -9,7 +9,7 @@ import typer
 
 from fpipe.bounds import bounds
 from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of, usage
-from fpipe.cli.output import complain, number, table
+from fpipe.cli.output import columns_of_terminal, complain, number, table
 from fpipe.cli.what import is_file
 from fpipe.costs import Costs
 from fpipe.plot import plot
@@ -36,7 +36,7 @@ Perfetto = Annotated[Path | None, _to("perfetto", ".json", "A trace for ui.perfe
 
 
 def schedules() -> None:
-    """List the schedules: name, title, source, sizes, idle time and peak.
+    """List the schedules, with source, sizes, idle time and peak.
 
     \b
     p ranks, m microbatches, v stages a rank; F, B, W: seconds of a forward, an
@@ -81,7 +81,8 @@ def show(
     if not is_file(what) and about(what).title:
         print(f"{about(what).title}: {about(what).source}")
     print(sizes(program))
-    print(plot(program, costs=seconds) if costs.text else plot(program))
+    width = columns_of_terminal()
+    print(plot(program, costs=seconds if costs.text else None, width=width and max(width, 40)))
     found, least = simulate(program, seconds), bounds(program, seconds)
     print(found)
     print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
@@ -111,7 +112,7 @@ def compare(
     svg: Svg = None,
     png: Png = None,
 ) -> None:
-    """Put schedules side by side: time, idle share, memory, and how far above the lower bound.
+    """Put schedules side by side: time, memory, lower bound.
 
     \b
     makespan  from the first start to the last end, in seconds

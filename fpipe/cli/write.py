@@ -44,7 +44,7 @@ def export(
     option: Options = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
 ) -> None:
-    """Write a schedule as a table, for torch's own pipeline runtime, or as a program.
+    """Write a schedule for torch's runtime, or as a program.
 
     \b
     csv    the order of each rank, as torch.distributed.pipelining loads it

@@ -46,21 +46,28 @@ class Picture(str, Shown):
         return format(self[:], spec)
 
 
-def grid(panel: Panel, colour: bool | None = None) -> Picture:
-    """One line a rank, one column a tick; for timelines of the clock that counts in ticks."""
+def grid(panel: Panel, colour: bool | None = None, width: int | None = None) -> Picture:
+    """One line a rank, one column a tick; for timelines of the clock that counts in ticks.
+
+    What is wider than `width` characters goes on below, from the tick that it says.
+    """
     events = [event for event in panel.timeline.events if event.end > event.start]
     columns = round(max((event.end for event in events), default=0))
     rows: list[list[Piece]] = [[(".", None)] * columns for _ in range(panel.ranks)]
     for op, start, _ in events:
         rows[op.rank][round(start)] = op.cell, op
-    width = max((len(text) for row in rows for text, _ in row), default=1)
+    wide = max((len(text) for row in rows for text, _ in row), default=1)
+    many = columns if width is None else max(1, (width - len(_head(panel, 0)) - 1) // (wide + 1))
     lines: list[tuple[Panel, list[Piece]]] = []
-    for rank, row in enumerate(rows):
-        line: list[Piece] = [(f"{_head(panel, rank)}| ", None)]
-        for text, op in row:
-            left = (width - len(text)) // 2 + ((width - len(text)) & width & 1)
-            line += [(" " * left, None), (text, op), (" " * (width - len(text) - left + 1), None)]
-        lines.append((panel, line))
+    for first in range(0, max(columns, 1), max(many, 1)):
+        if first:
+            lines.append((panel, [(f"from tick {first}:", None)]))
+        for rank, row in enumerate(rows):
+            line: list[Piece] = [(f"{_head(panel, rank)}| ", None)]
+            for text, op in row[first : first + many]:
+                left = (wide - len(text)) // 2 + ((wide - len(text)) & wide & 1)
+                line += [(" " * left, None), (text, op), (" " * (wide - len(text) - left + 1), None)]
+            lines.append((panel, line))
     return Picture.of([panel], lines, colour)
 
 
