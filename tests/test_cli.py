@@ -265,7 +265,7 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
     columns = ("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above")
     row = ("33", "33", "27.3%", "27.3%", "4", "33", "0.0%")
     table(columns, [("gpipe", *row), ("one_f_one_b", *row)])
-    printed = capsys.readouterr().out.splitlines()
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, printed)) <= width
     assert len(printed) == lines
     assert sum("27.3%" in line for line in printed) == (2 if width == 80 else 4)
