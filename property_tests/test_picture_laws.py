@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.pictures.layout import Rect, lay_out
+from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
+from fpipe.pictures.shapes import Rect
 from property_tests.strategies import Plan, plans
 
 SECONDS = st.sampled_from([0, 0.25, 1, 3])

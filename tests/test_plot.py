@@ -152,8 +152,19 @@ def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
     assert not set(found) & {op.cell for op in long.ops}
 
 
+def test_slices_are_told_apart_and_copies_have_a_letter(tmp_path: Path):
+    """Every slice of microbatch 0 was a 0."""
+    sliced = fpipe.schedules.about("seq1f1b").program(3, 2, slices=3)
+    found = words(Path(fpipe.plot(sliced, file=tmp_path / "a.svg")))
+    assert {"0.0", "0.1", "1.2"} <= set(found) or {"0F0.0", "0F0.1", "2F1.2"} <= set(found)
+    copied = fpipe.schedules.about("bpipe").program(4, 6)
+    found = words(Path(fpipe.plot(copied, costs=fpipe.Costs(offload=1), file=tmp_path / "b.svg")))
+    assert {"O", "L"} <= {word[:1] for word in found}
+
+
 def test_the_colours_of_kinds_are_told_apart():
-    assert len(set(FILLS.values())) == 6
+    """LOAD and OFFLOAD had one colour, and nothing in their boxes."""
+    assert len(set(FILLS.values())) == 7
     assert fill("F", 1) != fill("F")
 
 

@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import ARROW_ROOM, GLYPH, Area, Line, Rect, Shape, Text, lay_out, typical_length
+from fpipe.pictures.layout import ARROW_ROOM, GLYPH, lay_out, typical_length
 from fpipe.pictures.panel import Panel
+from fpipe.pictures.shapes import Area, Line, Rect, Shape, Text
 from fpipe.pictures.svg import FONT, frame, number, shapes
 
 

@@ -14,94 +14,14 @@ apart from the rest, so that a page can stretch them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from fpipe.lanes import Transfer
-from fpipe.pictures.axis import Clock, amount, clock, ticks
+from fpipe.pictures.axis import amount, clock, ticks
 from fpipe.pictures.colours import WORDS, fill, ink_on
 from fpipe.pictures.panel import Bar, Panel, whom_for
-from fpipe.program import kind_of
+from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text
+from fpipe.program import Op, kind_of
 from fpipe.waiting import Wait
-
-
-class Rect(NamedTuple):
-    """A filled box. `paint`: a colour, or a role of `colours.ROLES`; `edge`: the width of a stroke in the colour of the
-    paper, which parts it from its neighbours. `title`: what hovering says. `grid`: part of the time axis."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    paint: str
-    title: str = ""
-    edge: float = 0.0
-    grid: bool = False
-
-
-class Line(NamedTuple):
-    """A stroke through points; `arrow`: with a head at its end."""
-
-    points: tuple[tuple[float, float], ...]
-    paint: str
-    width: float = 1.0
-    arrow: bool = False
-    title: str = ""
-    grid: bool = False
-
-
-class Area(NamedTuple):
-    """A filled outline."""
-
-    points: tuple[tuple[float, float], ...]
-    paint: str
-    title: str = ""
-    grid: bool = False
-
-
-class Text(NamedTuple):
-    """Words whose baseline is at y. `room`: the width they must fit into, and `short` what else would do, where a page
-    may give them more."""
-
-    x: float
-    y: float
-    words: str
-    paint: str = "ink"
-    size: float = 12.0
-    anchor: str = "start"
-    bold: bool = False
-    room: float = 0.0
-    short: str = ""
-    grid: bool = False
-
-
-def heads(line: Line) -> list[tuple[tuple[float, float], ...]]:
-    """The head of an arrow: two short strokes that meet at its end."""
-    (x0, y0), (x1, y1) = line.points[-2:]
-    length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
-    back, aside = ((x0 - x1) / length * 4, (y0 - y1) / length * 4), ((y0 - y1) / length * 2.4, (x1 - x0) / length * 2.4)
-    return [((x1 + back[0] + side * aside[0], y1 + back[1] + side * aside[1]), (x1, y1)) for side in (-1, 1)]
-
-
-Shape = Rect | Line | Area | Text
-
-
-@dataclass
-class Drawing:
-    """A picture as shapes: those that stand still, and those that stand for a time, within `left` and `left + span`.
-    `bands`: from where to where the lines of the axis go; `bottom`: where its numbers stand below."""
-
-    width: float
-    height: float
-    left: float
-    span: float
-    end: float
-    clock: Clock
-    still: list[Shape] = field(default_factory=list)
-    timed: list[Shape] = field(default_factory=list)
-    bottom: float = 0.0
-    bands: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-
 
 LEFT, RIGHT, EDGE = 68.0, 62.0, 12.0
 ARROW_ROOM = 10.0
@@ -115,14 +35,13 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, every: bool = F
 
     Args:
         panels: what to draw, from above.
-        width: of the picture, in pixels; by default enough for names of half the ops, from 720 to 2000.
+        width: of the picture, in pixels; by default enough for the names of half the ops, from 720 to 2000.
         every: keep names and arrows for which there is no room, for a page that shows them when there is.
     """
     end = max((panel.end for panel in panels), default=0.0)
     if width is None:
-        typical = typical_length(panels)
-        wanted = 29 * end / typical if typical else 0.0
-        width = min(2000.0, max(720.0, wanted + LEFT + RIGHT))
+        width = LEFT + RIGHT + end * pixels_a_second(panels)
+        width = min(2000.0, max(720.0, width))
     drawing = Drawing(width, 0.0, LEFT, width - LEFT - RIGHT, end, clock(end))
     tops = {
         in_bytes: max(
@@ -153,6 +72,19 @@ def typical_length(panels: Sequence[Panel]) -> float:
     return lengths[len(lengths) // 2] if lengths else 0.0
 
 
+def pixels_a_second(panels: Sequence[Panel]) -> float:
+    """What gives half of all ops room for their whole names, and half of each kind for the short ones."""
+    bars = [bar for panel in panels for bars in panel.bars.values() for bar in bars if bar.op.kind in "FBIW"]
+    wanted = [(bars, 0)] + [([bar for bar in bars if bar.op.kind == kind], -1) for kind in "FBIW"]
+    found = [0.0]
+    for some, which in wanted:
+        lengths = sorted(bar.end - bar.start for bar in some if bar.end > bar.start)
+        if lengths:
+            letters = max(len(_names(bar.op, "main")[which]) for bar in some)
+            found.append((8.5 + GLYPH * 11 * letters) / lengths[len(lengths) // 2])
+    return max(found)
+
+
 def _bold(name: str) -> float:
     """About how far a name goes in bold letters of 13 pixels, and a gap after it."""
     return sum(10.0 if letter.isupper() or letter.isdigit() else 9.0 for letter in name) + 10 if name else 0.0
@@ -176,10 +108,12 @@ def _axis(drawing: Drawing, y: float) -> float:
 
 def _legend(drawing: Drawing, panels: Sequence[Panel], all_arrows: bool, y: float) -> float:
     found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
+    found |= {"SEND" for panel in panels if panel.sending}
     entries = [(fill(kind), f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
-    copies = sorted(found & {"SEND", "RECV", "OFFLOAD", "LOAD"})
-    others = sorted(found - WORDS.keys() - set(copies))
-    entries += [(fill(kinds[0]), " ".join(kinds)) for kinds in (copies, others) if kinds]
+    by_colour: dict[str, list[str]] = {}
+    for kind in sorted(found - WORDS.keys()):
+        by_colour.setdefault(fill(kind), []).append(kind)
+    entries += [(paint, " ".join(kinds)) for paint, kinds in by_colour.items()]
     if any(panel.waits for panel in panels):
         entries.append(("hatched", "waits, and for whom"))
     if any(panel.transfers and (all_arrows or _arrows_fit(drawing, panel)) for panel in panels):
@@ -196,6 +130,13 @@ def _legend(drawing: Drawing, panels: Sequence[Panel], all_arrows: bool, y: floa
         drawing.still.append(Text(x + 18, y + 11, words, "faint", 11))
         x += room
     return y + 16
+
+
+def _names(op: Op, lane: str) -> list[str]:
+    """What may stand in an op's box, the longest first: 2F0.1, or which microbatch; of a copy at least O or L."""
+    if lane == "copy":
+        return [op.cell, op.kind, op.kind[:1]]
+    return [op.cell] if op.microbatch is None else [op.cell, op.cell.removeprefix(f"{op.stage}{op.kind}")]
 
 
 class _Painter:
@@ -259,12 +200,7 @@ class _Painter:
         )
         top, depth = y + bar.top * height, bar.depth * height
         self.drawing.timed.append(Rect(x, top, width, depth, paint, title, self.edge))
-        names = (
-            (bar.op.cell, str(bar.op.microbatch))
-            if bar.op.microbatch is not None and lane[1] == "main"
-            else (bar.op.cell,)
-        )
-        self.label(x, width, top, depth, names, ink_on(paint))
+        self.label(x, width, top, depth, _names(bar.op, lane[1]), ink_on(paint))
 
     def label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
         """The first name that fits, in the middle of a box."""

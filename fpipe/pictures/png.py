@@ -8,8 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import Area, Drawing, Line, Rect, Shape, Text, heads, lay_out
+from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
+from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
 
 SHARPNESS = 2
 """Dots for a pixel of the drawing."""

@@ -7,8 +7,9 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import Area, Drawing, Line, Rect, Shape, Text, heads, lay_out
+from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
+from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
 
 FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
 
