@@ -195,6 +195,7 @@ def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str |
         (["show", "gpipe", "--costs", "sender=lazy"], "sender is free or busy, found 'lazy'."),
         (["export", "hanayo", "-o", "waves"], "an option reads waves=2, found 'waves'."),
         (["export", "gpipe", "--format", "xml"], "'xml' is not one of"),
+        (["schedules", "gpipe"], "unexpected extra argument"),
         (["show", "gpipe", "--png", "a/x.svg"], "--png writes .png, found 'a/x.svg'; name it a/x.png."),
         (["compare", "gpipe", "--svg", "x"], "--svg writes .svg, found 'x'; name it x.svg."),
         (["show", "gpipe", "--perfetto", "x.html"], "--perfetto writes .json, found 'x.html'; name it x.json."),

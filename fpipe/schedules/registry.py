@@ -33,6 +33,12 @@ class Schedule:
             device share: the idle time, and the most microbatches held on rank r.
         accepts: the sizes it serves, in words.
         refuses: the same as a function.
+
+    >>> schedule = about("zb_h1")
+    >>> schedule.title, schedule.idle, schedule.peak
+    ('ZB-H1 (ZB1P)', '(p-1)(F+B-W)', 'min(m, p)')
+    >>> about("chimera").refuses(3, 3, 4)[:32]
+    'the number of ranks is even, fou'
     """
 
     name: str

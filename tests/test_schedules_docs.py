@@ -1,0 +1,88 @@
+"""Every public name can be read about: a docstring with a picture and an example that runs (doctest), or a page."""
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe import interop
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+PUBLIC: dict[str, Any] = {
+    f"{where}{name}": getattr(module, name)
+    for module, where in ((fpipe, "fpipe."), (fpipe.schedules, "fpipe.schedules."), (interop, "fpipe.interop."))
+    for name in module.__all__
+    if not isinstance(getattr(module, name), ModuleType)
+} | {
+    f"fpipe.interop.torch_pipelining.{name}": getattr(interop.torch_pipelining, name) for name in ("from_csv", "to_csv")
+}
+TRANSFORMS = [
+    "checkpoint",
+    "communicate",
+    "forward_only",
+    "free",
+    "merge",
+    "merge_backward",
+    "offload",
+    "place",
+    "reorder",
+    "slice_sequence",
+    "split",
+    "split_backward",
+]
+READINGS = ["bounds", "build", "check", "linearize", "plot", "profile", "reference", "simulate", "sizes", "verify"]
+
+
+def said(name: str) -> str:
+    return inspect.getdoc(PUBLIC[name]) or ""
+
+
+def drawn(text: str) -> bool:
+    """A rewrite, before and after, or a grid."""
+    return "-->" in text or "rank 0 |" in text
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_a_docstring_and_an_example(name: str):
+    """In the docstring, which doctest runs; in that of the function that gives it; or on a page, whose blocks run."""
+    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    assert said(name)
+    examples = [text for text in map(said, PUBLIC) if ">>>" in text and ("Returns:" in text or text == said(name))]
+    assert said(name) in examples or word.search(PAGES) or any(word.search(text) for text in examples)
+
+
+@pytest.mark.parametrize("name", [name for name, what in PUBLIC.items() if inspect.isfunction(what)])
+def test_the_docstring_of_a_function_names_its_parameters(name: str):
+    parameters = [each for each in inspect.signature(PUBLIC[name]).parameters if not each.startswith("_")]
+    if "Args:" in said(name):
+        assert [each for each in parameters if not re.search(rf"\b{each}\b", said(name).partition("Args:")[2])] == []
+    else:
+        assert len(parameters) <= 2, "more than two parameters have a list"
+
+
+@pytest.mark.parametrize("name", fpipe.schedules.names())
+def test_a_schedule_shows_its_grid_and_says_its_source(name: str):
+    if name not in fpipe.schedules.__all__:
+        pytest.skip("registered by a test")
+    text = said(f"fpipe.schedules.{name}")
+    assert "rank 0 |" in text
+    assert "Source: " in text
+    options = list(inspect.signature(PUBLIC[f"fpipe.schedules.{name}"]).parameters)[1:]
+    assert not options or "Args:" in text
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_shows_before_and_after(name: str):
+    module = inspect.getdoc(inspect.getmodule(PUBLIC[f"fpipe.{name}"])) or ""
+    assert drawn(said(f"fpipe.{name}")) or drawn(module)
+    assert ">>>" in said(f"fpipe.{name}")
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_reading_has_a_page(name: str):
+    assert re.search(rf"\bfpipe\.{name}\(", PAGES)
