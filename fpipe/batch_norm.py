@@ -45,14 +45,17 @@ def noted(norms: Norms, deferred: bool) -> Generator[list[tuple[Any, ...]]]:
         notes[place] = (*notes[place], statistics(x.detach()) if later else x.detach())
 
     kept = [{name: module._buffers[name] for name in STATISTICS} for _, module in norms]
+    tracks = [module.track_running_stats for _, module in norms]
     try:
         for place, (_, module) in enumerate(norms):
             module._buffers.update(dict.fromkeys(STATISTICS))
+            module.track_running_stats = False  # SyncBatchNorm insists on its buffers otherwise
             vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
     finally:
-        for (_, module), buffers in zip(norms, kept, strict=True):
+        for (_, module), buffers, tracked in zip(norms, kept, tracks, strict=True):
             module._buffers.update(buffers)
+            module.track_running_stats = tracked
             vars(module).pop("_check_input_dim", None)
 
 

@@ -1,8 +1,9 @@
-"""What keeps a module from being a function of what it is handed: random numbers, and weights that it writes."""
+"""What keeps a module from being a function of what it is handed: random numbers, weights that it writes, and other
+processes."""
 
 from __future__ import annotations
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
@@ -10,11 +11,14 @@ DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _Norm
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that would write its weights."""
+    """A ValueError for a module that would write its weights, or wait for other processes."""
+    who = f"module {path!r} ({type(module).__name__})"
     if getattr(module, "max_norm", None) is not None:
+        raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
+    if isinstance(module, nn.SyncBatchNorm) and module.training and (many := _processes(module)) > 1:
         raise ValueError(
-            f"module {path!r} ({type(module).__name__}): max_norm rewrites the weight as it runs, which a pure "
-            "function cannot; leave it out."
+            f"{who} averages over {many} processes in the middle of a forward, which a pure function cannot. Put a "
+            "BatchNorm in its place; fpipe.deferred_batch_norm gives it the statistics of the whole batch."
         )
 
 
@@ -30,3 +34,8 @@ def draws(module: nn.Module) -> bool:
         (isinstance(module, _DropoutNd) and module.p > 0)
         or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
     )
+
+
+def _processes(module: nn.SyncBatchNorm) -> int:
+    known = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size(module.process_group) if known else 1

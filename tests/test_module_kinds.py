@@ -1,0 +1,237 @@
+"""Modules as the field writes them: norms, lazy modules, hooks, parametrizations, buffers of every kind. Each is the
+unsplit module, or refused with a sentence."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import fpipe
+
+SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
+PLANS = {
+    "split": (fpipe.split_backward(), fpipe.schedules.zb_h1(2)),
+    "recomputed": (fpipe.checkpoint("always"), fpipe.schedules.one_f_one_b(2)),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module between two convolutions, which may go in eval, and what a step hands back of its buffers."""
+
+    make: Callable[[], nn.Module]
+    dims: int = 2
+    state: bool = True
+    change: Callable[[nn.Module], Any] = lambda module: None
+
+
+class Masked(nn.Module):
+    """Constants, one that no state_dict has, and one that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5]), persistent=False)
+        self.register_buffer("scale", torch.tensor([2, 3]))
+        self.register_buffer("none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(self.mask == 2, 0.0) * self.mask * self.scale[0]
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+class Both(nn.BatchNorm2d):
+    """A batch norm with a buffer of its own, and another input check."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.dim() == 4
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(input) * self.seen
+
+
+class Block(nn.Module):
+    """Two norms, one of which runs twice, inside a module of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.conv = nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(self.conv(self.one(x))).relu()) + x
+
+
+def lazily(module: nn.Module, *shape: int) -> nn.Module:
+    """A lazy module that has seen an example."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lazy modules are said to be under development
+        module(torch.randn(shape))
+    return module
+
+
+def lazy(make: Callable[..., nn.Module], *args: Any, **how: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(*args, **how)
+
+
+def hook(where: str, function: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+    return lambda module: getattr(module, f"register_{where}")(function)
+
+
+def norms() -> dict[str, Kind]:
+    made: dict[str, Kind] = {}
+    for dims in SHAPES:
+        batch, instance = (getattr(nn, f"{kind}Norm{dims}d") for kind in ("Batch", "Instance"))
+        for name, norm, tracks in (("Batch", batch, {}), ("Instance", instance, {"track_running_stats": True})):
+            made |= {
+                f"{name}Norm{dims}d": Kind(lambda norm=norm, tracks=tracks: norm(4, **tracks), dims),
+                f"{name}Norm{dims}d, affine other": Kind(
+                    lambda norm=norm, tracks=tracks, name=name: norm(4, affine=name == "Instance", **tracks), dims
+                ),
+                f"{name}Norm{dims}d, momentum None": Kind(
+                    lambda norm=norm, tracks=tracks: norm(4, momentum=None, **tracks), dims
+                ),
+                f"{name}Norm{dims}d, eval": Kind(
+                    lambda norm=norm, tracks=tracks: norm(4, **tracks).eval(), dims, False
+                ),
+                f"{name}Norm{dims}d, no statistics": Kind(
+                    lambda norm=norm: norm(4, track_running_stats=False), dims, False
+                ),
+                f"{name}Norm{dims}d, frozen": Kind(
+                    lambda norm=norm, tracks=tracks: norm(4, affine=True, **tracks).requires_grad_(False), dims
+                ),
+                f"{name}Norm{dims}d, frozen and eval": Kind(
+                    lambda norm=norm, tracks=tracks: norm(4, affine=True, **tracks).requires_grad_(False).eval(),
+                    dims,
+                    False,
+                ),
+            }
+    return made
+
+
+KINDS: dict[str, Kind] = norms() | {
+    "SyncBatchNorm, one process": Kind(lambda: nn.SyncBatchNorm(4)),
+    "SyncBatchNorm, momentum None": Kind(lambda: nn.SyncBatchNorm(4, momentum=None)),
+    "SyncBatchNorm, eval": Kind(lambda: nn.SyncBatchNorm(4).eval(), state=False),
+    "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Block())),
+    "a subclass": Kind(Both),
+    "norms inside a block": Kind(Block),
+    "LazyBatchNorm2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
+    "LazyConv2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False),
+    "LazyLinear that has seen an example": Kind(lambda: lazily(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False),
+    "constants": Kind(Masked, state=False),
+    "a forward hook": Kind(
+        lambda: nn.Conv2d(4, 4, 1), state=False, change=hook("forward_hook", lambda module, args, y: 2 * y)
+    ),
+    "a pre-hook": Kind(
+        lambda: nn.BatchNorm2d(4), change=hook("forward_pre_hook", lambda module, args: (args[0] + 1.0,))
+    ),
+    "a hook on a norm": Kind(lambda: nn.BatchNorm2d(4), change=hook("forward_hook", lambda module, args, y: y.tanh())),
+    "a backward hook": Kind(
+        Doubled, state=False, change=hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],))
+    ),
+    "a parametrization of one's own": Kind(
+        lambda: nn.Linear(5, 5),
+        state=False,
+        change=lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
+    ),
+    "weight norm": Kind(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
+    "spectral norm": Kind(lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))),
+    "orthogonal": Kind(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
+    "pruned": Kind(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
+}
+
+
+def net_of(kind: Kind) -> nn.Sequential:
+    torch.manual_seed(0)
+    conv = getattr(nn, f"Conv{kind.dims}d")
+    module = kind.make()
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if "running" in name and not module.training:
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+    kind.change(module)
+    return nn.Sequential(conv(4, 4, 1), module, nn.Tanh(), conv(4, 4, 1))
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_module_in_stages_is_the_module(name: str, trace: bool):
+    kind = KINDS[name]
+    net = net_of(kind)
+    whole = net_of(kind)
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    x, target = torch.randn(SHAPES[kind.dims]), torch.randn(SHAPES[kind.dims])
+    for part, t in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
+        (nn.functional.mse_loss(whole(part), t) * (len(part) / 6)).backward()
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    for plan in PLANS.values():
+        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
+        with warnings.catch_warnings():
+            if name == "a backward hook":
+                warnings.filterwarnings("ignore", "a stage runs under autograd")
+            result = fpipe.build(program, model, trace=trace)(params, (x, target), state=state)
+        held = result.state[0] if result.state else {}
+        assert bool(held) is kind.state
+        assert all(torch.equal(held[name], whole.get_buffer(name)) for name in held)
+        rest = [name for name, _ in whole.named_buffers() if name not in held]
+        assert all(torch.equal(before[name], whole.get_buffer(name)) for name in rest)
+        grads = fpipe.join_params(model, result.grads)
+        trained = {name: leaf.grad for name, leaf in whole.named_parameters() if leaf.requires_grad}
+        assert grads.keys() == trained.keys()
+        assert all(torch.equal(grads[name], grad) for name, grad in trained.items())
+    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+
+
+LAZY = "is not initialised yet (a lazy module); run the net once on an example."
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "LazyLinear": (lambda: lazy(nn.LazyLinear, 5), f"'1.weight' {LAZY}"),
+    "LazyConv2d": (lambda: lazy(nn.LazyConv2d, 4, 1), f"'1.weight' {LAZY}"),
+    "LazyBatchNorm2d": (lambda: lazy(nn.LazyBatchNorm2d), f"'1.weight' {LAZY}"),
+    "LazyBatchNorm2d without parameters": (lambda: lazy(nn.LazyBatchNorm2d, affine=False), f"'1.running_mean' {LAZY}"),
+    "max_norm": (
+        lambda: nn.Embedding(4, 4, max_norm=1.0),
+        "module '1' (Embedding): max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_stage_can_be_is_refused_by_name(name: str):
+    make, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), make(), nn.Tanh()), stages=2)
+
+
+def test_a_norm_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), nn.SyncBatchNorm(4))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    sentence = (
+        "module '1' (SyncBatchNorm) averages over 4 processes in the middle of a forward, which a pure function "
+        "cannot. Put a BatchNorm in its place; fpipe.deferred_batch_norm gives it the statistics of the whole batch."
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.from_sequential(net, stages=2)
+    fpipe.from_sequential(net.eval(), stages=2)
