@@ -14,7 +14,13 @@ from fpipe.functions import from_functions
 from fpipe.modules import from_sequential
 from fpipe.params import assign_grads, join_params, split_params
 from fpipe.runtimes.build import build
+from fpipe.schedules import gpipe
 from fpipe.training import program as training_step
+from fpipe.transforms.chain import chain, identity
+from fpipe.transforms.checkpoint import checkpoint as checkpoint_always
+from fpipe.transforms.merge import merge
+from fpipe.transforms.split import split
+from fpipe.transforms.split_backward import split_backward
 
 
 class Tied(nn.Module):
@@ -476,3 +482,48 @@ def test_a_module_that_stands_twice_keeps_its_parameters():
         build(training_step(model), model, trace=trace)(params, (torch.randn(4, 3), torch.randn(4, 3)))
         assert linear.weight is before[0]
         assert linear.bias is before[1]
+
+
+# A change in place at a cut (behaviour 8)
+
+
+IN_PLACE = {
+    "ReLU": nn.ReLU(inplace=True),
+    "SiLU": nn.SiLU(inplace=True),
+    "Dropout": nn.Dropout(0.5, inplace=True),
+    "inside": nn.Sequential(nn.Identity(), nn.Hardtanh(inplace=True)),
+}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, policy, trace):
+    """torchgpipe's gradients at such a cut are wrong in silence. The op is named, and the batch stays."""
+    torch.manual_seed(0)
+    batch = torch.randn(6, 8), torch.randn(6, 8)
+    given = batch[0].clone(), batch[1].clone()
+    for sizes, number, cell in (([1, 2], 1, "1F0"), ([2, 1], 0, "0F0")):
+        parts = [nn.Linear(8, 8), IN_PLACE[name], nn.Linear(8, 8)]
+        net = nn.Sequential(*parts) if number else nn.Sequential(*parts[1:], nn.Tanh())
+        model, params, _ = from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
+        program = chain(split(3), policy(), gpipe(2), merge())(training_step(model))
+        sentence = rf"stage {number} \(.*\) changed what it was given in place; a stage and a loss are pure functions"
+        with pytest.raises(RuntimeError, match=sentence) as caught:
+            build(program, model, trace=trace)(params, batch, key=1)
+        assert any(note.startswith(f"in {cell}: ") for note in caught.value.__notes__)
+        assert all(map(torch.equal, batch, given))
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
+def test_a_module_that_changes_what_its_own_stage_made_is_the_unsplit_module(policy, trace):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Hardtanh(inplace=True))
+    batch = torch.randn(6, 8), torch.randn(6, 8)
+    model, params, _ = from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    program = chain(split(3), policy(), gpipe(2), merge())(training_step(model))
+    found = join_params(model, build(program, model, trace=trace)(params, batch).grads)
+    for x, t in zip(*(half.tensor_split(3) for half in batch), strict=True):
+        (nn.functional.mse_loss(net(x), t) * (2 / 6)).backward()
+    assert all(torch.equal(found[name], leaf.grad) for name, leaf in net.named_parameters())

@@ -30,6 +30,7 @@ SCHEDULES = {
     "1f1b": fpipe.schedules.one_f_one_b(3),
     "out of order": fpipe.schedules.from_table(LATE),
 }
+ROWS = torch.randn(10, 8), torch.randn(10, 8)
 POLICIES: dict[str, tuple[Transform, ...]] = {
     "kept": (),
     "recomputed": (fpipe.checkpoint("always"),),
@@ -163,6 +164,49 @@ def test_what_a_recompute_would_write_is_written_once():
     assert all(value.name == "res" for op in program.ops if op.kind == "R" for value in op.writes)
 
 
+# Readings that run nothing, or run it to look at it (behaviour 16)
+
+
+READINGS: dict[str, Callable[..., Any]] = {
+    "verify": lambda program, model, *given, **more: fpipe.verify(program, model, *given, **more),
+    "reference": lambda program, model, *given, **more: fpipe.reference(model, *given, microbatches=4, **more),
+    "profile": lambda program, model, *given, **more: fpipe.profile(program, model, *given, **more, repeats=1),
+    "sizes": lambda program, model, *given, state, key: fpipe.sizes(program, model, *given, state=state),
+    "build for an example": lambda program, model, *given, state, key: fpipe.build(
+        program, model, example=(*given, state)
+    ),
+    "a step": lambda program, model, *given, **more: fpipe.build(program, model)(*given, **more),
+    "a step without a trace": lambda program, model, *given, **more: fpipe.build(program, model, trace=False)(
+        *given, **more
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_readings_leave_everything_as_they_found_it(name: str):
+    """Parameters, their gradients, buffers, random numbers and modes. PipeDream's and Paddle's dry runs did not."""
+    torch.manual_seed(1)
+    blocks = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), parametrizations.spectral_norm(nn.Linear(8, 8))]
+    net = nn.Sequential(*blocks, nn.BatchNorm1d(8).eval(), nn.Linear(8, 8))
+    net[0].weight.grad = torch.ones(8, 8)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+
+    def found() -> Any:
+        tensors = [*net.state_dict(keep_vars=True).items(), ("batch", ROWS[0]), ("target", ROWS[1])]
+        grads = [(key, None if leaf.grad is None else leaf.grad.clone()) for key, leaf in net.named_parameters()]
+        held = [(key, leaf.clone()) for part in (*params, *state) for key, leaf in part.items()]
+        modes = [(key, module.training) for key, module in net.named_modules()]
+        whole = [(key, id(leaf), leaf.detach().clone()) for key, leaf in tensors]
+        return [*whole, *grads, *held, *modes, ("random", torch.get_rng_state())]
+
+    before = found()
+    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    READINGS[name](program, model, params, ROWS, state=state, key=3)
+    for one, other in zip(found(), before, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, one[0]
+
+
 # Deferred
 
 
@@ -200,6 +244,20 @@ def test_deferred_in_float32_at_an_offset_of_1e4():
     var, mean = torch.var_mean(x.double(), (0, 2, 3))
     torch.testing.assert_close(found["0.running_mean"].double(), 0.1 * mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["0.running_var"].double(), 0.9 + 0.1 * var, rtol=1e-6, atol=0)
+
+
+def test_deferred_statistics_are_there_with_fewer_microbatches_than_asked():
+    """torchgpipe's wait for the last of those that were asked for, which never comes."""
+    x, t = torch.randn(3, 3, 6, 6), torch.randint(0, 5, (3,))
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 5))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.cross_entropy)
+    model = fpipe.deferred_batch_norm(model)
+    pipeline = fpipe.chain(fpipe.split(4, rows=3, allow_fewer=True), fpipe.schedules.gpipe(2), fpipe.merge())
+    found = fpipe.build(pipeline(fpipe.program(model)), model)(params, (x, t), state=state).state[0]
+    net(x)
+    assert found["0.num_batches_tracked"] == 1
+    torch.testing.assert_close(found["0.running_mean"], net[0].running_mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found["0.running_var"], net[0].running_var, rtol=1e-6, atol=0)
 
 
 def test_deferred_gradients_are_those_of_the_microbatches():
@@ -379,7 +437,6 @@ PLANS: dict[str, tuple[Transform, ...]] = {
     "zb-h1, recomputed": (fpipe.checkpoint("always"), fpipe.schedules.zb_h1(2)),
     "layer by layer": (fpipe.checkpoint("always", grain="layer"),),
 }
-ROWS = torch.randn(10, 8), torch.randn(10, 8)
 
 
 def one_by_one(net: nn.Module) -> nn.Module:

@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Pop, Stash
@@ -292,6 +294,53 @@ def test_a_skip_is_gone_after_its_last_reader():
     readers = [op.cell for op in program.ops if skip in op.reads]
     assert readers[0] == "3F0"
     assert [op.kind for op in program.ops if skip in op.reads][-1] == "FREE"
+
+
+class Alive(TorchDispatchMode):
+    """Which of the tensors that `sin` has made are alive when `exp` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+        self.found: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.exp.default:
+            self.found.append((len(self.made), sum(not ref.expired() for ref in self.made)))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sin.default:
+            self.made.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+@pytest.mark.parametrize("more", [(), (fpipe.forward_only(),)], ids=["trained", "evaluated"])
+@TRACED
+def test_nothing_holds_a_skip_after_its_last_reader(trace: bool, more):
+    """Behaviour 17: the memory itself, by weak references. Stage 3 reads the skip, stage 4 takes the exponential; the
+    gradients of sine and sum need it no more. Only autograd's own graph, without a trace, holds its leaves until 3B."""
+
+    def skips(p, x):
+        return x @ p["w"], torch.sin(x @ p["w"])
+
+    def joins(p, x):
+        return (x[0] + x[1]) @ p["w"]
+
+    def plain(p, x):
+        return x @ p["w"]
+
+    def last(p, x):
+        return torch.exp(x @ p["w"])
+
+    inputs = ("batch", 0, 1, (2, (1, 1)), 3)
+    model = fpipe.from_functions([plain, skips, plain, joins, last], F.mse_loss, inputs=inputs)
+    program = fpipe.chain(fpipe.split(3), *more, fpipe.merge())(fpipe.program(model))
+    params = tuple({"w": torch.randn(6, 6) / 6} for _ in range(5))
+    step = fpipe.build(program, model, trace=trace)
+    step(params, numbers())
+    with Alive() as seen:
+        step(params, numbers())
+    assert [alive for _, alive in seen.found] == ([0, 0, 0] if trace or more else [1, 1, 1])
+    assert [made for made, _ in seen.found] == [1, 2, 3]
 
 
 @TRACED
