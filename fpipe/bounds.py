@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from fpipe.costs import Costs, the_costs
+from fpipe.costs import Costs, carried, the_costs
 from fpipe.lanes import columns, is_work, walk
 from fpipe.memory import residuals_stay, shares, units_held
 from fpipe.program import Op, Program, Value, building, the_program
@@ -215,7 +215,7 @@ class _Graph:
         for value, source in zip(op.reads, self.program.sources[at], strict=True):
             if op.kind == "RECV":
                 sender = self.ops[source]
-                yield source, self._way(sender.reads[0], sender.rank, op.rank)
+                yield source, self._way(carried(sender), sender.rank, op.rank)
                 continue
             homes = self.homes[value] if source < 0 else (self.ops[source].rank,)
             way = 0.0 if op.rank in homes else self._way(value, min(homes), op.rank)

@@ -31,6 +31,11 @@ class HasStorages(Protocol):
 Bytes = Mapping[str, PerStage] | Callable[[Value], float] | HasStorages
 
 
+def carried(send: Op) -> Value:
+    """What a SEND puts on its link: its value, or what a cast makes of it."""
+    return send.writes[0] if send.how else send.reads[0]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one op for one microbatch (and slice), a number for all stages or one for each; and what moving takes.

@@ -15,7 +15,7 @@ from itertools import count, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from fpipe.costs import Costs, varies
+from fpipe.costs import Costs, carried, varies
 from fpipe.order import held_kinds
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.transforms.communicate import with_transfers, without_frees
@@ -280,13 +280,13 @@ class _Lanes:
         rank, value = op.rank, op.reads[0]
         link = (rank, target)
         start = max(ready, self.begun[rank]) if self.by_hand else ready
-        carried = self.costs.carrying(value, rank, target)
-        if carried:
+        taken = self.costs.carrying(carried(op), rank, target)
+        if taken:
             start = max(start, self.links[link])
         if self.costs.sender == "busy":
             start = self.begun[rank] = max(start, self.free[rank])
-        end = start + carried
-        if carried:
+        end = start + taken
+        if taken:
             self.links[link] = end
         arrival = end + self.latency(rank, target)
         if self.costs.sender == "busy":

@@ -254,6 +254,115 @@ def test_the_number_of_its_microbatch_is_the_same_under_every_schedule(schedule:
         assert all(torch.equal(grads["w"], weight.grad) for grads, weight in zip(found, own, strict=True))
 
 
+class Wire(torch.autograd.Function):
+    """What goes forward and back over a link in few bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: torch.dtype | None, back: torch.dtype | None) -> Tensor:
+        ctx.back = back
+        return x.clone() if there is None else x.to(there).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        return grad if ctx.back is None else grad.to(ctx.back).to(grad.dtype), None, None
+
+
+BF16 = torch.bfloat16
+CASTS: dict[str, tuple[Any, torch.dtype | None, torch.dtype | None]] = {
+    "both": (BF16, BF16, BF16),
+    "forth": ({"y": torch.float16}, torch.float16, None),
+    "back": ({"dx": "bfloat16"}, None, BF16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule: str, cast: str, trace: bool):
+    """Stages 0 and 1 share a rank: only what crosses is rounded, a recompute reads what arrived, and integers and what
+    is narrow already stay."""
+    said, there, back = CASTS[cast]
+
+    def first(p: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
+        return {"h": torch.tanh(x @ p["w"]), "ids": x.argmax(1), "half": x.to(BF16), "none": None}
+
+    def middle(p: dict[str, Tensor], x: dict[str, Any]) -> dict[str, Any]:
+        h = (x["h"] * x["ids"][:, None]) @ p["w"] + x["half"].float()
+        return {**x, "h": h}
+
+    def last(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
+        return torch.tanh(x["h"] @ p["w"]) * x["ids"][:, None]
+
+    torch.manual_seed(0)
+    stages = [first, middle, middle, last]
+    model = fpipe.from_functions(stages, nn.functional.mse_loss)
+    params = tuple({"w": torch.randn(WIDTH, WIDTH)} for _ in stages)
+    batch = batch_of()
+    own = [stage["w"].clone().requires_grad_() for stage in params]
+    losses: list[Tensor] = []
+    for x, t in zip(*(leaf.tensor_split(3) for leaf in batch), strict=True):
+        h: Any = x
+        for number, (stage, weight) in enumerate(zip(stages, own, strict=True)):
+            if number == 2:
+                h = {**h, "h": Wire.apply(h["h"], there, back)}
+            h = stage({"w": weight}, h)
+        losses.append(nn.functional.mse_loss(h, t) * (len(x) / ROWS))
+        losses[-1].backward()
+    for steps in POLICIES.values():
+        start = fpipe.chain(fpipe.split(3), *steps, SCHEDULES[schedule](2), fpipe.merge())(fpipe.program(model))
+        program = fpipe.communicate(cast=said)(start)
+        assert fpipe.Program.parse(str(program)) == program
+        found = fpipe.build(program, model, trace=trace)(params, batch)
+        assert torch.equal(found.loss, sum(losses[1:], losses[0]).detach())
+        assert all(torch.equal(grads["w"], weight.grad) for grads, weight in zip(found.grads, own, strict=True))
+        with pytest.raises(fpipe.GradientMismatch):
+            fpipe.verify(program, model, params, batch)
+        assert fpipe.verify(program, model, params, batch, rtol=0.1, atol=0.02).max_error > 0
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_a_number_arrives_within_the_bound(dtype: torch.dtype, bound: float):
+    """As the docstring of `communicate` states it, for numbers that are neither too large nor too small."""
+    model = fpipe.from_functions([lambda p, x: x * p["w"], lambda p, x: x * p["w"]], lambda y, t: y.sum())
+    pipeline = fpipe.chain(fpipe.place([0, 1]), fpipe.communicate(cast=dtype))
+    x = torch.cat([torch.randn(10**4), torch.linspace(0.001, 60000, 10**4)])
+    params = ({"w": torch.ones(())}, {"w": torch.ones(())})
+    y = fpipe.build(pipeline(fpipe.program(model)), model)(params, (x, x)).outputs
+    error = ((y - x).double() / x.double()).abs()[x.abs() > 1e-4]
+    assert bound / 2 < error.max() <= bound
+
+
+def test_a_cast_takes_half_the_time_of_a_link():
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=nn.functional.mse_loss)
+    batch = torch.empty(32, 64, device="meta"), torch.empty(32, 64, device="meta")
+    start = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(4), fpipe.merge())(fpipe.program(model))
+    spans: list[float] = []
+    for cast, bytes_each in ((None, 2048), (BF16, 1024), (torch.float32, 2048)):
+        program = fpipe.communicate(cast=cast)(start)
+        sizes = fpipe.sizes(program, model, params, batch)
+        moved = {sizes.size(op.writes[0]) for op in program.ops if op.kind == "SEND"}
+        assert moved == {bytes_each}
+        costs = fpipe.Costs(0, 0, 0, bytes=sizes, bandwidth=2048.0)
+        spans.append(fpipe.simulate(program, costs).makespan)
+        assert fpipe.bounds(program, costs).makespan <= spans[-1] + 1e-9
+    assert spans[0] == spans[2] == 2 * spans[1] > 0
+
+
+REFUSED: dict[str, Any] = {
+    "cast= is of what flows between stages, 'y', 'dx', 'carry', 'dcarry'; found 'params'.": {"params": BF16},
+    "cast= is a floating dtype, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2; "
+    "found torch.int8.": torch.int8,
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_cast_is_refused(sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.communicate(cast=REFUSED[sentence])
+
+
 def test_a_class_that_nobody_registered_is_one_leaf():
     """It goes whole to every microbatch. torch's pipeline took it apart by its attributes, or not, as it came."""
 

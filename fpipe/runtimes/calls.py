@@ -71,6 +71,13 @@ def pass_on(*lists: Leaves) -> Sequence[Leaves]:
     return made
 
 
+def rounded(arrive: Callable[[Any], Any], *lists: Leaves) -> Sequence[Leaves]:
+    """What a transfer does that casts on the wire."""
+    made = [[*map(arrive, leaves)] for leaves in lists]
+    _empty(lists)
+    return made
+
+
 def add(*lists: Leaves) -> Sequence[Leaves]:
     """What ADD does, into new memory."""
     total = summed(lists)

@@ -24,8 +24,19 @@ from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.calls import add, add_to, apart, by_rule, container, drawing, pass_on, slicing, under_autograd
-from fpipe.runtimes.meaning import Run
+from fpipe.runtimes.calls import (
+    add,
+    add_to,
+    apart,
+    by_rule,
+    container,
+    drawing,
+    pass_on,
+    rounded,
+    slicing,
+    under_autograd,
+)
+from fpipe.runtimes.meaning import Run, rounding
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of
 from fpipe.runtimes.sums import Sums
 from fpipe.runtimes.updates import Update, Updates
@@ -239,7 +250,7 @@ class _Writer:
     def ruled(self, at: int, op: Op) -> Call:
         """What the walk would do, on values in their containers."""
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            return self.call(at, pass_on, op.reads, op.writes)
+            return self.call(at, partial(rounded, rounding(op)) if op.how else pass_on, op.reads, op.writes)
         if op.kind == "ADD":
             return self.call(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):

@@ -375,8 +375,22 @@ def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 
 def pass_on(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
-    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself."""
-    return args
+    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, or as it arrives after a cast."""
+    if not op.how:
+        return args
+    return [tree.tree_map(rounding(op), arg) for arg in args]
+
+
+def rounding(op: Op) -> Callable[[Any], Any]:
+    """How the leaves of what a SEND casts arrive: rounded to its dtype, in their own."""
+    dtype: torch.dtype = getattr(torch, dict(op.how)["cast"])
+
+    def arrive(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype.itemsize <= dtype.itemsize:
+            return leaf
+        return leaf.detach().to(dtype).to(leaf.dtype).requires_grad_(leaf.requires_grad)
+
+    return arrive
 
 
 def drop(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

@@ -24,7 +24,7 @@ from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.program import Op, Value
-from fpipe.runtimes.meaning import RULES, Run
+from fpipe.runtimes.meaning import RULES, Run, rounding
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
@@ -101,7 +101,7 @@ class Shapes:
             for read, written in zip(op.reads, op.writes, strict=True):
                 self.origin[written] = self.origin.get(read, read)
                 if read in self.things:  # what a forward leaves is known when its backward is
-                    self.things[written] = self.things[read]
+                    self.things[written] = self.rounded(op, self.things[read]) if op.how else self.things[read]
         elif op.kind != "W":
             how = {"ADD": self.add, "MERGE": self.merge}.get(op.kind, self.abstractly)
             made = how(op)
@@ -309,6 +309,15 @@ class Shapes:
         rest = [value for value in op.writes if value.name != "loss"]
         made = dict(zip(rest, self.abstractly(op._replace(writes=tuple(rest))), strict=True))
         return [made[value] if value in made else Thing((apart(aval),), spec) for value in op.writes]
+
+    def rounded(self, op: Op, thing: Thing) -> Thing:
+        """What a SEND casts, as it arrives: what has its dtype lies in memory of its own."""
+        homes: dict[int, int] = {}
+        with self.fake:
+            leaves = [_fake(leaf, homes, None) for leaf in thing.leaves]
+            made = map(rounding(op), leaves)
+            each = zip(thing.leaves, leaves, made, strict=True)
+            return Thing(tuple(old if one is same else fact(one, {}) for old, same, one in each), thing.spec)
 
     def abstractly(self, op: Op) -> list[Thing]:
         """What an op writes, by running its rule on tensors without data."""

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact
 from fpipe.memory import Account
 from fpipe.models import Model
-from fpipe.program import Program, Value
+from fpipe.program import Op, Program, Value
 from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
 from fpipe.runtimes.match import check_match
@@ -97,6 +99,8 @@ def sizes(
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
     wire.update((value, sum(map(_travelling, thing.leaves))) for value, thing in things.items())
+    sent = (op for op in program.ops if op.kind == "SEND" and op.how)
+    wire.update((op.writes[0], _cast(op, things[op.reads[0]].leaves)) for op in sent)
     return Sizes(known, tuple(account.peak), where, wire)
 
 
@@ -105,5 +109,14 @@ def _storages(leaves: Iterable[Any], given: Collection[int]) -> Storages:
     return {leaf.storage: leaf.bytes for leaf in found}
 
 
-def _travelling(leaf: Any) -> int:
-    return math.prod(leaf.aval.shape) * leaf.aval.dtype.itemsize if isinstance(leaf, Fact) else 0
+def _cast(send: Op, leaves: Iterable[Any]) -> int:
+    """Bytes of what a SEND casts, on its way."""
+    return sum(_travelling(leaf, getattr(torch, dict(send.how)["cast"]).itemsize) for leaf in leaves)
+
+
+def _travelling(leaf: Any, most: float = math.inf) -> int:
+    """Bytes of a leaf, of a floating number no more than `most`."""
+    if not isinstance(leaf, Fact):
+        return 0
+    dtype = leaf.aval.dtype
+    return math.prod(leaf.aval.shape) * int(min(dtype.itemsize, most) if dtype.is_floating_point else dtype.itemsize)

@@ -10,13 +10,18 @@ reads it there, and through nobody between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Output, Program, Value
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
+_FLOW = ("y", "dx", "carry", "dcarry")
+"""What flows from stage to stage, and may be rounded on its way."""
+_NARROW = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
-def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] = ()) -> Transform:
+
+def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] = (), cast: object = None) -> Transform:
     """Make every transfer an op.
 
     Args:
@@ -24,6 +29,10 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
             that no copy stays there in between; or `{name: f(op)}`, and readers for which f gives the same share a
             trip: `{"params": lambda op: op.kind == "F"}` brings weights once for all forwards of a stage on a rank, and
             once more for its backwards.
+        cast: a dtype that activations and their gradients are rounded to while they travel, such as `torch.bfloat16`;
+            or `{name: dtype}` for some of "y", "dx", "carry" and "dcarry". They arrive in the dtype they had. What is
+            no wider, integers, weights and sums travel as they are. A number x arrives as x (1 + e) with e at most
+            2**-8 for bfloat16, 2**-11 for float16, if it is neither too large nor too small for the dtype.
 
     Returns:
         A transform; what travels already is left as it is.
@@ -40,7 +49,12 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     y[0,0]@1 = RECV[0,0] y[0,0]>1 @ 1
     dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
     dx[1,0]@0 = RECV[1,0] dx[1,0]>0 @ 0
+    >>> program = fpipe.chain(fpipe.place("linear"), fpipe.communicate(cast={"y": "bfloat16"}))(fpipe.program(2))
+    >>> print(*(op for op in program.ops if op.kind == "SEND"), sep="\\n")
+    y[0,0]>1 = SEND[0,0] y[0,0] {cast='bfloat16'} @ 0
+    dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
     """
+    casts = _casts(cast)
     if isinstance(again, Mapping):
         trips = dict(again)
     else:
@@ -49,7 +63,7 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        sender = _Sender(program, trips)
+        sender = _Sender(program, trips, casts)
         ops = [sender.local(op) for op in program.ops]
         outputs = tuple(made for end in program.outputs for made in sender.delivered(end))
         if not sender.transfers:
@@ -71,6 +85,21 @@ def without_frees(program: Program) -> tuple[Op, ...]:
     return tuple(op for op in program.ops if op.kind != "FREE")
 
 
+def _casts(cast: object) -> dict[str, str]:
+    """The dtype of what is rounded, by name; a program is data, so dtypes are words in it."""
+    given: Mapping[Any, Any] = {}
+    if cast is not None:
+        given = cast if isinstance(cast, Mapping) else dict.fromkeys(_FLOW, cast)  # pyright: ignore[reportUnknownVariableType]
+    found = {name: str(dtype).removeprefix("torch.") for name, dtype in given.items()}
+    odd = next((name for name in found if name not in _FLOW), None)
+    if odd is not None:
+        raise ValueError(f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW))}; found {odd!r}.")
+    for name, dtype in found.items():
+        if dtype not in _NARROW:
+            raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(_NARROW)}; found {given[name]!r}.")
+    return found
+
+
 def _its_own(op: Op) -> object:
     return op
 
@@ -78,8 +107,8 @@ def _its_own(op: Op) -> object:
 class _Sender:
     """Knows where each value is, and adds a transfer where it is wanted elsewhere."""
 
-    def __init__(self, program: Program, again: dict[str, Callable[[Op], object]]) -> None:
-        self.again = again
+    def __init__(self, program: Program, again: dict[str, Callable[[Op], object]], casts: dict[str, str]) -> None:
+        self.again, self.casts = again, casts
         self.transfers: list[Op] = []
         self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
         self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
@@ -117,7 +146,8 @@ class _Sender:
         tail = f"{rank}.{trip}" if trip else f"{rank}"
         flight, landed = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
         place = (value.stage, value.microbatch, value.slice)
-        self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,)))
+        how = (("cast", self.casts[value.name]),) if value.name in self.casts else ()
+        self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,), (), how))
         self.transfers.append(Op("RECV", *place, rank, (flight,), (landed,)))
         self.copies[value, rank, purpose] = landed
         return landed
