@@ -24,10 +24,11 @@ from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradi
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
+from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.calls import Surprise
 from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
 from fpipe.runtimes.lower import FACTORS, lower
-from fpipe.runtimes.meaning import Run, batch_of
+from fpipe.runtimes.meaning import batch_of
 from fpipe.runtimes.shapes import Plain, Thing, dense
 from fpipe.runtimes.signature import Signatures
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk

@@ -24,6 +24,7 @@ from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.program import Op, Program, Value, building
+from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.calls import (
     add,
     add_to,
@@ -36,7 +37,7 @@ from fpipe.runtimes.calls import (
     slicing,
     under_autograd,
 )
-from fpipe.runtimes.meaning import Run, rounding
+from fpipe.runtimes.meaning import rounding
 from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of
 from fpipe.runtimes.sums import Sums
 from fpipe.runtimes.updates import Update, Updates

@@ -24,7 +24,8 @@ from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
 from fpipe.program import Op, Value
-from fpipe.runtimes.meaning import RULES, Run, rounding
+from fpipe.runtimes.by_autograd import Run
+from fpipe.runtimes.meaning import RULES, rounding
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]

@@ -15,8 +15,9 @@ from fpipe.models import Model, refuse_inference_mode, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
+from fpipe.runtimes.by_autograd import Inputs, Residuals, Run
 from fpipe.runtimes.ends import handed_back, handed_in
-from fpipe.runtimes.meaning import RULES, Inputs, Residuals, Run, batch_of
+from fpipe.runtimes.meaning import RULES, batch_of
 from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]
