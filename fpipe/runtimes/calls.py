@@ -21,9 +21,10 @@ from fpipe.graphs.ambient import Casts, casting
 from fpipe.graphs.graph import Fact, Stream, aval
 from fpipe.keys import fold_in, generator_on, seed_of
 from fpipe.program import Op
+from fpipe.runtimes.abstract import is_list
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.meaning import RULES, summed
-from fpipe.runtimes.shapes import Thing, is_list, whole
+from fpipe.runtimes.things import Thing, whole
 
 Leaves = list[Any]
 

@@ -29,8 +29,9 @@ from fpipe.runtimes.calls import Surprise
 from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
 from fpipe.runtimes.lower import FACTORS, lower
 from fpipe.runtimes.meaning import batch_of
-from fpipe.runtimes.shapes import Plain, Thing, dense
+from fpipe.runtimes.shapes import Plain
 from fpipe.runtimes.signature import Signatures
+from fpipe.runtimes.things import Thing, dense
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
 from fpipe.stage_module import StageModule
 from fpipe.transforms.communicate import with_transfers

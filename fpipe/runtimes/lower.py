@@ -38,8 +38,9 @@ from fpipe.runtimes.calls import (
     under_autograd,
 )
 from fpipe.runtimes.meaning import rounding
-from fpipe.runtimes.shapes import Plain, Shapes, Thing, label_of
+from fpipe.runtimes.shapes import Plain, Shapes, label_of
 from fpipe.runtimes.sums import Sums
+from fpipe.runtimes.things import Thing
 from fpipe.runtimes.updates import Update, Updates
 
 Leaves = list[Any]

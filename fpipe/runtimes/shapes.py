@@ -9,10 +9,9 @@ stages are traced with the cotangents that come, so from the last one back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +21,15 @@ from fpipe.by_place import ByPlace
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fact, fresh_storage, storage_of
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage
 from fpipe.program import Op, Value
+from fpipe.runtimes.abstract import abstractly, rounded
 from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.meaning import RULES, rounding
+from fpipe.runtimes.things import Thing, aval_of, described, placed, wanting_fact
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
-
-
-class Thing(NamedTuple):
-    """What is known of a value before it exists: a fact for each tensor leaf, and the containers around the leaves.
-
-    A list over leaves (gradients, residuals) has no containers.
-    """
-
-    leaves: tuple[Any, ...]
-    spec: Any = None
 
 
 _OPAQUE = Thing((None,), tree.flatten(None)[1])  # residuals of plain autograd: one object
@@ -102,10 +92,9 @@ class Shapes:
             for read, written in zip(op.reads, op.writes, strict=True):
                 self.origin[written] = self.origin.get(read, read)
                 if read in self.things:  # what a forward leaves is known when its backward is
-                    self.things[written] = self.rounded(op, self.things[read]) if op.how else self.things[read]
+                    self.things[written] = rounded(op, self.things[read], self.fake) if op.how else self.things[read]
         elif op.kind != "W":
-            how = {"ADD": self.add, "MERGE": self.merge}.get(op.kind, self.abstractly)
-            made = how(op)
+            made = abstractly(op, [self.things[value] for value in op.reads], self.run, self.fake)
             self.things.update(zip(op.writes, made, strict=True))
 
     def is_plain(self, op: Op) -> bool:
@@ -123,7 +112,7 @@ class Shapes:
         loss = None
         if "target" in given:
             pair = {"x": made["y"], "target": given["target"]}
-            loss = self.known(Call(None, *_described(pair)))
+            loss = self.known(Call(None, *described(pair)))
             made |= self.outlined(loss, pair)
             made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
         self.calls[op[1:4]] = (call, loss, op)
@@ -139,7 +128,7 @@ class Shapes:
             if isinstance(leaf, Fact)
         }
         return {
-            label: Thing(tuple(_placed(leaf, places) for leaf in leaves), outline.specs[label])
+            label: Thing(tuple(placed(leaf, places) for leaf in leaves), outline.specs[label])
             for label, leaves in outline.writes.items()
         }
 
@@ -149,7 +138,7 @@ class Shapes:
         stage = self.model.stages[op.stage]
         named = [(label, value) for label, value in self.labels(op).items() if label not in ("target", "key")]
         groups = {label: self.taken(value, label) for label, value in named}
-        reads, specs = _described(groups | self.constants(op.stage))
+        reads, specs = described(groups | self.constants(op.stage))
         return self.known(Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None))
 
     def known(self, call: Call) -> Call:
@@ -247,7 +236,7 @@ class Shapes:
     def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The avals of cotangents, for leaves that want one."""
         given = self.things[value].leaves
-        return tuple(_aval(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
+        return tuple(aval_of(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
@@ -271,7 +260,7 @@ class Shapes:
 
         def thing(leaves: Sequence[Any]) -> Thing:
             return Thing(
-                tuple(_placed(graph.facts[leaf] if isinstance(leaf, Name) else leaf, places) for leaf in leaves)
+                tuple(placed(graph.facts[leaf] if isinstance(leaf, Name) else leaf, places) for leaf in leaves)
             )
 
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
@@ -283,66 +272,6 @@ class Shapes:
         source = self.origin.get(read, read)
         residuals = [source, *(copy for copy, original in self.origin.items() if original == source)]
         self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
-
-    def add(self, op: Op) -> list[Thing]:
-        """Sums over leaves: as their first part where all parts are alike."""
-        parts = [self.things[value].leaves for value in op.reads]
-        leaves: list[Any] = []
-        for column in zip(*parts, strict=True):
-            facts = [leaf for leaf in column if leaf is not None]
-            alike = all(leaf.aval is facts[0].aval or leaf.aval == facts[0].aval for leaf in facts[1:])
-            if not facts or len(facts) == 1:
-                leaves.append(facts[0] if facts else None)
-            elif alike and dense(facts[0]):
-                leaves.append(apart(facts[0].aval))
-            else:
-                return self.abstractly(op)
-        return [Thing(tuple(leaves), self.things[op.reads[0]].spec)]
-
-    def merge(self, op: Op) -> list[Thing]:
-        """The loss of all is as that of each, where these are alike."""
-        losses = [self.things[value] for value in op.reads if value.name == "loss"]
-        alike = {(leaf.aval, thing.spec) for thing in losses for leaf in thing.leaves if isinstance(leaf, Fact)}
-        itself = len(losses) == 1 and self.model.reduction == "sum"
-        if len(alike) != 1 or itself or self.model.reduction == "count":
-            return self.abstractly(op)
-        aval, spec = alike.pop()
-        rest = [value for value in op.writes if value.name != "loss"]
-        made = dict(zip(rest, self.abstractly(op._replace(writes=tuple(rest))), strict=True))
-        return [made[value] if value in made else Thing((apart(aval),), spec) for value in op.writes]
-
-    def rounded(self, op: Op, thing: Thing) -> Thing:
-        """What a SEND casts, as it arrives: what has its dtype lies in memory of its own."""
-        homes: dict[int, int] = {}
-        with self.fake:
-            leaves = [_fake(leaf, homes, None) for leaf in thing.leaves]
-            made = map(rounding(op), leaves)
-            each = zip(thing.leaves, leaves, made, strict=True)
-            return Thing(tuple(old if one is same else fact(one, {}) for old, same, one in each), thing.spec)
-
-    def abstractly(self, op: Op) -> list[Thing]:
-        """What an op writes, by running its rule on tensors without data."""
-        homes: dict[int, int] = {}
-        # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
-        device = "meta" if op.kind == "SPLIT" else None
-        with self.fake if device is None else nullcontext():
-            things = [self.things[value] for value in op.reads]
-            args = [whole(thing, [_fake(leaf, homes, device) for leaf in thing.leaves]) for thing in things]
-            try:
-                made = RULES[op.kind](op, args, self.run)
-            except Exception as error:
-                raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
-        devices = {
-            leaf.storage: leaf.aval.device for thing in things for leaf in thing.leaves if isinstance(leaf, Fact)
-        }
-        found: list[Thing] = []
-        for result in made:
-            leaves, spec = tree.flatten(result)
-            facts = (fact(leaf, homes) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            if device is not None:
-                facts = (_on(leaf, devices) for leaf in facts)
-            found.append(Thing(tuple(facts), None if is_list(op, result) else spec))
-        return found
 
 
 _LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
@@ -362,65 +291,3 @@ def label_of(value: Value) -> str:
 @cache
 def _label(name: str, port: int) -> str:
     return ("y" if name == "again" else name) + (f":{port}" if port else "")
-
-
-def wanting_fact(leaf: Any) -> Any:
-    """A tensor whose gradient is wanted, if it can have one."""
-    if not isinstance(leaf, Fact) or not (leaf.aval.dtype.is_floating_point or leaf.aval.dtype.is_complex):
-        return leaf
-    return leaf._replace(aval=leaf.aval._replace(wants=True))
-
-
-def _aval(leaf: Any) -> Any:
-    return leaf.aval if isinstance(leaf, Fact) else leaf
-
-
-def _described(groups: Mapping[str, Thing]) -> tuple[Any, Any]:
-    """The avals of leaves, and the containers around them, label by label."""
-    reads = tuple((label, tuple(map(_aval, thing.leaves))) for label, thing in groups.items())
-    return reads, tuple((label, thing.spec) for label, thing in groups.items())
-
-
-def _placed(leaf: Any, places: dict[int, int]) -> Any:
-    """A fact in the memory that `places` has for its own."""
-    if not isinstance(leaf, Fact):
-        return leaf
-    aval, storage, size, offset, lazy = leaf
-    if storage not in places:
-        places[storage] = fresh_storage()
-    return Fact(aval, places[storage], size, offset, lazy)
-
-
-def dense(fact: Fact) -> bool:
-    """Whether a tensor fills its memory, each place once."""
-    steps = sorted((step, n) for n, step in zip(fact.aval.shape, fact.aval.stride, strict=True) if n != 1)
-    expected = 1
-    for step, n in steps:
-        if step != expected:
-            return False
-        expected *= n
-    return True
-
-
-def _on(leaf: Any, devices: Mapping[int, torch.device]) -> Any:
-    """A fact with the device that its memory is on."""
-    return leaf._replace(aval=leaf.aval._replace(device=devices[leaf.storage])) if isinstance(leaf, Fact) else leaf
-
-
-def _fake(leaf: Any, homes: dict[int, int], device: str | None) -> Any:
-    if not isinstance(leaf, Fact):
-        return leaf
-    known = leaf.aval
-    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device or known.device)
-    homes[storage_of(made)] = leaf.storage
-    return made.requires_grad_(known.wants)
-
-
-def is_list(op: Op, made: Any) -> bool:
-    """Whether what a rule made is a list over leaves (gradients), and no container that happens to be a list."""
-    return isinstance(made, list) and op.kind not in ("F", "R", "SPLIT", "MERGE", "U")
-
-
-def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
-    """Leaves in their containers."""
-    return list(leaves) if thing.spec is None else tree.unflatten(thing.spec, leaves)

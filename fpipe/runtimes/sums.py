@@ -14,7 +14,7 @@ import torch
 
 from fpipe.graphs.graph import Fact, apart
 from fpipe.program import Op, Value
-from fpipe.runtimes.shapes import Thing, dense
+from fpipe.runtimes.things import Thing, dense
 
 
 class Sums:

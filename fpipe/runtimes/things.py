@@ -1,0 +1,60 @@
+"""What is known of a value before it exists: a fact for each tensor leaf, and the containers around the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fpipe import tree
+from fpipe.graphs.graph import Fact, fresh_storage
+
+
+class Thing(NamedTuple):
+    """Facts and containers. A list over leaves (gradients, residuals) has no containers."""
+
+    leaves: tuple[Any, ...]
+    spec: Any = None
+
+
+def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
+    """Leaves in their containers."""
+    return list(leaves) if thing.spec is None else tree.unflatten(thing.spec, leaves)
+
+
+def wanting_fact(leaf: Any) -> Any:
+    """A tensor whose gradient is wanted, if it can have one."""
+    if not isinstance(leaf, Fact) or not (leaf.aval.dtype.is_floating_point or leaf.aval.dtype.is_complex):
+        return leaf
+    return leaf._replace(aval=leaf.aval._replace(wants=True))
+
+
+def aval_of(leaf: Any) -> Any:
+    """What is known of a tensor but its place in memory; any other leaf is itself."""
+    return leaf.aval if isinstance(leaf, Fact) else leaf
+
+
+def described(groups: Mapping[str, Thing]) -> tuple[Any, Any]:
+    """The avals of leaves, and the containers around them, label by label."""
+    reads = tuple((label, tuple(map(aval_of, thing.leaves))) for label, thing in groups.items())
+    return reads, tuple((label, thing.spec) for label, thing in groups.items())
+
+
+def placed(leaf: Any, places: dict[int, int]) -> Any:
+    """A fact in the memory that `places` has for its own."""
+    if not isinstance(leaf, Fact):
+        return leaf
+    aval, storage, size, offset, lazy = leaf
+    if storage not in places:
+        places[storage] = fresh_storage()
+    return Fact(aval, places[storage], size, offset, lazy)
+
+
+def dense(fact: Fact) -> bool:
+    """Whether a tensor fills its memory, each place once."""
+    steps = sorted((step, n) for n, step in zip(fact.aval.shape, fact.aval.stride, strict=True) if n != 1)
+    expected = 1
+    for step, n in steps:
+        if step != expected:
+            return False
+        expected *= n
+    return True
