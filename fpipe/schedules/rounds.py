@@ -6,8 +6,8 @@ full one, but if it is the last group both ways, the ranks all wait in the place
 
     p=3, v=2, m=4       F | 0 1 2 0'1'2'3 . . 3'. .        B | 0'1'2'0 1 2 3'. . 3 . .
 
-So the short group of the backwards is their first one, and that of the forwards their second: where one of the two
-leaves places free, the other has something to do:
+So the short group of the backwards is their first one, and that of the forwards their first or second (of only two
+both may be short): where one of the two leaves places free, the other has something to do:
 
                         F | 0 1 2 0'1'2'3 . . 3'. .        B | 0'. . 0 . . 1'2'3'1 2 3
 
@@ -17,7 +17,7 @@ not hold more than in the padded order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fpipe.program import Program
 from fpipe.schedules.cadence import Seat, Unit, beats
@@ -25,9 +25,6 @@ from fpipe.schedules.engine import NOTHING, Run, Work, run
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
-
-_SHORT = ((1, 0), (0, 0))
-"""Which group is short of the forwards and of the backwards, in the frames that are tried."""
 
 PerSeat = Callable[[Seat], int]
 
@@ -91,7 +88,7 @@ class _Loop:
         """The rows of the order that ends first: of the padded one and those of the frames that come to an end."""
         kinds, stages, count = self.kinds, self.stages, self.count
         runs = [self._as_written([[self._number(*key[:3]) for key in row] for row in padded])]
-        runs += [self._by_frame(*short) for short in _SHORT]
+        runs += [self._by_frame(*frames) for frames in self._frames()]
         done = [one for one in runs if sum(map(len, one.rows)) == len(self.work.needs)]
         best = min(done, key=lambda one: max(one.start[row[-1]] + self.work.seconds[row[-1]] for row in one.rows))
         return [
@@ -111,10 +108,8 @@ class _Loop:
         lanes += [(stages + stage + 1, stages + stage) for stage in range(stages - 1)]
         lanes += [(stages + stage, 2 * stages + stage) for stage in range(stages if kinds == "FIW" else 0)]
         edges = [(lane * count + index, after * count + index) for lane, after in lanes for index in range(count)]
-        for op, after in [
-            *edges,
-            *((index, index + 1) for index in range(count - 1)),
-        ]:  # and microbatches enter in turn
+        edges += [(index, index + 1) for index in range(count - 1)]  # microbatches enter in turn
+        for op, after in edges:
             readers[op].append((after, 0.0))
             needs[after] += 1
         ranks = [op // count % stages % len(self.seats) for op in range(total)]
@@ -134,8 +129,20 @@ class _Loop:
 
         return run(self.work, pick)
 
-    def _by_frame(self, forward: int, backward: int) -> Run:
-        """The ready op with the first place of a frame in which these groups are short."""
+    def _frames(self) -> list[tuple[list[int], list[int]]]:
+        """How many forwards, and how many backwards, each group of the frames has that are tried."""
+        count, group = self.count, self.group
+        full, rest = divmod(count, group)
+        early = [rest] + [group] * full
+        cuts = [early]
+        if full:
+            cuts.insert(0, [group, rest] + [group] * (full - 1))
+        if full == 1:  # there are few backwards to fill places with: two short groups may lack fewer at a time
+            cuts += [[first, count - first] for first in range(rest + 1, group)]
+        return [(cut, early) for cut in cuts]
+
+    def _by_frame(self, forward: Sequence[int], backward: Sequence[int]) -> Run:
+        """The ready op with the first place of a frame in which groups have so many microbatches."""
         places, count, stages = self._places(forward, backward), self.count, self.stages
         forwards, last = stages * count, (len(self.kinds) - 1) * stages * count
         held, most = [0] * len(self.seats), [ahead + 1 + lag for ahead, lag in zip(self.ahead, self.lag, strict=True)]
@@ -149,10 +156,10 @@ class _Loop:
 
         return run(self.work, pick)
 
-    def _places(self, forward: int, backward: int) -> list[int]:
+    def _places(self, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
         """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn."""
         chunks, group, per_kind = self.seats[0].chunks, self.group, self.stages * self.count
-        out, back = (_frame(self.count, group, short) for short in (forward, backward))
+        out, back = (_numbers(sizes, group) for sizes in (forward, backward))
         found = [0] * len(self.work.needs)
         for seat, ahead, lag in zip(self.seats, self.ahead, self.lag, strict=True):
             for chunk in range(chunks):
@@ -167,15 +174,13 @@ class _Loop:
         return found
 
 
-def _frame(count: int, group: int, short: int) -> list[int]:
-    """The number that each microbatch has among those that are there and those that a short group lacks.
+def _numbers(sizes: Sequence[int], group: int) -> list[int]:
+    """The number that each microbatch has among those that are there and those that short groups lack.
 
-    >>> _frame(4, 3, 0), _frame(4, 3, 1)
+    >>> _numbers([1, 3], 3), _numbers([3, 1], 3)
     ([0, 3, 4, 5], [0, 1, 2, 3])
     """
-    missing = -count % group
-    end = (short + 1) * group - missing
-    return [index if index < end else index + missing for index in range(count)]
+    return [at * group + index for at, size in enumerate(sizes) for index in range(size)]
 
 
 def _turn(number: int, chunk: int, group: int, chunks: int) -> int:
