@@ -64,6 +64,17 @@ def test_the_bubbles_of_table_5(row: dict[str, Any], name: str):
     assert round(found.bubble_span, 4) <= row["expected"][name]
 
 
+FIXED = {"1F1B": "one_f_one_b", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2"}
+
+
+@pytest.mark.parametrize("row", FILE["paper_table5"], ids=lambda row: f"m={row['m']} F={row['costs']['F']}")
+def test_the_bubbles_of_table_5_of_fixed_orders(row: dict[str, Any]):
+    costs = share_costs(row["costs"], 1)
+    for title, name in FIXED.items():
+        found = fpipe.simulate(fpipe.schedules.about(name).program(row["p"], row["m"]), costs)
+        assert round(found.bubble_span, 4) == row["expected"][title]
+
+
 OPTIMA = [
     fact
     for fact in FILE["optima"]

@@ -31,7 +31,7 @@ def gpipe(ranks: int) -> Transform:
 @published(
     "1F1B (DAPPLE, PipeDream-flush)",
     "Narayanan et al. 2021 (Megatron-LM), figure 3",
-    idle="(p-1)T + [2(p-1)m/p + 2(p-2)]c",
+    idle="(p-1)T + [2(p-1)m/p + 2(p-2)]c, the latter for p | m",
     peak="min(m, p-r)",
 )
 def one_f_one_b(ranks: int) -> Transform:

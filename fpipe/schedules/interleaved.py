@@ -76,7 +76,7 @@ def kimi_k2(ranks: int) -> Transform:
 @published(
     "Looped BFS",
     "Lamy-Poirier 2022 (breadth-first pipeline parallelism, arXiv 2211.05953)",
-    idle="(p-1)T/v",
+    idle="(p-1)T/v, m >= p",
     peak="m",
     accepts="stages a multiple of p; any m",
     stages_per_rank=2,
@@ -105,7 +105,7 @@ def looped_bfs(ranks: int) -> Transform:
 @published(
     "Interleaved zero bubble",
     "torch.distributed.pipelining, ScheduleInterleavedZeroBubble; after Qi et al. 2024",
-    idle="(p-1)(F+B-W)/v",
+    idle="(p-1)(F+B-W)/v, p divides m",
     peak="min(m, p)",
     accepts="stages a multiple of p; any m",
     stages_per_rank=2,

@@ -36,7 +36,7 @@ class Schedule:
 
     >>> schedule = about("zb_h1")
     >>> schedule.title, schedule.idle, schedule.peak
-    ('ZB-H1 (ZB1P)', '(p-1)(F+B-W)', 'min(m, p)')
+    ('ZB-H1 (ZB1P)', '(p-1)(F+B-W), m >= p', 'min(m, p)')
     >>> about("chimera").refuses(3, 3, 4)[:32]
     'the number of ranks is even, fou'
     """

@@ -10,7 +10,7 @@ from fpipe.transforms._rewrite import Transform
 @published(
     "ZB-H1 (ZB1P)",
     "Qi et al. 2024 (ICLR), figure 3, top",
-    idle="(p-1)(F+B-W)",
+    idle="(p-1)(F+B-W), m >= p",
     peak="min(m, p)",
 )
 def zb_h1(ranks: int) -> Transform:
@@ -31,7 +31,7 @@ def zb_h1(ranks: int) -> Transform:
 @published(
     "ZB-H2",
     "Qi et al. 2024 (ICLR), figure 3, bottom",
-    idle="span: (p-1)(F+B+2c-2W), m >= 2p",
+    idle="span: (p-1)(F+B+2c-2W), m >= 2p-1",
     peak="min(m, 2p-1)",
 )
 def zb_h2(ranks: int) -> Transform:
