@@ -12,7 +12,7 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -22,14 +22,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 
 class Read(NamedTuple):
-    """What the code of a function shows: the attributes that it writes, and all names in it."""
+    """What the code of a function shows: the attributes that it writes, and all attributes in it, which it may call.
+    Of each whether only in training."""
 
-    writes: frozenset[str]
-    names: frozenset[str]
+    writes: Mapping[str, bool]
+    names: Mapping[str, bool]
 
 
 class Write(NamedTuple):
-    """A module writes a buffer, of its own or of a module inside it; `moody`: only in training, since it asks."""
+    """A module writes a buffer, of its own or of a module inside it; `moody`: only in training, behind a question."""
 
     writer: nn.Module
     owner: nn.Module
@@ -72,7 +73,7 @@ def _own(module: nn.Module) -> list[str]:
 
 def _of(module: nn.Module) -> dict[str, bool]:
     """The attributes that are written by what may run when a module is called: its forward, what that calls of its
-    class, and hooks. And of each whether only in functions that ask for the mode, or that such a one calls."""
+    class, and hooks. Of each whether only in training."""
     kind = type(module)
     writes: dict[str, bool] = {}
     seen: dict[CodeType, bool] = {}
@@ -87,13 +88,11 @@ def _of(module: nn.Module) -> dict[str, bool]:
     while todo:
         home, function, moody = todo.pop()
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-        if isinstance(code, CodeType) and seen.get(code, True):
+        if isinstance(code, CodeType) and (code not in seen or seen[code] > moody):
+            seen[code] = moody
             read = _read(code)
-            moody |= "training" in read.names
-            if seen.get(code) != moody:
-                seen[code] = moody
-                writes |= {name: writes.get(name, True) and moody for name in read.writes}
-                todo += [(home, one, moody) for name in read.names for one in _methods(home, name)]
+            writes |= {name: writes.get(name, True) and (moody or own) for name, own in read.writes.items()}
+            todo += [(home, one, moody or own) for name, own in read.names.items() for one in _methods(home, name)]
     return writes
 
 
@@ -115,8 +114,8 @@ def _read(code: CodeType) -> Read:
         found = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):  # made where there is no file, or a lambda inside a line
         return _read_code(code)
-    names = {node.attr for node in ast.walk(found) if isinstance(node, ast.Attribute)}
-    return Read(frozenset(_Writes(found).found), frozenset(names))
+    seen = _Writes(found)
+    return Read(seen.found, seen.names)
 
 
 def _read_code(code: CodeType) -> Read:
@@ -131,8 +130,8 @@ def _read_code(code: CodeType) -> Read:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             more = _read_code(inner)
-            writes, loaded = writes | more.writes, loaded | more.names
-    return Read(frozenset(writes), frozenset(loaded))
+            writes, loaded = writes | {*more.writes}, loaded | {*more.names}
+    return Read(dict.fromkeys(writes, "training" in loaded), dict.fromkeys(loaded, "training" in loaded))
 
 
 def _in_place(name: str) -> bool:
@@ -148,17 +147,64 @@ _VIEWS = (
 )
 
 
-class _Writes(ast.NodeVisitor):
+class _Writes:
     """The attributes that statements write: by assignment, in place, as `out=`, or as a norm's running statistics."""
 
     def __init__(self, tree: ast.AST) -> None:
-        self.found: set[str] = set()
+        self.found: dict[str, bool] = {}
+        self.names: dict[str, bool] = {}
+        self.moody = False
         self.alias: dict[str, str] = {}
-        for node in ast.walk(tree):  # buffer = self.buffer
+        self.modes: set[str] = set()
+        for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
+                names = {to.id for to in node.targets if isinstance(to, ast.Name)}
                 base = self.base(node.value)
-                self.alias |= {to.id: base for to in node.targets if isinstance(to, ast.Name) and base is not None}
+                self.alias |= dict.fromkeys(names, base) if base is not None else {}  # buffer = self.buffer
+                self.modes |= names if self.asks(node.value) else set()  # updates = self.training and self.tracks
         self.visit(tree)
+
+    def asks(self, test: ast.expr | None) -> bool:
+        """Whether an expression is false in eval."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return any(map(self.asks, test.values))
+        return (isinstance(test, ast.Attribute) and test.attr == "training") or (
+            isinstance(test, ast.Name) and test.id in self.modes
+        )
+
+    def denies(self, test: ast.expr) -> bool:
+        """Whether an expression is true in eval."""
+        return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and self.asks(test.operand)
+
+    def visit(self, node: ast.AST) -> None:
+        """A node; statements in a row are visited as one."""
+        if isinstance(node, ast.If):
+            self.visit(node.test)
+            self.block(node.body, self.asks(node.test))
+            self.block(node.orelse, self.denies(node.test))
+            return
+        if isinstance(node, ast.Attribute):
+            self.names[node.attr] = self.names.get(node.attr, True) and self.moody
+        own: Any = getattr(self, f"visit_{type(node).__name__}", None)
+        if own is not None:
+            own(node)
+        for _, inner in ast.iter_fields(node):
+            if isinstance(inner, list) and inner and isinstance(inner[0], ast.stmt):
+                self.block(inner, False)
+            else:
+                for one in inner if isinstance(inner, list) else [inner]:
+                    if isinstance(one, ast.AST):
+                        self.visit(one)
+
+    def block(self, body: list[ast.stmt], moody: bool) -> None:
+        """Statements that run in training only, or wherever those around them do."""
+        before = self.moody
+        self.moody |= moody
+        for one in body:
+            self.visit(one)
+            if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return | ast.Raise):
+                self.moody |= self.denies(one.test)  # if not self.training: return
+        self.moody = before
 
     def base(self, node: ast.expr | None) -> str | None:
         """The attribute in whose memory an expression is: `count` of self.count, self.count[0], self.count.view(-1)."""
@@ -175,27 +221,28 @@ class _Writes(ast.NodeVisitor):
                 return _text(node.args[1])
         return None
 
-    def write(self, node: ast.expr | None) -> None:
+    def note(self, name: str | None, moody: bool = False) -> None:
+        """An attribute is written here."""
+        if name is not None:
+            self.found[name] = self.found.get(name, True) and (self.moody or moody)
+
+    def write(self, node: ast.expr | None, moody: bool = False) -> None:
         """What is written where an expression is."""
         for one in node.elts if isinstance(node, ast.Tuple | ast.List) else [node]:
-            base = self.base(one)
-            self.found |= {base} if base is not None else set()
+            self.note(self.base(one), moody)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
             for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
                 if not isinstance(one, ast.Name):  # a name is bound, and nothing written
                     self.write(one)
-        self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if not isinstance(node.target, ast.Name):
             self.write(node.target)
-        self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.write(node.target)
-        self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         word = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -206,12 +253,11 @@ class _Writes(ast.NodeVisitor):
             library = of is None or ast.unparse(of).split(".")[-1] in ("torch", "functional", "F", "init")
             self.write(node.args[0] if library and node.args else of)
         elif word in _NORMS:
+            asks = any(self.asks(one) for one in (*node.args[5:6], *named.values()))
             for one in (*node.args[1:3], *(named.get(name) for name in _STATISTICS)):
-                self.write(one)
+                self.write(one, asks)
         elif word in ("setattr", "register_buffer"):
-            name = next((one for one in map(_text, node.args) if one is not None), None)
-            self.found |= {name} if name is not None else set()
-        self.generic_visit(node)
+            self.note(next((one for one in map(_text, node.args) if one is not None), None))
 
 
 def _text(node: ast.expr) -> str | None:
