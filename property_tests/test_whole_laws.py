@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -158,6 +158,23 @@ def test_every_step_is_plain_autograd(run: Run):
 def test_every_step_is_the_reference(run: Run):
     model, params, state = run.whole.made()
     assert fpipe.verify(run.program(model), model, params, run.batch, state=state, key=run.key).bitwise
+
+
+@few(4)
+@given(runs(), st.booleans())
+def test_evaluation_is_the_training_forward(run: Run, sent: bool):
+    model, params, state = run.whole.made()
+    trains = replace(run, chain=run.chain.without("communicate()").without("free()")).program(model)
+    steps = (fpipe.forward_only(), *((fpipe.communicate(), fpipe.free()) if sent else ()))
+    program = fpipe.chain(*steps)(trains)
+    assert not {op.kind for op in program.ops} & {"B", "I", "W", "R", "OFFLOAD", "LOAD"}
+    one, other = (
+        fpipe.build(made, model, trace=run.trace)(params, run.batch, state=state, key=run.key)
+        for made in (trains, program)
+    )
+    assert other.grads is other.input_grads is None
+    for name in ("loss", "outputs", "aux"):
+        assert bits(getattr(one, name)) == bits(getattr(other, name)), name
 
 
 @few(5)
