@@ -107,7 +107,7 @@ def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bo
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_relu_in_place_is_right_in_a_stage_and_refused_at_a_cut(policy: str, trace: bool):
-    """torchgpipe recomputed from an input that the next stage had changed."""
+    """Where torchgpipe has nothing to say: a recompute would start from an input that the next stage has changed."""
     net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), batch_of()
     for sizes in ([2, 1], [1, 2]):
         model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
@@ -132,7 +132,7 @@ CHANGED = (
 
 @pytest.mark.parametrize(("policy", "times"), [("always", 4), ("except_last", 3), ("never", 0)])
 def test_recomputes_are_counted_by_the_microbatches_there_are(policy: Any, times: int):
-    """6 rows, of which 4 microbatches are made though 8 were asked for: torchgpipe counted those asked for."""
+    """Not by those asked for: 6 rows in 4, and 4 rows where 8 microbatches were asked for."""
     ran: list[int] = []
 
     class Counting(nn.Linear):
@@ -173,10 +173,26 @@ def test_recompute_with_halves_runs_a_stage_once_for_each_microbatch():
     assert same(fpipe.join_params(model, found.grads), by_hand(net, batch_of(), 3))
 
 
+def test_the_input_gradient_of_the_first_stage_is_nothing_and_its_weight_gradient_everything():
+    """torch 2.13 raises there. I makes no tensor, so what it hands on is what it was handed; that of stage 1 does."""
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    model, params, _ = fpipe.from_sequential(net, sizes=[4, 4], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split_backward(), fpipe.schedules.gpipe(2))(fpipe.program(model))
+    sizes = fpipe.sizes(program, model, params, batch_of())
+    made: list[int] = []
+    for op in program.ops:
+        if op.kind == "I":
+            read = {storage for value in op.reads for storage in sizes.storages(value)}
+            made.append(sum(storage not in read for storage in sizes.storages(fpipe.Value("wres", op.stage, 0))))
+    last, first = made
+    assert (first, last > 0) == (0, True)
+    found = fpipe.build(program, model)(params, batch_of())
+    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch_of(), 1))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dropout_drops_in_the_gradient_what_it_dropped(policy: str):
-    """100 layers of p=0.001 over 10 microbatches and 2 stages, whose recompute drew other numbers in torchgpipe: the
-    zeros of y are those of x's gradient."""
+    """100 layers of p=0.001 over 10 microbatches and 2 stages: the zeros of y are those of x's gradient."""
     net = nn.Sequential(*(nn.Dropout(0.001) for _ in range(100)))
     model, params, state = fpipe.from_sequential(
         net, stages=2, loss=lambda y, target: (y * target).sum(), reduction="sum"
@@ -252,6 +268,42 @@ def test_the_number_of_its_microbatch_is_the_same_under_every_schedule(schedule:
         program = fpipe.chain(fpipe.split(5), *steps, SCHEDULES[schedule](3), fpipe.merge())(fpipe.program(model))
         found = fpipe.build(program, model, trace=trace)(params, batch).grads
         assert all(torch.equal(grads["w"], weight.grad) for grads, weight in zip(found, own, strict=True))
+
+
+ROUTES = {**POLICIES, "by layers": (fpipe.checkpoint(grain="layer"), fpipe.split_backward())}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str, trace: bool):
+    """A token that a recompute sent elsewhere would have the gradient of another expert. A recompute draws what F drew,
+    and by layers `keep` does not even ask again."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Parameter(torch.randn(WIDTH, 3))
+            self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = torch.softmax(x @ self.router + torch.rand(len(x), 3), 1)
+            weight, chosen = scores.max(1)
+            chosen = fpipe.keep(chosen)
+            return torch.tanh((x[:, None] @ self.experts[chosen]).squeeze(1)) * weight[:, None]
+
+    net, batch = nn.Sequential(Experts(), nn.Tanh(), Experts(), Experts()), batch_of()
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1, 1], loss=nn.functional.mse_loss)
+    stages = [copy.deepcopy(part) for part in (net[:2], net[2:3], net[3:])]
+    for index, (x, t) in enumerate(zip(*(leaf.tensor_split(3) for leaf in batch), strict=True)):
+        for number, stage in enumerate(stages):
+            torch.manual_seed(fpipe.fold_in(7, number, index))
+            x = stage(x)
+        (nn.functional.mse_loss(x, t) * (len(t) / ROWS)).backward()
+    right = [leaf.grad for stage in stages for leaf in stage.parameters()]
+    for steps in ROUTES.values():
+        program = fpipe.chain(fpipe.split(3), *steps, SCHEDULES[schedule](3), fpipe.merge())(fpipe.program(model))
+        found = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=7)
+        assert bits([leaf for stage in found.grads for leaf in stage.values()]) == bits(right)
 
 
 class Wire(torch.autograd.Function):
@@ -364,7 +416,7 @@ def test_what_cannot_be_cast_is_refused(sentence: str):
 
 
 def test_a_class_that_nobody_registered_is_one_leaf():
-    """It goes whole to every microbatch. torch's pipeline took it apart by its attributes, or not, as it came."""
+    """It goes whole to every microbatch, and a trace does not rely on it."""
 
     class Settings:
         scale = 2.0
