@@ -173,7 +173,7 @@ def over_parts(
             losses.append(each.detach())
             counts.append(count)
             extras.append(tree.tree_map(_detached, aux))
-            shares.append(weights[-1])
+            shares.append(weights[-1] * whole)
             found.append(tree.tree_map(_detached, output))
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
         of_slices: list[list[Any]] = []
@@ -311,7 +311,9 @@ def _of(values: list[Any], source: Any) -> Any:
 
 
 def _alias(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
+    """The same tensor once more. A view of it would not do: where there is one of something, as one row, it has other
+    strides, by which torch picks other kernels."""
+    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _leaf(leaf: Any) -> Any:

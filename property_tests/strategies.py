@@ -94,4 +94,4 @@ def plain_autograd(
 def aliased(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: aliased(leaf) for name, leaf in value.items()}
-    return value.view_as(value) if isinstance(value, Tensor) else value
+    return torch.ops.aten.alias(value) if isinstance(value, Tensor) else value

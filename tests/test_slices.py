@@ -260,6 +260,22 @@ def test_a_stream_has_one_output_for_each_microbatch_whatever_the_slices():
     assert fpipe.verify(program, model, params, batch).bitwise
 
 
+def test_metrics_of_slices_are_weighed_as_the_references_are():
+    """By rows there and by shares here, they differed in the last bit once in a few times."""
+
+    def judged(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return squares(y, target), y.abs().mean()
+
+    model = fpipe.from_functions([head], judged, aux=True)
+    program = fpipe.chain(fpipe.split(4, slices=2), fpipe.merge())(fpipe.program(model))
+    step, params = fpipe.build(program, model), params_of(torch.float64)[3:]
+    make = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        batch = tuple(torch.randn(6, 7, WIDTH, generator=make, dtype=torch.float64) for _ in range(2))
+        found = step(params, batch).aux
+        assert torch.equal(found, fpipe.reference(model, params, batch, microbatches=4, slices=2).aux)
+
+
 def shifted(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     return (x - state["mean"]) @ p["w"], {"mean": 0.5 * state["mean"] + 0.5 * x.detach().mean((0, 1))}
 
