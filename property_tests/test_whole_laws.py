@@ -44,6 +44,11 @@ class Run:
         return self.chain(self.cut.split(fpipe.program(model, input_grads=self.input_grads)), merge)
 
     @property
+    def made(self) -> tuple[fpipe.Model, Any, Any]:
+        """Model, parameters and state."""
+        return self.whole.made(self.cut.parts(self.batch)[0])
+
+    @property
     def batch(self) -> Any:
         return self.cut.batch(self.seed, getattr(torch, self.whole.dtype))
 
@@ -72,6 +77,7 @@ def several(names: Iterable[str]) -> bool:
 FEATURES: dict[str, Callable[[Run], bool]] = {
     "modules": lambda run: run.whole.front == "modules",
     "functions": lambda run: run.whole.front == "functions",
+    "one loss function": lambda run: run.whole.front == "loss",
     "skip": lambda run: bool(run.whole.skips),
     "one value, several readers": lambda run: several(skip.name for skip in run.whole.skips),
     "the batch read later": lambda run: any(skip.out == -1 for skip in run.whole.skips),
@@ -105,6 +111,8 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
 @st.composite
 def runs(draw: st.DrawFn, undivided: bool = False) -> Run:
     whole, cut = draw(wholes(undivided)), draw(cuts(undivided))
+    if whole.front == "loss":  # of which only the rows may vary
+        cut = replace(cut, lengths=cut.lengths[:1], slices=1, spec=False)
     n, m = len(whole.stages), cut.microbatches
     in_order = whole.front == "functions" and whole.remembers  # such a function reads the state that it writes
     ranks = draw(st.integers(1, n))
@@ -134,14 +142,19 @@ def test_every_step_is_plain_autograd(run: Run):
     for name, found in FEATURES.items():
         if found(run):
             event(name)
-    model, params, state = run.whole.made()
-    program, batch, cut = run.program(model), run.batch, run.cut
+    batch, cut = run.batch, run.cut
+    model, params, state = run.made
+    program = run.program(model)
     assert Program.parse(str(program)) == program
     found = fpipe.build(program, model, trace=run.trace)(params, batch, state=state, key=run.key)
     right = plain_step(run.whole, cut, batch, run.key)
     assert bits(found.loss) == bits(right.loss)
-    for name, grad in ((name, grad) for stage in found.grads for name, grad in stage.items()):
+    for name, grad in run.whole.named(model, found.grads).items():
         assert bits(grad) == bits(right.grads[name]), name
+    if run.input_grads:
+        assert bits(found.input_grads) == bits(right.input_grads)
+    if run.whole.front == "loss":  # outputs are what the loss reads
+        return
     assert bits(found.outputs) == bits(run.joined(right.outputs))
     remembered = {name: buffer for stage in found.state or () for name, buffer in stage.items()}
     assert {name: bits(buffer) for name, buffer in remembered.items()} == {
@@ -149,21 +162,19 @@ def test_every_step_is_plain_autograd(run: Run):
     }
     rows = [aux["rows"] for aux in right.aux]
     assert bits(found.aux) == bits(right.aux) if run.stream else found.aux["rows"] == sum(rows)
-    if run.input_grads:
-        assert bits(found.input_grads) == bits(right.input_grads)
 
 
 @few(4)
 @given(runs().filter(lambda run: run.trace))
 def test_every_step_is_the_reference(run: Run):
-    model, params, state = run.whole.made()
+    model, params, state = run.made
     assert fpipe.verify(run.program(model), model, params, run.batch, state=state, key=run.key).bitwise
 
 
 @few(4)
 @given(runs(), st.booleans())
 def test_evaluation_is_the_training_forward(run: Run, sent: bool):
-    model, params, state = run.whole.made()
+    model, params, state = run.made
     trains = replace(run, chain=run.chain.without("communicate()").without("free()")).program(model)
     steps = (fpipe.forward_only(), *((fpipe.communicate(), fpipe.free()) if sent else ()))
     program = fpipe.chain(*steps)(trains)
@@ -180,11 +191,11 @@ def test_evaluation_is_the_training_forward(run: Run, sent: bool):
 @few(5)
 @given(runs(undivided=True))
 def test_every_step_is_close_to_the_undivided_batch(run: Run):
-    model, params, _ = run.whole.made()
+    model, params, _ = run.made
     found = fpipe.build(run.program(model), model, trace=run.trace)(params, run.batch)
     whole = plain_step(run.whole, Cut((sum(run.cut.rows),), spec=run.cut.spec), run.batch)
     torch.testing.assert_close(found.loss, whole.loss, rtol=1e-10, atol=1e-12)
-    for name, grad in ((name, grad) for stage in found.grads for name, grad in stage.items()):
+    for name, grad in run.whole.named(model, found.grads).items():
         torch.testing.assert_close(grad, whole.grads[name], rtol=1e-10, atol=1e-12)
 
 
@@ -196,8 +207,12 @@ APART = {
     ("functions", "modules"),
     ("loss of a middle stage", "modules"),
     ("slices", "whole and Chunk(1) leaves"),
+    *((name, "one loss function") for name in ("batch norm", "eval", "functions", "modules")),
+    *((name, "one loss function") for name in ("asks for its microbatch", "loss of a middle stage")),
+    *(("one loss function", name) for name in ("ragged lengths", "slices", "whole and Chunk(1) leaves")),
 }
-"""What is not drawn together: opposites, what only functions can say, and slices of what has its rows elsewhere."""
+"""What is not drawn together: opposites, what only functions can say or one loss function cannot, and slices of what
+has its rows elsewhere."""
 
 
 def test_the_grammar_draws_everything_together():

@@ -22,7 +22,7 @@ import fpipe
 from fpipe import tree
 
 WIDTH = 4
-Front = Literal["modules", "functions"]
+Front = Literal["modules", "functions", "loss"]
 Reduction = Literal["mean", "sum", "count"]
 
 
@@ -219,10 +219,18 @@ class Whole:
         fixed = {id(leaf) for name, leaf in named if any(map(name.startswith, parts))}
         return [name for name, leaf in named if id(leaf) in fixed]
 
-    def made(self) -> tuple[fpipe.Model, Any, Any]:
-        """The model, its parameters, and its state (None without)."""
+    def made(self, example: Any = None) -> tuple[fpipe.Model, Any, Any]:
+        """The model, its parameters, and its state (None without). A loss function wants an example of a batch."""
+        if self.front == "loss":
+            return *self.as_loss(example), None
         made = self.as_modules() if self.front == "modules" else self.as_functions()
         return made if self.remembers else (*made[:2], None)
+
+    def named(self, model: fpipe.Model, grads: Any) -> dict[str, Tensor | None]:
+        """Gradients of a step by the names of the whole net."""
+        if self.front == "loss":
+            return fpipe.join_params(model, grads)
+        return {name: grad for stage in grads for name, grad in stage.items()}
 
     def as_modules(self) -> tuple[fpipe.Model, Any, Any]:
         """By `from_sequential`, with Stash and Pop between the layers."""
@@ -274,6 +282,29 @@ class Whole:
         )
         still = {group[0] for group in homes.values() if not {name for _, name in group}.isdisjoint(self.still)}
         return fpipe.freeze(model, *still), tuple(params), state
+
+    def as_loss(self, example: Any) -> tuple[fpipe.Model, Any]:
+        """By `from_loss`: the same layers in one function, with a boundary between stages."""
+        stages = [Stage(self, n, nn.ModuleDict(self.of(n))) for n in range(len(self.stages))]
+        whole = nn.ModuleDict(self.net)
+        first = {id(leaf): name for name, leaf in whole.named_parameters()}
+
+        def loss_fn(params: dict[str, Tensor], batch: Any) -> Any:
+            x, target = batch
+            values: dict[tuple[int, bool], Any] = {(-1, False): x}
+            for n, stage in enumerate(stages):
+                before = values[n - 1, False]
+                given = (fpipe.boundary(before) if n else before, *(values[skip[:2]] for skip in self.taken(n)))
+                own = {name: params[first[id(leaf)]] for name, leaf in stage.layers.named_parameters()}
+                swapped = {place: tensor for name, tensor in own.items() for place in stage.places(name)}
+                y, aside, _ = torch.func.functional_call(stage, swapped, (given, 0), tie_weights=False)
+                values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
+            return judged(self.reduction, y, target)[0]
+
+        params = {name: leaf.detach() for name, leaf in whole.named_parameters()}
+        model, own = fpipe.from_loss(loss_fn, params, example, reduction=self.reduction)
+        owned = {name for stage in own for name in stage}
+        return fpipe.freeze(model, *(name for name in self.still if name in owned)), own
 
     def sources(self, stage: int) -> Any:
         """What a stage takes: what is before, and of the skips the batch, an output, or what was put aside."""
@@ -441,7 +472,7 @@ def joined(parts: list[dict[str, Any]], dim: int) -> dict[str, Any]:
 
 
 def aliased(value: Any) -> Any:
-    return tree.tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return tree.tree_map(lambda leaf: torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def plain_step(whole: Whole, cut: Cut, batch: Any, key: int | None = None) -> Torch:
@@ -540,25 +571,27 @@ def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
 def wholes(draw: st.DrawFn, reproducible: bool = False) -> Whole:
     """Draw a model of 1 to 4 stages; with `reproducible` one whose gradients do not depend on how a batch is cut."""
     n = draw(st.sampled_from([3, 2, 4, 1]))
+    front = draw(st.sampled_from(["functions", "modules", "functions", "modules", "loss"]))
     kinds = [kind for kind in KINDS if "norm" not in kind and kind != "dropout"] if reproducible else list(KINDS)
+    if front == "loss":  # which writes no buffers
+        kinds = [kind for kind in kinds if kind not in ("norm", "mean norm")]
     stages = tuple(tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))) for _ in range(n))
     possible = [Skip(out, False, into) for into in range(n) for out in range(-1, into - 1)]
     possible += [Skip(out, True, into) for into in range(n) for out in range(into) if len(stages[out]) > 1]
-    skips = draw(st.lists(st.sampled_from(possible), max_size=4, unique=True)) if possible else []
-    front = draw(st.sampled_from(["functions", "modules"]))
+    skips = draw(st.lists(st.sampled_from(possible), min_size=draw(st.integers(0, 2)), max_size=9)) if possible else []
     some = st.lists(st.integers(0, n - 1), max_size=n, unique=True).map(sorted).map(tuple)
     names = [f"{stage}_{at}" for stage, kinds in enumerate(stages) for at in range(len(kinds))]
     frozen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if draw(st.booleans()) else []
     return Whole(
         stages,
-        tuple(sorted(skips)),
+        tuple(sorted({*skips})),
         front,
         draw(st.sampled_from(["mean", "sum", "count"])),
         tuple(stage for stage in range(n - 1) if front == "functions" and draw(st.booleans())),
         draw(some) if front == "functions" and not reproducible else (),
         tuple(frozen),
-        draw(st.booleans()),
-        reproducible or draw(st.sampled_from([True, True, False])),
+        front == "modules" and draw(st.booleans()),
+        reproducible or front == "loss" or draw(st.sampled_from([True, False, True])),
         "float64" if reproducible else draw(st.sampled_from(["float32", "float64"])),
         draw(st.integers(0, 99)),
     )
