@@ -38,6 +38,7 @@ FLOORS = {
         "params",
         "training",
         "reference",
+        "one_graph",
         "result",
         "linearize",
         "graphs",
