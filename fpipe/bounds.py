@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from fpipe.columns import columns_of
 from fpipe.costs import Costs, carried, the_costs
-from fpipe.lanes import columns, is_work, walk
+from fpipe.lanes import is_work, walk
 from fpipe.memory import residuals_stay, shares, units_held
 from fpipe.program import Op, Program, Value, building, the_program
 from fpipe.timeline import Timeline
@@ -160,7 +161,7 @@ def bounds(
 
 def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
-    known = columns(program.ops)
+    known = columns_of(program.ops)
     share = shares(program, known)
     if not residuals_stay(program, known):
         return []

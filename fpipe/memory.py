@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import accumulate, compress, groupby
 from operator import itemgetter
 
-from fpipe.lanes import Columns, Transfer, columns
+from fpipe.columns import Columns, columns_of
+from fpipe.lanes import Transfer
 from fpipe.program import Program, Value, kind_of, memory_of, parts_of
 
 Steps = list[tuple[float, float, int, float]]
@@ -159,7 +160,7 @@ def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[
     """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
     ops = parts_of(program.ops)
     if ops is not program.ops:
-        known = columns(ops)
+        known = columns_of(ops)
     kinds = [op.kind for op in known.each]
     change = {"F": 1, "R": 1, "B": -1, "W": -1}
     ranks, changes = known.of(op.rank for op in known.each), known.of(change.get(kind, 0) for kind in kinds)

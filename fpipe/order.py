@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from fpipe.check import excerpt, phrase
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
+from fpipe.deadlock import stuck
+from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
 # LOAD in the same lane is waited for.
@@ -253,7 +253,7 @@ class _Clock:
                 break
             at_cell[rank], free[rank] = cell, now
         if any(cell < len(row) for cell, row in zip(at_cell, rows, strict=True)):
-            raise self._stuck(at_cell, blocked)
+            raise stuck(self.ops, self.rows, self.sources, self.anchor, at_cell, blocked)
 
     def _settle(self, position: int) -> int:
         """When a loose op has ended, or the complement of an op it still waits for."""
@@ -300,52 +300,3 @@ class _Clock:
         name, _, _, _, port, at = (writes or reads)[0]
         stage, microbatch, piece = (-1 if part is None else part for part in (stage, microbatch, piece))
         return (kind != "ADD", stage, microbatch, piece, kind, name, port, at)
-
-    def _needs_first(self, position: int, other: int) -> bool:
-        """Whether an op needs what another makes, through whatever lies between."""
-        seen, todo = {position}, [position]
-        while todo:
-            for source in self.sources[todo.pop()]:
-                if source == other:
-                    return True
-                if source >= 0 and source not in seen:
-                    seen.add(source)
-                    todo.append(source)
-        return False
-
-    def _stuck(self, at_cell: list[int], blocked: dict[int, int]) -> ProgramError:
-        """Name the ops that wait for each other in a circle, and draw where their ranks stand."""
-        ops = self.ops
-        heads = {rank: row[at_cell[rank]] for rank, row in enumerate(self.rows) if at_cell[rank] < len(row)}
-
-        def next_rank(rank: int) -> int:
-            missing = self.anchor.get(blocked[rank], blocked[rank])
-            return ops[missing].rank
-
-        path = [next(rank for rank in heads if rank in blocked)]
-        while next_rank(path[-1]) not in path:
-            path.append(next_rank(path[-1]))
-        circle = path[path.index(next_rank(path[-1])) :]
-        rows = [[ops[position].cell for position in row] for row in self.rows]
-        drawn = excerpt(rows, {rank: at_cell[rank] for rank in circle})
-        sentences: list[str] = []
-        for rank in circle:
-            head, missing = ops[heads[rank]], ops[blocked[rank]]
-            value = next((value for value in head.reads if value in missing.writes), None)
-            reads = (
-                f"reads {phrase(value)}, which"
-                if value
-                else f"waits, through ops that no row names, for {missing.cell}, which"
-            )
-            other = heads[missing.rank]
-            place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
-            sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads} comes later {place}.")
-        pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
-        wanted, head = next((pair for pair in pairs if not self._needs_first(*pair)), pairs[0])
-        mend = f"Put {ops[wanted].cell} before {ops[head].cell}"
-        count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
-        opening = count if len(circle) > 1 else ""
-        text = opening + "\n  ".join(sentences)
-        return ProgramError(
-            f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(self.rows)})."
-        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import chain
 
+from fpipe.columns import Columns, columns_of, is_plain, walk_plain
 from fpipe.costs import Costs, the_costs
-from fpipe.lanes import Columns, as_before, columns, is_plain, program_of_lanes, run_lanes, walk, walk_plain
+from fpipe.lanes import as_before, program_of_lanes, run_lanes, walk
 from fpipe.memory import bytes_held, units_held
 from fpipe.program import Program, building, the_program
 from fpipe.timeline import Timeline
@@ -38,7 +39,7 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():
-        known = columns(program.ops)
+        known = columns_of(program.ops)
         if iterations == 1 and is_plain(known, costs):
             return _plainly(program, costs, known)
         return _by_lanes(program, costs, known, iterations)

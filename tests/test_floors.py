@@ -53,6 +53,8 @@ FLOORS = {
         "simulate",
         "timeline",
         "lanes",
+        "columns",
+        "deadlock",
         "waiting",
         "memory",
         "bounds",
