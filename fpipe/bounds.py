@@ -152,7 +152,7 @@ def bounds(
             Bound("drain", tuple(map(sum, rest))),
             Bound(
                 "warm-up",
-                tuple(head + span + tail for (head, _, tail), span in zip(every, spans, strict=True)),
+                tuple(span + graph.around(rank) for rank, span in enumerate(spans)),
                 tuple(spans),
             ),
             Bound("lifespan", tuple(lives)),
@@ -253,6 +253,11 @@ class _Graph:
         if work:  # any of its ops have a window; the narrower, the better
             row = [at for at in row if self.seconds[at]]
         return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
+
+    def around(self, rank: int) -> float:
+        """What comes before the first and after the last of all a rank's ops, those of no time too."""
+        row = self.rows[rank]
+        return min((self.starts[at] for at in row), default=0.0) + min((self.tails[at] for at in row), default=0.0)
 
 
 def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[float]]:
