@@ -10,15 +10,15 @@ statistics of the whole batch, as one device does on a batch that is not cut.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]
@@ -26,9 +26,17 @@ Notes = Sequence[Sequence[Any]]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def remembers(module: nn.Module) -> bool:
+def tracks(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm that writes its running statistics now."""
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+def remembers(module: nn.Module) -> bool:
+    """Whether it does so as torch's own norms do, whose output does not read them. A forward of one's own may."""
+    return tracks(module) and "forward" not in vars(module) and type(module).forward in _FORWARDS
+
+
+_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @contextmanager
@@ -126,5 +134,8 @@ def _count(path: str, module: Any, state: Mapping[str, Tensor]) -> float:
         batches.add_(1)
     if module.momentum is not None:
         return module.momentum
-    # A tensor without data has no number; no shape depends on it.
-    return 0.0 if batches is None else 1.0 if isinstance(batches, FakeTensor) else 1.0 / float(batches)
+    if batches is None:
+        return 0.0
+    with suppress(RuntimeError):
+        return 1.0 / float(batches)
+    return 1.0  # a tensor without data has no number, and no shape depends on it

@@ -234,13 +234,18 @@ def _deferred(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule):
         return stage
-    taken = next((path for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
+    taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
     if taken is not None:
-        other = next(path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm))
+        norm = taken[0].rpartition(".")[0]
+        other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
+        if other is None:
+            raise ValueError(
+                f"batch norm {norm!r} ({type(taken[1]).__name__}) has a forward of its own, which may read what it "
+                "writes; only torch's own batch norms can be deferred."
+            )
         raise ValueError(
-            f"stage {run.number} has the batch norm {taken.rpartition('.')[0]!r} beside {other!r}, a buffer that its "
-            "forward reads and writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep "
-            "them apart."
+            f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
+            "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
         )
     if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage

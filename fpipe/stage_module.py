@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from fpipe.batch_norm import STATISTICS, noted, remembers, updated, updated_at_the_end
+from fpipe.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
 from fpipe.buffers import Buffers, Places, own_buffers
 from fpipe.by_place import ByPlace, Names
 from fpipe.graphs.alike import Same
@@ -60,10 +60,13 @@ class StageModule(ByPlace):
         trained = {name for leaf in names for name in leaf}
         fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
         own = {(norm, name) for _, norm in self.norms for name, _ in norm.named_buffers(recurse=False)}
-        own |= {(write.owner, write.name) for write in writes if write.now}
+        odd = [norm for _, norm in modules if tracks(norm) and not remembers(norm)]
+        reads = {(norm, name) for norm in odd for name, _ in norm.named_buffers(recurse=False)}
+        reads |= {(write.owner, write.name) for write in writes if write.now}
+        own |= reads
         buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         self.remembered = [(path, *place) for path, place in buffers if place in own]
-        if any(write.now for write in writes):
+        if reads:
             self.held, self.norms = self.remembered, []
             turning += [module for _, module in modules if isinstance(module, _NormBase)]
         self.holds = [path for path, _, _ in self.held]

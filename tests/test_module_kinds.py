@@ -2,6 +2,7 @@
 unsplit module, or refused with a sentence."""
 
 import re
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,20 @@ class Both(nn.BatchNorm2d):
         return super().forward(input) * self.seen
 
 
+class ByItself(nn.BatchNorm2d):
+    """A batch norm with a forward of its own: nothing tells when it meets its input, and it normalises by what it
+    remembers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        nn.functional.batch_norm(input.detach(), self.running_mean, self.running_var, None, None, True, 0.2)
+        return nn.functional.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(3 * input)
+
+
 class Block(nn.Module):
     """Two norms, one of which runs twice, inside a module of one's own."""
 
@@ -136,6 +151,12 @@ KINDS: dict[str, Kind] = norms() | {
     "SyncBatchNorm, eval": Kind(lambda: nn.SyncBatchNorm(4).eval(), state=False),
     "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Block())),
     "a subclass": Kind(Both),
+    "a subclass with a forward of its own": Kind(lambda: ByItself(4)),
+    "a subclass around torch's forward": Kind(lambda: Scaled(4)),
+    "an instance with a forward of its own": Kind(
+        lambda: nn.BatchNorm2d(4),
+        change=lambda module: setattr(module, "forward", types.MethodType(ByItself.forward, module)),
+    ),
     "norms inside a block": Kind(Block),
     "LazyBatchNorm2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
     "LazyConv2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False),
@@ -235,3 +256,13 @@ def test_a_norm_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.from_sequential(net, stages=2)
     fpipe.from_sequential(net.eval(), stages=2)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_cannot_be_deferred():
+    model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), Scaled(4)), stages=2)
+    sentence = (
+        "batch norm '1' (Scaled) has a forward of its own, which may read what it writes; only torch's own batch norms "
+        "can be deferred."
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.deferred_batch_norm(model)
