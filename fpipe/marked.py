@@ -24,9 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fpipe import tree
 from fpipe.functions import from_functions
@@ -141,6 +138,11 @@ def _names(params: Any) -> list[str]:
 
 def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> Traced:
     """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
+    # Imported when first needed: they would take a third of the time that importing fpipe takes.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
     sizes = ShapeEnv(specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
 
