@@ -8,7 +8,7 @@ So the same numbers are drawn under every schedule, on every rank, and once more
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _ALL = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
 _LOCK = threading.RLock()
 _OWN = threading.local()
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -49,7 +50,11 @@ def fold_in(key: int, *ints: int) -> int:
 
 
 def _mixed(key: int, number: int) -> int:
-    z = (key + 0x9E3779B97F4A7C15 * (number + 1)) & _ALL
+    return _scrambled(key + _STEP * (number + 1))
+
+
+def _scrambled(z: int) -> int:
+    z &= _ALL
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
     return (z ^ (z >> 31)) >> 1
@@ -64,6 +69,21 @@ def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> 
         return fold_in(key)  # which says what is wrong
     seed = _mixed(_of_stage(key, stage), microbatch)
     return seed if piece is None else _mixed(seed, piece)
+
+
+def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[int], int]:
+    """`seed_of` for one place and many keys.
+
+    >>> seeder(1, 2)(7) == seed_of(7, 1, 2), seeder(1, 2, 3)(7) == seed_of(7, 1, 2, 3)
+    (True, True)
+    """
+    step = _STEP * (microbatch + 1)
+
+    def seed(key: int) -> int:
+        found = _scrambled(_of_stage(key, stage) + step) if type(key) is int else fold_in(key)
+        return found if piece is None else _mixed(found, piece)
+
+    return seed
 
 
 @contextmanager

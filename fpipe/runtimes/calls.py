@@ -14,12 +14,13 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Casts, casting
 from fpipe.graphs.graph import Fact, Stream, aval
-from fpipe.keys import fold_in, generator_on, seed_of
+from fpipe.keys import fold_in, generator_on, seeder
 from fpipe.program import Op
 from fpipe.runtimes.abstract import is_list
 from fpipe.runtimes.by_autograd import Run
@@ -53,17 +54,22 @@ def drawing(
 ) -> Callable[..., Any]:
     """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
     microbatch (and slice)."""
+    seed_from = seeder(*place)
+    own, *others = streams
 
     def forward(*lists: Any) -> Any:
         given = [*lists]
-        seed = seed_of(given[at], *place)
-        given[at] = [
-            generator_on(device, number).manual_seed(fold_in(seed, *path) if path else seed)
-            for device, number, path in streams
-        ]
+        seed = seed_from(given[at])
+        # A comprehension of one takes 0.3 us more.
+        given[at] = [_seeded(seed, own)] if not others else [_seeded(seed, stream) for stream in streams]
         return run(*given)
 
     return forward
+
+
+def _seeded(seed: int, stream: Stream) -> torch.Generator:
+    device, number, path = stream
+    return generator_on(device, number).manual_seed(fold_in(seed, *path) if path else seed)
 
 
 def pass_on(*lists: Leaves) -> Sequence[Leaves]:
