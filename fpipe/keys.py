@@ -7,6 +7,7 @@ So the same numbers are drawn under every schedule, on every rank, and once more
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -165,6 +166,23 @@ def _refused(self: Any, *_: Any) -> Any:
     raise TypeError(
         "its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed"
     )
+
+
+@contextmanager
+def unseeding() -> Generator[None]:
+    """While it lasts Python's random numbers refuse a traced key, whose value they take without asking it."""
+    own = random.Random.seed
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if isinstance(a, TracedKey):
+            _refused(a)
+        own(self, a, version)
+
+    random.Random.seed = seed
+    try:
+        yield
+    finally:
+        random.Random.seed = own
 
 
 _SAID = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__", "__format__")

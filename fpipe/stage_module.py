@@ -115,9 +115,9 @@ class StageModule(ByPlace):
         parameters the modules hold by then.
         """
         same_keys(params, [leaf[0] for leaf in self.names], f"params of stage {self.number}")
-        self._refuse_changed()
         own = {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
         with self.lock:
+            self._refuse_changed()
             before = Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
@@ -199,10 +199,10 @@ class StageModule(ByPlace):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> Any:
         """The stage's output, with its state or what its update needs, as a function of all that it reads."""
-        self._refuse_changed()
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
         with self.lock:
+            self._refuse_changed()
             kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
                 with noted(self.norms, self.deferred) as notes:

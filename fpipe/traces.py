@@ -22,7 +22,7 @@ from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined, sa
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
 from fpipe.kept import listening
-from fpipe.keys import TracedKey, fold_in
+from fpipe.keys import TracedKey, fold_in, unseeding
 from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.params import same_keys
 
@@ -176,7 +176,8 @@ class Traces:
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
             return trace(self._flat(call, {}), dict(call.reads), seeds)
         keys = [TracedKey(fold_in(0, which)) for which in range(2)]
-        one, other = (trace(self._flat(call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
+        with unseeding():
+            one, other = (trace(self._flat(call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one

@@ -349,3 +349,42 @@ def test_a_function_may_have_state():
     assert fpipe.build(program, model)(params, batch, state=state).state[0]["n"] == 4
     with pytest.raises(fpipe.ProgramError, match=r"0F1 reads state\[0,0\] .*, which comes later on the same rank"):
         fpipe.schedules.from_table([["0F1", "0F0", "0F2", "0B0", "0B1", "0B2"]])(program)
+
+
+def test_a_rare_choice_by_pythons_random_numbers_is_not_traced_away():
+    """Two keys that choose alike gave one trace, and 6 of 10 keys then another loss, in silence: random.Random takes
+    an int without asking it."""
+
+    def dropped_layer(p: Any, x: Tensor, *, key: int) -> Tensor:
+        return x @ p["w"] * (0.0 if random.Random(key).random() < 0.2 else 1.25)
+
+    model, params, batch = asking(dropped_layer)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model)
+    with pytest.warns(UserWarning, match="its key is not a number to compute with"):
+        found = [step(params, batch, key=key).loss for key in range(10)]
+    assert found == [right(dropped_layer, params, batch, key)[0] for key in range(10)]
+
+
+def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
+    """As a function it writes another order in memory than torch does, so the dropout behind it drew other masks."""
+
+    def turned(p: Any, x: Tensor, *, key: int) -> Tensor:
+        return (x.T @ p["w"]).T
+
+    def masked(p: Any, x: Tensor, *, key: int) -> Tensor:
+        return F.dropout(F.rrelu(x, training=True), 0.2)
+
+    torch.manual_seed(0)
+    model = fpipe.from_functions([turned, masked], F.mse_loss)
+    params, batch = ({"w": torch.randn(2, 2)}, {"w": torch.randn(2, 2)}), (torch.randn(6, 4), torch.randn(6, 4))
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    with pytest.warns(UserWarning, match="rrelu of transposed data draws in another order"):
+        found = fpipe.build(program, model)(params, batch, key=4).loss
+    own = 0.0
+    for index, (x, t) in enumerate(zip(*(half.tensor_split(3) for half in batch), strict=True)):
+        for number, (stage, leaves) in enumerate(zip((turned, masked), params, strict=True)):
+            torch.manual_seed(fpipe.fold_in(4, number, index))
+            x = stage(leaves, x, key=0)
+        own = own + F.mse_loss(x, t) * (2 / 6)
+    assert torch.equal(found, own)

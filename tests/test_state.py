@@ -1,8 +1,10 @@
 """Module state: what batch norms remember is a value, whatever the order of the forwards."""
 
+import concurrent.futures
 import copy
 import functools
 import re
+import sys
 from collections import Counter as Counted
 from collections.abc import Callable
 from itertools import pairwise
@@ -652,3 +654,61 @@ def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
     params[0]["0.weight"][0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"0F0 wrote y\[0,0\] with NaN"):
         step(params, (X, T), state=state)
+
+
+class Unread(nn.Module):
+    """A norm beside, whose output nobody reads in this step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other(x * 2)
+        return self.one(x)
+
+
+def test_a_norm_that_nobody_reads_is_updated_all_the_same():
+    """The forward was to write its statistics too, and had no such op: LookupError."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Unread())
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    for more in ((), (fpipe.checkpoint("always"),)):
+        chain = (fpipe.split(4), fpipe.schedules.one_f_one_b(2), *more, fpipe.merge(outputs=False))
+        found = fpipe.build(fpipe.chain(*chain)(fpipe.program(model)), model)(params, ROWS, state=state)
+        own = one_by_one(net)
+        assert found.state is not None
+        assert all(torch.equal(found.state[1][name], own.get_buffer(name)) for name in found.state[1])
+        assert len(found.state[1]) == 6
+
+
+def test_running_statistics_may_be_one_number_expanded():
+    """Which no op can write in place; the build failed in torch."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    state[1]["1.running_mean"] = torch.zeros(()).expand(8)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, ROWS, state=state).bitwise
+
+
+def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
+    """While another ran, the norm had no buffers: "was in training when the net was cut and is in eval now"."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, trace=False)
+    before, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: step(params, ROWS, state=state).loss, range(24)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(loss, found[0]) for loss in found)
+
+
+def test_deferred_stages_of_one_module_still_take_turns():
+    one = nn.Linear(8, 8)
+    net = nn.Sequential(one, nn.BatchNorm1d(8), one, nn.BatchNorm1d(8))
+    model, _, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    first, last = (stage.forward for stage in fpipe.deferred_batch_norm(model).stages)
+    assert first.lock is last.lock

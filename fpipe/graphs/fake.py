@@ -79,8 +79,7 @@ def _writes_its_own(op: Any) -> bool:
     if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS:
         return False
     schema: Any = vars(op)["_schema"]
-    own = bool(schema.returns) and all(result.alias_info is None for result in schema.returns)
-    return own and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
+    return bool(schema.returns) and all(result.alias_info is None for result in schema.returns)
 
 
 def _told_truly(op: Any, args: Any) -> bool:
@@ -91,7 +90,8 @@ def _told_truly(op: Any, args: Any) -> bool:
     alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
     numbers = (torch.bool, *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()))
     odd = any(tensor.dtype not in numbers for tensor in tensors)
-    return odd or (alike and torch.Tag.pointwise in op.tags)
+    seeded = torch.Tag.nondeterministic_seeded in op.tags  # rrelu of transposed data writes another order than told
+    return odd or (alike and torch.Tag.pointwise in op.tags and not seeded)
 
 
 def _tensors(args: Any) -> Iterator[Tensor]:
@@ -112,7 +112,7 @@ def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, .
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
             except Exception:  # zeros may be no matrix to invert

@@ -123,7 +123,10 @@ def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(_written, calls)):
             _refuse_changes(traced)
+            layouts = _rrelu_layouts(traced)
             traced = _functional(traced, fakes)
+            if _rrelu_layouts(traced) != layouts:
+                raise Untraceable("rrelu of transposed data draws in another order once nothing is changed in place")
         graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
         return keyed(graph, streams and streams.found)
 
@@ -169,6 +172,15 @@ def _empty(leaf: Any) -> Any:
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.wants)
+
+
+def _rrelu_layouts(traced: Any) -> list[tuple[int, ...]]:
+    """The strides of what each rrelu writes, in whose order the next op may draw: `rrelu_with_noise` writes its own
+    order, `rrelu_with_noise_functional` that of its input."""
+    nodes = [node for node in traced.graph.nodes if "rrelu_with_noise" in str(node.target)]
+    values = [node.meta.get("val") for node in nodes if "backward" not in str(node.target)]
+    firsts = [value[0] if isinstance(value, tuple | list) else value for value in values]
+    return [tuple(value.stride()) for value in firsts if isinstance(value, Tensor)]
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from fpipe.graphs.graph import Aval, Fact
 from fpipe.graphs.update import Norm, updating
 from fpipe.models import Stage
 from fpipe.program import Op, Value
-from fpipe.runtimes.shapes import Shapes, Thing
+from fpipe.runtimes.shapes import Shapes, label_of
+from fpipe.runtimes.things import Thing, dense
 from fpipe.stage_module import StageModule
 
 
@@ -77,19 +78,20 @@ class Updates:
     def _found(self, at: int, forward: Op, norms: tuple[Norm, ...], before: Value, mine: bool) -> Update | None:
         """The update, if the graph of the forward can make it."""
         leaves = self._shapes.things[before].leaves
-        if not all(isinstance(leaf, Fact) for leaf in leaves):
+        if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
             return None
         state = tuple(leaf.aval for leaf in leaves)
-        graph = self._shapes.cut_of(forward).graph
+        cut = self._shapes.cut_of(forward)
+        labels = tuple(label_of(value) for value in forward.writes if value.name != "seen")
 
         def can() -> bool:
-            try:
-                updating(graph, graph.writes["seen"], norms, state, False)
+            try:  # a norm whose output nobody reads is no op of this forward
+                updating(cut.forward(labels), cut.graph.writes["seen"], norms, state, False)
             except LookupError:
                 return False
             return True
 
-        return Update(at, norms, state, mine) if graph.once(("updating", norms, state), can) else None
+        return Update(at, norms, state, mine) if cut.graph.once(("updating", labels, norms, state), can) else None
 
 
 def _norms(stage: Stage, state: Thing, seen: Thing) -> tuple[Norm, ...] | None:
