@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fpipe.models import Model
+from fpipe.models import Model, the_model
 
 
 def freeze(model: Model, *what: int | str | tuple[int, str]) -> Model:
@@ -38,6 +38,7 @@ def freeze(model: Model, *what: int | str | tuple[int, str]) -> Model:
     >>> grads[0], list(grads[1]), grads[1]["1.bias"]
     ({'0.weight': None, '0.bias': None}, ['1.weight', '1.bias'], None)
     """
+    the_model(model)
     return replace(model, frozen=model.frozen | {_leaf(model, one) for one in what})
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.program import Op
@@ -131,6 +131,18 @@ class Model:
             port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
             found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
         return tuple(found)
+
+
+def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:
+    """What somebody was given, if it is a model."""
+    if isinstance(found, Model):
+        return found
+    hint = ""
+    if isinstance(found, nn.Module):
+        hint = " A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
+    elif isinstance(found, tuple) and any(isinstance(part, Model) for part in found):  # pyright: ignore[reportUnknownVariableType]
+        hint = " Of what a front end returns, the model is the first: hand in that."
+    raise TypeError(f"{wanted} found {type(found).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
 
 
 def check_params(model: Model, params: Any) -> Sequence[Any]:

@@ -23,7 +23,7 @@ from fpipe.balance import balance
 from fpipe.by_place import Names
 from fpipe.functions import from_functions
 from fpipe.impure import refuse_impure
-from fpipe.models import Model, Reduction, Stage
+from fpipe.models import Model, Reduction, Stage, the_model
 from fpipe.skips import planned
 from fpipe.stage_module import StageModule
 
@@ -227,7 +227,7 @@ def deferred_batch_norm(model: Model) -> Model:
     >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
     tensor(1)
     """
-    return replace(model, stages=tuple(map(_deferred, model.stages)))
+    return replace(the_model(model), stages=tuple(map(_deferred, model.stages)))
 
 
 def _deferred(stage: Stage) -> Stage:

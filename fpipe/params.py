@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.models import Model, check_params, with_ties
+from fpipe.models import Model, check_params, the_model, with_ties
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
@@ -28,6 +28,7 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
     >>> fpipe.join_params(model, params).keys() == net.state_dict().keys()
     True
     """
+    the_model(model)
     if model.whole is not None:
         names, containers = model.whole
         found = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
@@ -55,6 +56,7 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     >>> [list(stage) for stage in fpipe.split_params(model, net.state_dict())]
     [['0.weight', '0.bias'], ['1.weight', '1.bias']]
     """
+    the_model(model)
     if model.whole is not None:
         return _by_first_reader(model, whole)
     said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]

@@ -30,6 +30,7 @@ from fpipe.microbatch import (
 from fpipe.models import (
     Model,
     refuse_inference_mode,
+    the_model,
     unchanged,
     with_ties,
 )
@@ -75,6 +76,7 @@ def reference(
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
+    the_model(model)
     presplit = isinstance(batch, list)
     if isinstance(batch, list):
         batch = streams(batch, len(batch))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fpipe.models import Model, Source, normalise_inputs
+from fpipe.models import Model, Source, normalise_inputs, the_model
 from fpipe.program import Input, Op, Output, Program, Value
 from fpipe.transforms._rewrite import in_order
 
@@ -36,11 +36,8 @@ def program(
     >>> print(fpipe.plot(fpipe.program(3)))
     rank 0 | 0F0 1F0 2F0 2B0 1B0 0B0
     """
-    if isinstance(model, bool) or not isinstance(model, int | Model):
-        raise TypeError(
-            f"program() takes a Model or a number of stages, found {type(model).__name__}; of what from_sequential "
-            "returns, the model is the first."
-        )
+    if isinstance(model, bool) or not isinstance(model, int):
+        model = the_model(model, "program() takes a Model or a number of stages,")
     if isinstance(model, int):
         taken = normalise_inputs(inputs, model)
         model = Model(stages=(), loss=None, inputs=taken)

@@ -395,6 +395,33 @@ def test_sizes_of_what_does_not_belong_together_are_refused(given, words: str):
         fpipe.sizes(*given)
 
 
+MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=total)
+NO_MODEL = "a Model is wanted, as from_functions makes it; found "
+WANTS_A_MODEL = {
+    "build": lambda model: fpipe.build(PROGRAM, model),
+    "reference": lambda model: fpipe.reference(model, PARAMS, BATCH),
+    "freeze": lambda model: fpipe.freeze(model, 0),
+    "deferred_batch_norm": fpipe.deferred_batch_norm,
+    "join_params": lambda model: fpipe.join_params(model, PARAMS),
+    "split_params": lambda model: fpipe.split_params(model, {}),
+}
+
+
+@pytest.mark.parametrize("use", WANTS_A_MODEL.values(), ids=WANTS_A_MODEL.keys())
+def test_what_takes_a_model_says_so(use):
+    module = "Sequential. A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
+    with pytest.raises(TypeError, match=re.escape(NO_MODEL + module)):
+        use(torch.nn.Sequential())
+    first = "tuple. Of what a front end returns, the model is the first: hand in that."
+    with pytest.raises(TypeError, match=re.escape(NO_MODEL + first)):
+        use(MADE)
+
+
+def test_a_program_is_of_a_model_or_a_number_of_stages():
+    with pytest.raises(TypeError, match=re.escape("program() takes a Model or a number of stages, found tuple. Of")):
+        fpipe.program(MADE)
+
+
 @pytest.mark.parametrize(
     ("example", "found"), [(3, "int"), ((PARAMS,), "a tuple of 1"), ({"params": PARAMS}, "dict")], ids=str
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fpipe.models import Model
+from fpipe.models import Model, the_model
 from fpipe.program import Op, Program, Value, parts_of, the_program
 from fpipe.training import program as program_of
 
@@ -17,8 +17,7 @@ def check_match(program: Program, model: Model) -> None:
         ValueError: they do not belong together; the stage is named.
     """
     the_program(program)
-    if not isinstance(model, Model):
-        raise TypeError(f"a Model is wanted, as from_functions makes it; found {type(model).__name__}.")
+    the_model(model)
     if program.stages != len(model.stages):
         raise ValueError(
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
