@@ -22,11 +22,13 @@ class ByPlace(ABC):
         number: which stage it is.
         names: what its parameters are called, the first name of each in `params`.
         holds: what the buffers are called that it reads and writes.
+        writes: what all buffers are called that it or its update writes: its state.
     """
 
     number: int
     names: Names
     holds: Sequence[str] = ()
+    writes: Sequence[str] = ()
 
     @abstractmethod
     def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe import tree
+from fpipe.by_place import ByPlace
 from fpipe.program import Op
 
 Source = int | Literal["batch"] | tuple[int, int]
@@ -177,6 +178,38 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
                     f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
                 )
     return params
+
+
+def check_state(
+    model: Model, state: Any, readers: Collection[int], who: str = "this program", call: str = "step"
+) -> None:
+    """Module state is one pytree per stage; that of a stage made from modules has the buffers that they write.
+
+    Args:
+        readers: the stages whose state somebody reads.
+        who, call: how errors call that somebody, and what the state is handed to.
+
+    Raises:
+        ValueError: it is not; the stage is named.
+    """
+    if state is None:
+        for number in sorted(readers):
+            name = model.stages[number].name
+            what = f", the module state of stage {number} ({name})" if name else ""
+            raise ValueError(f"{who} reads state[{number}]{what}: hand it in as {call}(..., state=...).")
+        return
+    if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
+        found = len(state) if isinstance(state, (tuple, list)) else type(state).__name__  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {found}.")
+    for number in sorted(readers):
+        own: Any = state[number]
+        stage = model.stages[number].forward
+        wanted = stage.writes if isinstance(stage, ByPlace) else ()
+        if wanted and not isinstance(own, Mapping):
+            raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
+        missing = next((name for name in wanted if name not in own), None)
+        if missing is not None:
+            raise ValueError(f"state of stage {number} must have {missing!r}, which is missing.")
 
 
 def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:

@@ -29,6 +29,8 @@ from fpipe.microbatch import (
 )
 from fpipe.models import (
     Model,
+    check_params,
+    check_state,
     refuse_inference_mode,
     the_model,
     unchanged,
@@ -76,9 +78,13 @@ def reference(
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
-    the_model(model)
+    check_params(the_model(model), params)
+    reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
+    check_state(model, state, reading, "this model", "reference")
     presplit = isinstance(batch, list)
     if isinstance(batch, list):
+        if not batch:
+            raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
         batch = streams(batch, len(batch))
         cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
     else:

@@ -70,6 +70,7 @@ class StageModule(ByPlace):
             self.held, self.norms = self.remembered, []
             turning += [module for _, module in modules if isinstance(module, _NormBase)]
         self.holds = [path for path, _, _ in self.held]
+        self.writes = [path for path, _, _ in self.remembered]
         self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
         fixed += [path for path, place in buffers if place not in own]
         self.fixed = [(path, *place) for path, place in self._places(fixed)]

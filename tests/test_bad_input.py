@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -393,6 +394,37 @@ SIZED = {
 def test_sizes_of_what_does_not_belong_together_are_refused(given, words: str):
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         fpipe.sizes(*given)
+
+
+NORMED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(NORMED, 2, loss=total)
+NO_STATE = "reads state[1], the module state of stage 1 (1): hand it in as "
+STATES = {
+    "none": (None, NO_STATE),
+    "a number": (3, "state has one entry for each of the 2 stages, found int."),
+    "too few": (NORM_STATE[:1], "state has one entry for each of the 2 stages, found 1."),
+    "empty ones": (({}, {}), "state of stage 1 must have '1.running_mean', which is missing."),
+    "of other stages": (NORM_STATE[::-1], "state of stage 1 must have '1.running_mean', which is missing."),
+    "no dict": ((None, None), "state of stage 1 is a dict of its buffers, found NoneType."),
+}
+
+
+@pytest.mark.parametrize(("state", "sentence"), STATES.values(), ids=STATES.keys())
+@pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
+def test_a_state_is_that_of_the_model(state, sentence: str, trace: bool | None):
+    """The reference met None.items(), a step KeyErrors of what a batch norm writes."""
+    step = partial(fpipe.reference, NORM)
+    if trace is not None:
+        step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(NORM)), NORM, trace=trace)
+    if state is None:
+        sentence += "reference(..., state=...)." if trace is None else "step(..., state=...)."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        step(NORM_PARAMS, BATCH, state=state)
+
+
+def test_no_microbatches_are_no_batch():
+    with pytest.raises(ValueError, match=re.escape("is a list of pairs (inputs, target), cut already; found an empty")):
+        fpipe.reference(NET.model, PARAMS, [])
 
 
 MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=total)

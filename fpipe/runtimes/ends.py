@@ -9,11 +9,17 @@ from typing import Any
 import torch
 
 from fpipe import tree
-from fpipe.models import Model, check_params, trained
+from fpipe.models import Model, check_params, check_state, trained
 from fpipe.program import Output, Program, Value
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")
+
+
+def check_handed(program: Program, model: Model, params: Any, state: Any) -> None:
+    """A ValueError for params or a state that are not those of the model, before anything is cut."""
+    check_params(model, params)
+    check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
 def handed_in(
@@ -44,10 +50,7 @@ def handed_in(
         None,
     )
     if missing is not None:
-        what = f"{missing}"
-        if missing.name == "state" and missing.stage is not None and model.stages[missing.stage].name:
-            what += f", the module state of stage {missing.stage} ({model.stages[missing.stage].name})"
-        raise ValueError(_MISSING.format(what, missing.name))
+        raise ValueError(_MISSING.format(missing, missing.name))
     return {end.value: found[end.value] for end in program.inputs}
 
 

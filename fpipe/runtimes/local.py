@@ -20,13 +20,13 @@ from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
 from fpipe.microbatch import streams
-from fpipe.models import Model, check_params, refuse_inference_mode, taken_gradients, trained, who_draws
+from fpipe.models import Model, refuse_inference_mode, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.calls import Surprise
-from fpipe.runtimes.ends import NO_KEY, handed_back, handed_in
+from fpipe.runtimes.ends import NO_KEY, check_handed, handed_back, handed_in
 from fpipe.runtimes.lower import FACTORS, lower
 from fpipe.runtimes.meaning import batch_of
 from fpipe.runtimes.shapes import Plain
@@ -153,11 +153,9 @@ class Prepared:
         plain: Plain,
         loss_scale: float = 1.0,
     ) -> None:
-        check_params(model, params)
+        check_handed(program, model, params, state)
         whole, sizes = batch_of(program, batch)
         self.plain = plain
-        if state is not None and len(state) != len(model.stages):
-            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         leaves, containers = tree.flatten((params, batch, state))
         own_params, own_batch, own_state = tree.unflatten(containers, [_Leaf(at) for at in range(len(leaves))])
         storages: dict[int, int] = {}

@@ -16,7 +16,7 @@ from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
 from fpipe.runtimes.by_autograd import Inputs, Residuals, Run
-from fpipe.runtimes.ends import handed_back, handed_in
+from fpipe.runtimes.ends import check_handed, handed_back, handed_in
 from fpipe.runtimes.meaning import RULES, batch_of
 from fpipe.transforms.free import last_uses
 
@@ -46,9 +46,8 @@ def walk(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
+        check_handed(program, model, params, state)
         batch, sizes = batch_of(program, batch)
-        if state is not None and len(state) != len(model.stages):
-            raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {len(state)}.")
         run = Run(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
         values = handed_in(program, model, params, batch, state, key)
         book = Book(record, tree.leaves([*values.values()])) if record else None
