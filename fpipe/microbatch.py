@@ -249,10 +249,15 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
     return [(word + place, leaf) for word, part in zip(what, tree, strict=True) for place, leaf in trees.paths(part)]
 
 
+_AS_A_PAIR = " If the list is [inputs, target], as a DataLoader gives it, hand in tuple(batch)."
+
+
 def check_batch(batch: Any) -> None:
     """A batch is a pair."""
     if not isinstance(batch, tuple) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        more = "" if not isinstance(batch, list) else " What is cut already goes to split(m, presplit=True)."
+        more = (
+            "" if not isinstance(batch, list) else f" What is cut already goes to split(m, presplit=True).{_AS_A_PAIR}"
+        )
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{more}")
 
 
@@ -268,7 +273,8 @@ def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
         pairs: list[Any] = batch
         odd = next((at for at, pair in enumerate(pairs) if not isinstance(pair, tuple) or len(pair) != 2), None)  # pyright: ignore[reportUnknownArgumentType]
         if odd is not None:
-            raise ValueError(f"microbatch {odd} is a pair (inputs, target), found {type(pairs[odd]).__name__}.")
+            more = _AS_A_PAIR if len(pairs) == 2 else ""
+            raise ValueError(f"microbatch {odd} is a pair (inputs, target), found {type(pairs[odd]).__name__}.{more}")
         batch = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     check_batch(batch)
     for word, stream in zip(_BATCH, batch, strict=True):

@@ -157,6 +157,13 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
         raise ValueError(
             f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
         )
+    for number, stage in enumerate(model.stages):
+        if stage.names and not isinstance(params[number], Mapping):
+            found = type(params[number]).__name__
+            raise ValueError(
+                f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
+                "params."
+            )
     for stage, leaf in (member for group in model.ties for member in group):
         if not isinstance(params[stage], Mapping):
             found = type(params[stage]).__name__

@@ -422,6 +422,31 @@ def test_a_state_is_that_of_the_model(state, sentence: str, trace: bool | None):
         step(NORM_PARAMS, BATCH, state=state)
 
 
+NORM_STEP = fpipe.build(fpipe.program(NORM), NORM)
+TAKES_A_BATCH = {
+    "a step": lambda params, batch: NORM_STEP(params, batch, state=NORM_STATE),
+    "verify": lambda params, batch: fpipe.verify(fpipe.program(NORM), NORM, params, batch, state=NORM_STATE),
+    "reference": lambda params, batch: fpipe.reference(NORM, params, batch, state=NORM_STATE),
+    "sizes": lambda params, batch: fpipe.sizes(fpipe.program(NORM), NORM, params, batch, state=NORM_STATE),
+}
+
+
+@pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())
+def test_params_come_before_the_batch(use):
+    sentence = "params of stage 0 is a dict of its parameters by name, found Tensor; the batch comes after params."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        use(BATCH, NORM_PARAMS)
+
+
+@pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())
+def test_a_batch_of_a_data_loader_is_handed_in_as_a_tuple(use):
+    """default_collate makes lists of pairs."""
+    (batch,) = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH), batch_size=6)
+    with pytest.raises(ValueError, match=re.escape("as a DataLoader gives it, hand in tuple(batch).")):
+        use(NORM_PARAMS, batch)
+    use(NORM_PARAMS, tuple(batch))
+
+
 def test_no_microbatches_are_no_batch():
     with pytest.raises(ValueError, match=re.escape("is a list of pairs (inputs, target), cut already; found an empty")):
         fpipe.reference(NET.model, PARAMS, [])
