@@ -103,6 +103,8 @@ class Model:
             raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
         if self.loss is not None and not callable(self.loss):
             raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
+        if isinstance(self.loss, type):
+            raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
@@ -282,24 +284,36 @@ def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
     """The loss of an output, what it counts (None unless the model says reduction="count"), and its auxiliary results
     (None unless the model says aux=True)."""
     made = output if model.loss is None else model.loss(output, target)
+    who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    return loss_apart(made, model.reduction, model.aux, who)
+
+
+def loss_apart(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
+    """What a loss returned as the loss, what it counts, and its auxiliary results."""
     count: Any = None
     aux: Any = None
-    if model.aux:
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise TypeError(f"with aux=True the loss returns (loss, aux), found {type(made).__name__}.")
-        made, aux = made
-    if model.reduction == "count":
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise TypeError(f'with reduction="count" the loss returns (total, count), found {type(made).__name__}.')
-        made, count = made
-    who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    if with_aux:
+        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f"with aux=True the loss returns (loss, aux), found {_kind(made)}.")
+        made, aux = made  # pyright: ignore[reportUnknownVariableType]
+    if reduction == "count":
+        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f'with reduction="count" the loss returns (total, count), found {_kind(made)}.')
+        made, count = made  # pyright: ignore[reportUnknownVariableType]
     _refuse_no_scalar(made, who)
-    return made, count, aux
+    return made, count, aux  # pyright: ignore[reportUnknownVariableType]
+
+
+def _kind(found: Any) -> str:
+    """What a user calls it: numbers and tensors that a trace stands in for are those that they stand for."""
+    if isinstance(found, Tensor):
+        return "Tensor"
+    return "float" if isinstance(found, torch.SymFloat) else type(found).__name__
 
 
 def _refuse_no_scalar(made: Any, who: str) -> None:
     if not isinstance(made, Tensor):
-        raise TypeError(f"{who} is a 0-d tensor, found {type(made).__name__}.")
+        raise TypeError(f"{who} is a 0-d tensor, found {_kind(made)}.")
     if made.ndim:
         raise ValueError(f"{who} is a 0-d tensor, found shape {tuple(made.shape)}; reduce it, for instance by .mean().")
 

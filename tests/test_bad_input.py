@@ -77,6 +77,14 @@ MODELS = {
         lambda: fpipe.from_functions([linear], reduction="avg"),
         "reduction is 'mean', 'sum' or 'count', found 'avg'.",
     ),
+    "a loss that is a class": (
+        lambda: fpipe.from_functions([linear], torch.nn.MSELoss),
+        "loss is a class; make one: MSELoss().",
+    ),
+    "a loss that is a class, of modules": (
+        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, loss=torch.nn.CrossEntropyLoss),
+        "loss is a class; make one: CrossEntropyLoss().",
+    ),
     "a tie with nobody": (
         lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w")]]),
         "a tie is between leaves of at least two stages",
