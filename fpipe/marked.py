@@ -14,6 +14,7 @@ What is drawn at random belongs to the stage where it is drawn, and follows from
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.functions import from_functions
@@ -31,7 +32,7 @@ from fpipe.kept import written_down
 from fpipe.keys import drawing, seed_of
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
-from fpipe.models import Model, Reduction, refuse_inference_mode
+from fpipe.models import Model, Reduction, loss_apart, refuse_inference_mode
 from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
@@ -105,12 +106,13 @@ def from_loss(
     >>> model.inputs, model.ties, [list(stage) for stage in params]
     (('batch', ('batch', 0)), (((0, 'w'), (1, 'w')),), [['w'], []])
     """
+    _check_function(loss_fn)
     check_batch(batch)
     refuse_inference_mode()
     names = _names(params)
     reached = modules_of(loss_fn)
     with unwritten(reached):
-        marked = Marked(_traced(loss_fn, params, batch), names)
+        marked = Marked(_traced(_checked(loss_fn, reduction, aux), params, batch), names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
     )
@@ -123,6 +125,34 @@ def from_loss(
         with unwritten(reached):
             _compare(loss_fn, params, batch, model, own, names)
     return model, own
+
+
+def _check_function(loss_fn: Any) -> None:
+    """A loss function takes params and a batch."""
+    wanted = "from_loss takes a function loss_fn(params, batch)"
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
+        raise TypeError(f"{wanted}, found {found}.")
+    try:
+        taken = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except ValueError:  # some functions written in C do not tell
+        return
+    try:
+        taken.bind(None, None)
+    except TypeError:
+        hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
+        raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}") from None
+
+
+def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool) -> Callable[[Any, Any], Any]:
+    """The loss function, with a look at what it returns."""
+
+    def checked(params: Any, batch: Any) -> Any:
+        made = loss_fn(params, batch)
+        loss_apart(made, reduction, aux, "what loss_fn returns")
+        return made
+
+    return checked
 
 
 def _names(params: Any) -> list[str]:

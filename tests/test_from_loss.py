@@ -247,6 +247,57 @@ def test_a_parameter_that_is_no_tensor():
         fpipe.from_loss(gpt, {"n": 3}, (torch.ones(2), torch.ones(2)))
 
 
+NO_LOSS = "what loss_fn returns is a 0-d tensor, found "
+NO_COUNT = 'with reduction="count" the loss returns (total, count), found '
+RETURNED = {
+    "a vector": (lambda error: error.square().sum(1), {}, NO_LOSS + "shape "),
+    "a number": (lambda error: error.square().mean().item(), {}, NO_LOSS + "float."),
+    "a constant": (lambda error: 1.0, {}, NO_LOSS + "float."),
+    "nothing": (lambda error: None, {}, NO_LOSS + "NoneType."),
+    "a tuple": (lambda error: (error.square().mean(), error), {}, NO_LOSS + "tuple."),
+    "a dict": (lambda error: {"loss": error.square().mean()}, {}, NO_LOSS + "dict."),
+    "no aux": (
+        lambda error: error.square().mean(),
+        {"aux": True},
+        "with aux=True the loss returns (loss, aux), found Tensor.",
+    ),
+    "no count": (lambda error: error.square().sum(), {"reduction": "count"}, NO_COUNT + "Tensor."),
+    "a vector to count": (lambda error: (error.sum(1), 6), {"reduction": "count"}, NO_LOSS + "shape "),
+    "no count beside aux": (
+        lambda error: (error.square().sum(), 6),
+        {"reduction": "count", "aux": True},
+        NO_COUNT + "Tensor.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("returned", "options", "sentence"), RETURNED.values(), ids=RETURNED.keys())
+def test_a_loss_function_returns_a_loss(returned, options: dict, sentence: str):
+    """These were errors of autograd, of a missing requires_grad, of an index."""
+
+    def loss_fn(params, batch):
+        return returned(fpipe.boundary(batch[0] @ params["w"]) - batch[1])
+
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.randn(6, 4), torch.randn(6, 4)), **options)
+
+
+FUNCTIONS = {
+    "a number": (3, ", found int."),
+    "a class": (torch.nn.MSELoss, ", found a class (MSELoss)."),
+    "of params alone": (lambda params: params, ", its batch one pair (inputs, target); found one of (params)."),
+    "of a batch in two": (lambda p, x, y: x, ", its batch one pair (inputs, target); found one of (p, x, y)."),
+    "a Sequential": (torch.nn.Sequential(), " A Sequential goes through fpipe.from_sequential."),
+}
+
+
+@pytest.mark.parametrize(("function", "sentence"), FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_a_loss_function_takes_params_and_a_batch(function, sentence: str):
+    with pytest.raises(TypeError, match=re.escape(sentence)) as error:
+        fpipe.from_loss(function, {}, (torch.ones(2), torch.ones(2)))
+    assert str(error.value).startswith("from_loss takes a function loss_fn(params, batch)")
+
+
 def test_a_batch_of_another_shape():
     params, batch = gpt_case()
     model, own = fpipe.from_loss(gpt, params, batch)
