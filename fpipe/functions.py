@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fpipe.models import MAY_ASK, Model, Reduction, Source, Stage, normalise_inputs
@@ -51,6 +51,8 @@ def from_functions(
     if callable(fns) or not isinstance(fns, Sequence):
         raise TypeError(f"from_functions takes a list of functions, one per stage; found {type(fns).__name__}.")
     taken = normalise_inputs(inputs, len(fns))
+    if not isinstance(aux_losses, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"aux_losses lists stages, as in [1]; found {type(aux_losses).__name__}.")
     odd = next((stage for stage in aux_losses if stage not in range(len(fns))), None)
     if odd is not None:
         raise ValueError(f"aux_losses names stage {odd!r}; the stages are 0 to {len(fns) - 1}.")
@@ -91,8 +93,12 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
 def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:
     """Groups of tied leaves, checked: each in stages of its own, the earliest first, no leaf in two groups."""
     shape = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
+    if not isinstance(ties, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{shape}; found {type(ties).__name__}.")
     for group in ties:
-        if not all(isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in group):
+        if not isinstance(group, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
+            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in group
+        ):
             raise ValueError(f"{shape}; found the group {group!r}.")
     groups = tuple(tuple((stage, leaf) for stage, leaf in group) for group in ties)
     seen: set[tuple[int, str]] = set()

@@ -326,6 +326,9 @@ def normalise_inputs(
         raise ValueError("a model has at least one stage, found zero stages.")
     if inputs is None:
         return ("batch", *range(n - 1))
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = type(inputs).__name__
+        raise ValueError(f"inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found {found}.")
     if len(inputs) != n:
         raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
     read: set[tuple[Any, int]] = set()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import index
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,7 +108,14 @@ def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
 
 def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
     """The number of children in each stage."""
+    if stages is not None and type(stages) is not int:
+        raise ValueError(f"stages is a whole number, found {stages!r}.")
     if sizes is not None:
+        try:
+            sizes = [*map(index, sizes)]
+        except TypeError:
+            wanted = "sizes lists whole numbers, the children of each stage, as in [2, 1]"
+            raise ValueError(f"{wanted}; found {sizes!r}.") from None
         if stages not in (None, len(sizes)):
             raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one of the two.")
         if min(sizes, default=0) < 1 or sum(sizes) != len(net):

@@ -85,6 +85,34 @@ MODELS = {
         lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, loss=torch.nn.CrossEntropyLoss),
         "loss is a class; make one: CrossEntropyLoss().",
     ),
+    "stages that are no number": (
+        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), "2"),  # type: ignore[arg-type]
+        "stages is a whole number, found '2'.",
+    ),
+    "one size": (
+        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=3),  # type: ignore[arg-type]
+        "sizes lists whole numbers, the children of each stage, as in [2, 1]; found 3.",
+    ),
+    "sizes that are no numbers": (
+        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=["2", "2"]),  # type: ignore[list-item]
+        "sizes lists whole numbers, the children of each stage, as in [2, 1]; found ['2', '2'].",
+    ),
+    "inputs that are no list": (
+        lambda: fpipe.from_functions([linear], inputs=3),  # type: ignore[arg-type]
+        "inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found int.",
+    ),
+    "ties that are no list": (
+        lambda: fpipe.from_functions([linear], ties=3),  # type: ignore[arg-type]
+        "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]; found int.",
+    ),
+    "a tie that is no group": (
+        lambda: fpipe.from_functions([linear], ties=[3]),  # type: ignore[list-item]
+        "as in [((0, 'e'), (3, 'e'))]; found the group 3.",
+    ),
+    "aux losses that are no list": (
+        lambda: fpipe.from_functions([linear], aux_losses=3),  # type: ignore[arg-type]
+        "aux_losses lists stages, as in [1]; found int.",
+    ),
     "a tie with nobody": (
         lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w")]]),
         "a tie is between leaves of at least two stages",
