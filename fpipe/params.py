@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.models import Model, check_params, the_model, with_ties
+from fpipe.result import Result
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
@@ -157,11 +158,23 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
     Returns:
         A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
 
+    Raises:
+        TypeError: what is no gradient: a whole `Result`, say, has no norm.
+
     >>> import torch
     >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
     tensor(5.)
     """
-    found = [leaf for leaf in tree.leaves(grads) if isinstance(leaf, Tensor)]
+    for place, leaf in tree.paths(grads):
+        if not isinstance(leaf, Tensor) and (leaf is not None or not place):
+            hint = " Hand in result.grads." if isinstance(leaf, Result) else ""
+            hint = " Hand in a list of them." if isinstance(leaf, Iterator) else hint
+            where = f" at {place}" if place else ""
+            raise TypeError(
+                f"global_norm takes a pytree of gradients, each a tensor or None; found {type(leaf).__name__}{where}."
+                f"{hint}"
+            )
+    found = [leaf for leaf in tree.leaves(grads) if leaf is not None]
     return torch.nn.utils.get_total_norm(found, norm_type)
 
 

@@ -488,6 +488,24 @@ def test_no_microbatches_are_no_batch():
         fpipe.reference(NET.model, PARAMS, [])
 
 
+NO_GRADS = {
+    "a result": (STEP(PARAMS, BATCH), "found Result. Hand in result.grads."),
+    "nothing": (None, "found NoneType."),
+    "a number": (3, "found int."),
+    "a word": ("a", "found str."),
+    "a generator": (torch.nn.Linear(4, 4).parameters(), "found generator. Hand in a list of them."),
+    "a number inside": (({"w": torch.ones(2), "b": 1.0},), "found float at [0]['b']."),
+}
+
+
+@pytest.mark.parametrize(("grads", "found"), NO_GRADS.values(), ids=NO_GRADS.keys())
+def test_what_is_no_gradient_has_no_norm(grads, found: str):
+    """It was 0, so that whoever clips by it never did."""
+    sentence = "global_norm takes a pytree of gradients, each a tensor or None; "
+    with pytest.raises(TypeError, match=re.escape(sentence + found)):
+        fpipe.global_norm(grads)
+
+
 MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=total)
 NO_MODEL = "a Model is wanted, as from_functions makes it; found "
 WANTS_A_MODEL = {
