@@ -412,6 +412,31 @@ def test_a_stage_asks_for_what_there_is(asks):
         fpipe.Stage(lambda p, x: x, asks=asks)
 
 
+NAMES = {
+    "offload": (
+        lambda: fpipe.offload(values=["residuals"]),
+        "values= names 'residuals', this program has values named",
+    ),
+    "offload a number": (
+        lambda: fpipe.offload(values=[3]),
+        "values= takes names of values, such as ('res',); found 3.",
+    ),
+    "communicate": (lambda: fpipe.communicate(again=["foo"]), "again= names 'foo', this program has values named dx,"),
+    "communicate a number": (lambda: fpipe.communicate(again=3), "again= takes names of values"),
+    "communicate no share": (
+        lambda: fpipe.communicate(again={"y": 1}),
+        "again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "sentence"), NAMES.values(), ids=NAMES.keys())
+def test_a_name_that_no_value_has_is_refused(make, sentence: str):
+    """It moved nothing, in silence."""
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        make()(fpipe.place("linear")(fpipe.program(2)))
+
+
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
 SIZED = {

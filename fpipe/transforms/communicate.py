@@ -14,6 +14,7 @@ from typing import Any
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Output, Program, Value
+from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
@@ -37,6 +38,10 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     Returns:
         A transform; what travels already is left as it is.
 
+    Raises:
+        ValueError: names or shares of `again` that are none, or another `cast`.
+        ProgramError: a name in `again` that no value of the program has.
+
     >>> import fpipe
     >>> program = fpipe.place("linear")(fpipe.program(2))
     >>> program.table(comms=True)
@@ -57,12 +62,19 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     casts = _casts(cast)
     if isinstance(again, Mapping):
         trips = dict(again)
+        names_of("again", trips)
+        odd = next((name for name, share in trips.items() if not callable(share)), None)
+        if odd is not None:
+            raise ValueError(
+                f"again= says f(op) for each name, such as lambda op: op.kind; found {{{odd!r}: {trips[odd]!r}}}."
+            )
     else:
-        trips = dict.fromkeys((again,) if isinstance(again, str) else again, _its_own)
+        trips = dict.fromkeys(names_of("again", again), _its_own)
 
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
+        check_names("again", trips, program)
         sender = _Sender(program, trips, casts)
         ops = [sender.local(op) for op in program.ops]
         outputs = tuple(made for end in program.outputs for made in sender.delivered(end))

@@ -14,6 +14,7 @@ from typing import Literal
 
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Program, ProgramError, Value, building
+from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 from fpipe.transforms._waiting import LATE, Policy, Stay, enough, waiting
 
@@ -44,7 +45,7 @@ def offload(
 
     Raises:
         ValueError: another policy, or a `cap` or `lead` that is no such number.
-        ProgramError: a rank that cannot keep to `cap`, with the least it can keep to.
+        ProgramError: a name that no value has; a rank that cannot keep to `cap`, with the least it can keep to.
 
     >>> import fpipe
     >>> program = fpipe.program(2)
@@ -62,13 +63,14 @@ def offload(
         raise ValueError(f"lead is a whole number of ops, at least 0; found {lead!r}.")
     if to != "host" and not callable(to):
         raise ValueError(f"to is 'host' or f(rank) -> rank, found {to!r}.")
-    names = frozenset((values,) if isinstance(values, str) else values)
+    names = frozenset(names_of("values", values))
     if cap is not None and names != {"res"}:
         raise ValueError(f'a cap counts residuals: values=("res",) goes with it, found {values!r}.')
 
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
+        check_names("values", names, program, also=("res", "wres", "y"))
         with building():
             rows = waiting(program, names, lead, policy)
             if cap is not None:
