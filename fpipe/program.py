@@ -198,6 +198,12 @@ def register_kind(name: str, kind: Kind) -> None:
     """
     if not isinstance(kind, Kind):
         raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
+    if kind.place not in ("table", "before", "after"):
+        raise ValueError(f"a kind's place is 'table', 'before' or 'after', found {kind.place!r}.")
+    if type(kind.time) is not int or kind.time < 0:
+        raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
+    if kind.lane not in ("main", "copy"):
+        raise ValueError(f"a kind's lane is 'main' or 'copy', found {kind.lane!r}.")
     if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
         raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
     KINDS[name] = kind

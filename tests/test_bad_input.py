@@ -437,6 +437,28 @@ def test_a_name_that_no_value_has_is_refused(make, sentence: str):
         make()(fpipe.place("linear")(fpipe.program(2)))
 
 
+KINDS = {
+    "place": (fpipe.Kind("tabel"), "a kind's place is 'table', 'before' or 'after', found 'tabel'."),
+    "time": (fpipe.Kind("table", time="1"), "a kind's time is a whole number of ticks, at least 0; found '1'."),
+    "lane": (fpipe.Kind("table", lane="mian"), "a kind's lane is 'main' or 'copy', found 'mian'."),
+}
+
+
+@pytest.mark.parametrize(("kind", "sentence"), KINDS.values(), ids=KINDS.keys())
+def test_a_kind_that_is_none_is_refused(kind: fpipe.Kind, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.register_kind("ZAP", kind)
+    with pytest.raises(fpipe.ProgramError, match="'ZAP' is not a kind of op"):
+        fpipe.register_cost("ZAP", 1.0)
+
+
+@pytest.mark.parametrize("transform", [fpipe.schedules.gpipe(2), fpipe.chain(fpipe.split(2)), fpipe.split(2)])
+def test_a_transform_is_no_schedule_of_ranks(transform):
+    with pytest.raises(TypeError, match=r"gives a transform; 'qt' is to be the transform itself: say lambda ranks:"):
+        fpipe.schedules.register("qt", transform)
+    assert "qt" not in fpipe.schedules.names()
+
+
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
 SIZED = {

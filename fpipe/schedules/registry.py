@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -73,6 +74,7 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         stages_per_rank: how many stages a rank has where nothing else is said.
 
     Raises:
+        TypeError: the factory is no function, or a transform.
         ValueError: the name is taken, or is no name; a rank without a stage.
 
     >>> register("as_it_comes", lambda ranks: get("gpipe")(ranks))
@@ -84,9 +86,22 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         raise ValueError(f"a schedule's name is a word such as 'my_schedule', found {name!r}.")
     if not callable(factory):
         raise TypeError(f"a schedule is a function of ranks that gives a transform, found {factory!r}.")
+    if _is_transform(factory):
+        raise TypeError(
+            f"a schedule is a function of ranks that gives a transform; {name!r} is to be the transform itself: say "
+            "lambda ranks: ..."
+        )
     if type(stages_per_rank) is not int or stages_per_rank < 1:
         raise ValueError(f"stages_per_rank is a whole number, at least 1; found {stages_per_rank!r}.")
     _add(Schedule(name, factory, stages_per_rank))
+
+
+def _is_transform(factory: Callable[..., object]) -> bool:
+    """Whether this takes a program, as each transform of this library does, where a factory takes ranks."""
+    try:
+        return next(iter(inspect.signature(factory).parameters), "") == "program"
+    except ValueError:  # a builtin that does not say what it takes
+        return False
 
 
 def published(
