@@ -222,6 +222,43 @@ def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monke
         out(*example.split())
 
 
+TWICE = "0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n"
+
+
+def test_a_replicated_table_is_drawn_compared_and_exported(tmp_path: Path):
+    """check and verify knew the option, and what draws and writes did not."""
+    file = tmp_path / "twice.csv"
+    file.write_text(TWICE)
+    code, _, complaint = run("show", str(file))
+    assert code == 1
+    assert "from_table: replicated=True" in complaint
+    assert "rank 1 | 0F2 0F3 0B2 0B3" in out("show", str(file), "--replicated")
+    assert "twice.csv" in out("compare", str(file), "--replicated")
+    assert "1 stages, 4 microbatches" in repr(from_json(out("export", str(file), "-f", "json", "--replicated")))
+
+
+@pytest.mark.parametrize("command", ["show", "compare", "export", "verify"])
+@pytest.mark.parametrize("slip", ["--ranks=4", "--microbatches=8", "--option=waves=2"])
+def test_what_is_of_a_name_is_refused_for_a_file(command: str, slip: str, tmp_path: Path):
+    file = tmp_path / "table.csv"
+    file.write_text("0F0,0B0\n")
+    code, _, complaint = run(command, str(file), slip)
+    assert code == 2
+    assert complaint.startswith("Usage: python -m fpipe")
+    said = f"{slip.split('=')[0]} is of a schedule by name; {file} is a file, which has its own."
+    assert said.replace(" ", "") in "".join(complaint.split())
+
+
+def test_compare_says_ranks_and_microbatches_where_they_differ(tmp_path: Path):
+    file = tmp_path / "table.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    head, one, other = (line.split() for line in out("compare", "gpipe", str(file)).splitlines())
+    assert head[:3] == ["schedule", "ranks", "microbatches"]
+    assert one[:3] == ["gpipe", "4", "8"]
+    assert other[:3] == [str(file), "2", "2"]
+    assert "ranks" not in out("compare", "gpipe", str(file), "-p", "2", "-m", "2").splitlines()[0]
+
+
 def test_in_a_pipe_it_prints_plain_lines_and_ends_quietly():
     """`python -m fpipe export ... | head -1`."""
     typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "400"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -82,6 +82,17 @@ CostsSaid = Annotated[
     ),
 ]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
+
+
+def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
+    """Refuse the size or an option of a schedule where there is no schedule by name: a file has its own."""
+    if whats and all(map(is_file, whats)):
+        for word in ("ranks", "microbatches", "stages", "option"):
+            source = typed.get_parameter_source(word)
+            if source is not None and source.name != "DEFAULT":
+                raise typer.BadParameter(
+                    f"--{word} is of a schedule by name; {whats[0]} is a file, which has its own.", ctx=typed
+                )
 
 
 def program_of(

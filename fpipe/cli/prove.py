@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fpipe.cli.costs import parse
-from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, program_of
+from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.cli.output import complain
 from fpipe.cli.see import sizes
 from fpipe.cli.small_model import small_model
@@ -43,6 +43,7 @@ def check(files: Files, replicated: Replicated = False) -> None:
 
 
 def verify(
+    typed: typer.Context,
     what: What,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
@@ -59,6 +60,7 @@ def verify(
       python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
       python -m fpipe verify my_table.csv
     """
+    only_of_names(typed, [what])
     program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))
     print(verify_program(program, *small_model(program)))

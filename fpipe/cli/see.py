@@ -8,7 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from fpipe.bounds import bounds
-from fpipe.cli.options import CostsSaid, Microbatches, Options, Ranks, Stages, What, Whats, program_of, usage
+from fpipe.cli.options import (
+    CostsSaid,
+    Microbatches,
+    Options,
+    Ranks,
+    Replicated,
+    Stages,
+    What,
+    Whats,
+    only_of_names,
+    program_of,
+    usage,
+)
 from fpipe.cli.output import columns_of_terminal, complain, number, table
 from fpipe.cli.what import is_file
 from fpipe.costs import Costs
@@ -54,6 +66,7 @@ def schedules() -> None:
 
 
 def show(
+    typed: typer.Context,
     what: What,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
@@ -64,6 +77,7 @@ def show(
     png: Png = None,
     html: Html = None,
     perfetto: Perfetto = None,
+    replicated: Replicated = False,
 ) -> None:
     """Draw a schedule, and say how long it takes and what it holds.
 
@@ -76,7 +90,8 @@ def show(
       python -m fpipe show gpipe --svg gpipe.svg --perfetto gpipe.json
       python -m fpipe show my_table.csv
     """
-    program = program_of(what, ranks, microbatches, stages, option, costs)
+    only_of_names(typed, [what])
+    program = program_of(what, ranks, microbatches, stages, option, costs, replicated)
     seconds = costs.of(program)
     if not is_file(what) and about(what).title:
         print(f"{about(what).title}: {about(what).source}")
@@ -104,6 +119,7 @@ def sizes(program: Program) -> str:
 
 
 def compare(
+    typed: typer.Context,
     what: Whats = None,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
@@ -111,6 +127,7 @@ def compare(
     costs: CostsSaid = "",
     svg: Svg = None,
     png: Png = None,
+    replicated: Replicated = False,
 ) -> None:
     """Put schedules side by side: time, memory, lower bound.
 
@@ -121,25 +138,32 @@ def compare(
     peak      the most microbatches held on a rank (a whole rank's share is 1)
     bound     no order in this placement and memory takes less time
     above     how far above that this one is
+    ranks, microbatches: said where they differ, as those of a file may
     \b
     Examples:
       python -m fpipe compare gpipe one_f_one_b chimera --ranks 4 --microbatches 8
       python -m fpipe compare --costs F=10,B=12,W=8,c=0.5
       python -m fpipe compare one_f_one_b my_table.csv --svg both.svg
     """
+    only_of_names(typed, what or ())
     refused: list[str] = []
     rows: list[tuple[str, ...]] = []
     kept: dict[str, Program] = {}
     for each in what or names():
         try:
-            program = program_of(each, ranks, microbatches, None, option, costs)
+            program = program_of(each, ranks, microbatches, None, option, costs, replicated)
         except (ProgramError, ValueError) as error:
             refused.append(f"{each}: {str(error).removeprefix(f'{each}: ')}")
             continue
         kept[each] = program
         rows.append((each, *_numbers(program, costs.of(program))))
+    columns = ("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above")
+    counts = [(str(program.ranks), str(program.microbatches)) for program in kept.values()]
+    if len(set(counts)) > 1:  # a file has its own
+        columns = (columns[0], "ranks", "microbatches", *columns[1:])
+        rows = [(row[0], *count, *row[1:]) for row, count in zip(rows, counts, strict=True)]
     if rows:
-        table(("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above"), rows)
+        table(columns, rows)
     for file in (svg, png):
         if file is not None and kept:
             timelines = [simulate(program, costs.of(program)) for program in kept.values()]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fpipe.cli.costs import parse
-from fpipe.cli.options import Microbatches, Options, Ranks, Stages, What, program_of
+from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.plot import plot
 from fpipe.program import Program, ProgramError
@@ -36,6 +36,7 @@ WRITERS: dict[Format, Callable[[Program], str]] = {
 
 
 def export(
+    typed: typer.Context,
     what: What,
     format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = Format.csv,
     ranks: Ranks = 4,
@@ -43,6 +44,7 @@ def export(
     stages: Stages = None,
     option: Options = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
+    replicated: Replicated = False,
 ) -> None:
     """Write a schedule for torch's runtime, or as a program.
 
@@ -58,7 +60,8 @@ def export(
       python -m fpipe export gpipe --format comms --output gpipe.csv
       python -m fpipe export gpipe --format json | jq '.ops[0]'
     """
-    program = program_of(what, ranks, microbatches, stages, option, parse(""))
+    only_of_names(typed, [what])
+    program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     try:
         text = WRITERS[format](program)
     except ProgramError as error:
