@@ -34,6 +34,9 @@ def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:
     """
     if not isinstance(weight, int | float) or not 0 <= weight <= 1:
         raise ValueError(f"weight is how much the new costs count, from 0 to 1; found {weight!r}.")
+    for word, costs in (("before", before), ("now", now)):
+        if not isinstance(costs, Costs) and (word, costs) != ("before", None):
+            raise TypeError(f"{word} is an fpipe.Costs, as fpipe.profile measures them; found {costs!r}.")
     if before is None:
         return now
     mixed = {word: _between(word, getattr(before, word), getattr(now, word), weight) for word in _SECONDS}

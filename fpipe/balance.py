@@ -9,7 +9,7 @@ slowest stage. Among the ways that reach it, the one whose costs (by their squar
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import isfinite
 
@@ -36,17 +36,27 @@ def balance(
     >>> balance([4, 4, 1, 1], 2, parameters=[0, 0, 3, 3], scale=4)
     [3, 1]
     """
+    for word, row in (("costs", costs), ("parameters", [] if parameters is None else parameters)):
+        if not isinstance(row, Collection) or isinstance(row, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{word} is a list with a number for each layer, found {type(row).__name__}.")
     if type(parts) is not int or not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} layers make 1 to {len(costs)} parts, found parts={parts!r}.")
+    _check_numbers("cost", costs)
     if parameters is not None:
         if len(parameters) != len(costs):
             raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give one number a layer.")
+        _check_numbers("size of the parameters", parameters)
+        if not isinstance(scale, int | float) or not isfinite(scale) or scale < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"scale is how many bytes are kept for a byte of parameters, at least 0; found {scale!r}.")
         costs = [cost + scale * more for cost, more in zip(costs, parameters, strict=True)]
-    for layer, cost in enumerate(costs):
-        if not isinstance(cost, int | float) or not isfinite(cost) or cost < 0:
-            raise ValueError(f"the cost of layer {layer} is a number, at least 0; found {cost!r}.")
     sums = [0, *accumulate(whole_numbers(costs))]
     return _most_even(sums, parts, _least_largest(sums, parts))
+
+
+def _check_numbers(word: str, row: Sequence[float]) -> None:
+    for layer, number in enumerate(row):
+        if not isinstance(number, int | float) or not isfinite(number) or number < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"the {word} of layer {layer} is a number, at least 0; found {number!r}.")
 
 
 def whole_numbers(costs: Sequence[float]) -> list[int]:

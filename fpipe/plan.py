@@ -10,7 +10,7 @@ bound on the largest, groups that are filled in order are as few as any.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, takewhile
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, cast, overload
@@ -101,7 +101,18 @@ def plan(
         )
     if (limit is None) != (memory is None):
         raise ValueError("memory= says the bytes of each stage and limit= the most of a group: say both, or neither.")
+    if limit is not None and not (isinstance(limit, int | float) and limit >= 0):
+        raise ValueError(f"limit is the most bytes of a group, at least 0; found {limit!r}.")
+    given_costs: Any = costs
+    if not isinstance(given_costs, Costs) and not (
+        isinstance(given_costs, Collection)
+        and all(isinstance(one, Costs) for one in cast("Collection[object]", given_costs))
+    ):
+        raise TypeError(f"costs is an fpipe.Costs, or a list of them, one for each model; found {given_costs!r}.")
     several = not isinstance(costs, Costs)
+    for word, found in (("stages", stages), ("memory", memory)):
+        if several and found is not None and not isinstance(found, Collection):
+            raise TypeError(f"{word} is a list with an entry for each model, found {found!r}.")
     models = list(costs) if several else [costs]
     counts = list(stages) if several and stages is not None else [stages] * len(models)
     sizes = list(memory) if several and memory is not None else [memory] * len(models)
@@ -131,7 +142,16 @@ class _Layers(NamedTuple):
         return [self.ahead] if self.run == "infer" else [self.ahead, self.back]
 
 
+def _check_layers(stages: object, memory: object) -> None:
+    """Of one model: a number of stages, and bytes of each."""
+    if stages is not None and (type(stages) is not int or stages < 1):
+        raise ValueError(f"stages is a whole number, at least 1; found {stages!r}.")
+    if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
+        raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
+
+
 def _layers(costs: Costs, stages: int | None, run: Run, memory: Sequence[float] | None, limit: float) -> _Layers:
+    _check_layers(stages, memory)
     listed = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
     listed |= set() if stages is None else {stages}
     if len(listed) != 1 or 0 in listed:

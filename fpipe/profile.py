@@ -68,6 +68,8 @@ def profile(
     """
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"repeats is how often each op is timed, at least 1; found {repeats!r}.")
+    if progress is not None and not callable(progress):  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(f"progress is called as progress(done, all), found {progress!r}.")
     halves = split_backward()(_alone(the_program(program)))
     plain = _plain(halves)
     variants = dict.fromkeys((_joined(plain), checkpoint()(plain)))

@@ -459,6 +459,67 @@ def test_a_transform_is_no_schedule_of_ranks(transform):
     assert "qt" not in fpipe.schedules.names()
 
 
+THREE = fpipe.Costs(forward=[1, 1, 1])
+PLANS = {
+    "numbers": (
+        lambda: fpipe.plan([1, 2, 3], 2),
+        "costs is an fpipe.Costs, or a list of them, one for each model; found",
+    ),
+    "a number": (lambda: fpipe.plan(3, 2), "costs is an fpipe.Costs, or a list of them, one for each model; found 3."),
+    "stages as text": (
+        lambda: fpipe.plan(fpipe.Costs(), 2, stages="3"),
+        "stages is a whole number, at least 1; found '3'.",
+    ),
+    "stages of several models": (
+        lambda: fpipe.plan([THREE], 2, stages=3),
+        "stages is a list with an entry for each model, found 3.",
+    ),
+    "memory as a number": (
+        lambda: fpipe.plan(THREE, 2, memory=3, limit=4),
+        "memory lists the bytes of each stage, found 3.",
+    ),
+    "a limit as text": (
+        lambda: fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a"),
+        "limit is the most bytes of a group, at least 0; found 'a'.",
+    ),
+    "a balance of Costs": (
+        lambda: fpipe.balance(fpipe.Costs(), 2),
+        "costs is a list with a number for each layer, found Costs.",
+    ),
+    "a balance by one number": (
+        lambda: fpipe.balance([1, 2], 2, parameters=3),
+        "parameters is a list with a number for each layer, found int.",
+    ),
+    "a balance of words": (
+        lambda: fpipe.balance([1, 2], 2, parameters=["a", "b"]),
+        "the size of the parameters of layer 0 is a number, at least 0; found 'a'.",
+    ),
+    "a scale as text": (
+        lambda: fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a"),
+        "scale is how many bytes are kept for a byte of parameters, at least 0; found 'a'.",
+    ),
+    "an average with nothing": (
+        lambda: fpipe.average(THREE, None),
+        "now is an fpipe.Costs, as fpipe.profile measures them; found None.",
+    ),
+    "an average of a number": (
+        lambda: fpipe.average(3, THREE),
+        "before is an fpipe.Costs, as fpipe.profile measures them; found 3.",
+    ),
+    "progress as a number": (
+        lambda: fpipe.profile(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, progress=3),
+        "progress is called as progress(done, all), found 3.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "sentence"), PLANS.values(), ids=PLANS.keys())
+def test_a_plan_of_what_is_no_cost_is_refused_in_a_sentence(call, sentence: str):
+    """It was an AttributeError, or a TypeError of Python's own."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        call()
+
+
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
 SIZED = {
