@@ -89,6 +89,7 @@ def verify(
         A `Report`; params, batch, random state and module are as before.
 
     Raises:
+        ValueError: a tolerance that is no number from 0.
         GradientMismatch: a leaf that differs, by name, with its stage and the size of the error.
 
     >>> import fpipe, torch
@@ -98,6 +99,9 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
+    for word, tolerance in (("rtol", rtol), ("atol", atol)):
+        if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{word} is a number, at least 0, or None for every bit; found {tolerance!r}.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
     found = build(program, model)(params, batch, state=state, key=key)

@@ -520,6 +520,22 @@ def test_a_plan_of_what_is_no_cost_is_refused_in_a_sentence(call, sentence: str)
         call()
 
 
+@pytest.mark.parametrize("scale", ["1", None, torch.ones(2), 0, -1.0, math.nan, math.inf], ids=str)
+def test_a_loss_is_scaled_by_a_number(scale):
+    """Zero and NaN gave gradients without a word."""
+    words = f"loss_scale is a finite number above 0, such as 2.0**16; found {scale!r}."
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, loss_scale=scale)
+
+
+@pytest.mark.parametrize("word", ["rtol", "atol"])
+@pytest.mark.parametrize("tolerance", ["a", -1, math.nan], ids=str)
+def test_a_tolerance_is_a_number(word: str, tolerance):
+    words = f"{word} is a number, at least 0, or None for every bit; found {tolerance!r}."
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.verify(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, **{word: tolerance})
+
+
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
 SIZED = {

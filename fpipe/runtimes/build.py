@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, Literal
 
 from fpipe.models import Model
@@ -43,8 +44,8 @@ def build(
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
 
     Raises:
-        ValueError: the program is not one of this model, the example is not what a step takes, or the runtime is not
-            known.
+        ValueError: the program is not one of this model, the example is not what a step takes, the runtime is not
+            known, or the loss scale is no number above 0.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -56,6 +57,8 @@ def build(
     """
     if runtime != "local":
         raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
+    if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
     check_match(program, model)
     given = None if example is None else check_example(example)
     return local(
