@@ -130,12 +130,16 @@ def add_grads(one: Any, other: Any) -> Any:
     Nothing is scaled: twice one step is exactly two times its gradients, and a mean over steps is yours to take.
 
     Raises:
+        TypeError: something that is no gradient, such as a `Result`.
         ValueError: gradients of another structure; the first such place is named.
 
     >>> import torch
     >>> add_grads(({"w": torch.ones(2), "frozen": None},), ({"w": torch.ones(2), "frozen": None},))
     ({'w': tensor([2., 2.]), 'frozen': None},)
     """
+    odd = next((leaf for grads in (one, other) for leaf in tree.leaves(grads) if not _is_grad(leaf)), None)
+    if odd is not None:
+        raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(odd).__name__}.")
     place = tree.difference(one, other)
     if place is not None:
         raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
@@ -144,6 +148,10 @@ def add_grads(one: Any, other: Any) -> Any:
         return b if a is None else a if b is None else a + b
 
     return tree.tree_map(added, one, tree.like(one, other))
+
+
+def _is_grad(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, Tensor | int | float)
 
 
 def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:

@@ -71,6 +71,8 @@ def plot(
     """
     if width is not None and (not isinstance(width, int) or width < 40):
         raise ValueError(f"width= is a number of characters, or of pixels in a picture, at least 40; found {width!r}.")
+    if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"file= is the name of a file, such as 'picture.svg', found {file!r}.")
     things = (what, *more)
     if file is not None:
         return _write(Path(file), panels_of(things, names, costs), width)

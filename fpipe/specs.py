@@ -29,6 +29,10 @@ class Chunk:
 
     dim: int = 0
 
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise TypeError(f"Chunk(dim) names the dimension of the rows by a whole number, found {self.dim!r}.")
+
 
 @dataclass(frozen=True)
 class Replicate:

@@ -536,6 +536,49 @@ def test_a_tolerance_is_a_number(word: str, tolerance):
         fpipe.verify(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, **{word: tolerance})
 
 
+GIVEN_AS = {
+    "groups without groups": (
+        lambda: fpipe.checkpoint(groups=[0, 1]),
+        "groups lists groups of stages, such as [(0, 1), (2, 3)]; found [0, 1].",
+    ),
+    "an op by its name": (
+        lambda: fpipe.checkpoint(grain="layer", save="mm"),
+        "save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found 'mm'.",
+    ),
+    "a dimension as text": (
+        lambda: fpipe.Chunk("0"),
+        "Chunk(dim) names the dimension of the rows by a whole number, found '0'.",
+    ),
+    "an order of nothing": (
+        lambda: fpipe.reorder(lambda program: None)(fpipe.program(2)),
+        "the order is a list of cells for each rank; the function gave None.",
+    ),
+    "a row of nothing": (
+        lambda: fpipe.schedules.from_table([["0F0", "0B0"], None]),
+        "a row of a table is a list of cells, or text; found None.",
+    ),
+    "no JSON": (
+        lambda: fpipe.interop.from_json(None),
+        "from_json takes the text that to_json made, found NoneType.",
+    ),
+    "a file by number": (
+        lambda: fpipe.plot(fpipe.program(2), file=3),
+        "file= is the name of a file, such as 'picture.svg', found 3.",
+    ),
+    "results for gradients": (
+        lambda: fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH)),
+        "gradients are tensors, as Result.grads has them; found Result.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "sentence"), GIVEN_AS.values(), ids=GIVEN_AS.keys())
+def test_what_is_of_another_type_is_answered_with_a_sentence(call, sentence: str):
+    """It was an error of Python's own, far from where it was given."""
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        call()
+
+
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
 SIZED = {

@@ -68,6 +68,8 @@ def from_json(text: str) -> Program:
     Traceback (most recent call last):
     fpipe.program.ProgramError: the program has no list 'inputs'.
     """
+    if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

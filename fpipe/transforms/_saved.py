@@ -22,6 +22,8 @@ def saved_ops(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
     >>> saved_ops([torch.ops.aten.mm.default])
     ('aten.mm.default',)
     """
+    if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
     if not callable(save):
         for op in save:
             if not isinstance(op, OpOverload):

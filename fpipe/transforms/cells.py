@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fpipe.program import ProgramError, kind_of
@@ -74,6 +74,9 @@ def read_table(table: Table) -> list[list[Cell]]:
         table = [table[rank] for rank in ranks]
     if not isinstance(table, Sequence):
         raise TypeError(f"a table is a list of rows, {{rank: row}}, text or a path; found {type(table).__name__}.")
+    row = next((row for row in table if not isinstance(row, Iterable)), table)
+    if row is not table:
+        raise TypeError(f"a row of a table is a list of cells, or text; found {row!r}.")
     rows = [
         [cell for cell in (row.split() if isinstance(row, str) else row) if cell is not None and not _idle(cell)]
         for row in table

@@ -67,7 +67,10 @@ def checkpoint(
     """
     if grain not in ("stage", "layer"):
         raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
-    groups = [tuple(group) for group in groups]
+    listed: list[Any] = list(groups)
+    if not all(isinstance(group, Iterable) for group in listed):
+        raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
+    groups = [tuple(group) for group in listed]
     saved = saved_ops(save)
     if grain == "stage" and saved:
         raise ValueError("save= is what a backward finds that computes its stage again itself: say grain='layer'.")

@@ -42,6 +42,8 @@ def reorder(order: Table | Callable[[Program], Rows]) -> Transform:
     @transforming
     def transform(program: Program) -> Program:
         rows = order(program) if callable(order) else read_table(order)
+        if not isinstance(rows, Sequence) or isinstance(rows, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"the order is a list of cells for each rank; the function gave {rows!r}.")
         return by_table(program, rows, move=False)
 
     return transform
