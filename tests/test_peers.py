@@ -404,6 +404,43 @@ def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule
         assert fpipe.verify(program, model, params, batch, rtol=0.1, atol=0.02).max_error > 0
 
 
+@pytest.mark.parametrize("cast", [BF16, {"y": BF16}, {"dx": BF16}])
+def test_results_travel_as_they_are(cast: Any):
+    """Chimera runs half of the microbatches the other way, so that half of the results travel. They were rounded, and
+    the rows of one output had two precisions. Its cuts are those of 1F1B, so each bit is the same."""
+
+    def joins(p: dict[str, Tensor], x: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.tanh((x[0] + x[1]) @ p["w"])
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"])
+
+    inputs = ["batch", 0, (1, 0), (2, "batch")]  # a skip, whose gradients a stage reads; two gradients of the input
+    model = fpipe.from_functions([plain, plain, joins, joins], nn.functional.mse_loss, inputs=inputs)
+    torch.manual_seed(0)
+    params = tuple({"w": torch.randn(WIDTH, WIDTH)} for _ in range(4))
+    found: list[Any] = []
+    for schedule in (fpipe.schedules.one_f_one_b(4), fpipe.schedules.chimera(4)):
+        start = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model, input_grads=True))
+        program = fpipe.communicate(cast=cast)(start)
+        step = fpipe.build(program, model)(params, batch_of())
+        found.append((step.outputs, step.input_grads, step.loss))
+        rounded = {str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how}
+        crosses = {"y": ("y[0,0]", "y[1,0]", "y[2,0]"), "dx": ("dx[1,0]", "dx[2,0]", "dx[2,0]:1", "dx[3,0]")}
+        for name in crosses if cast is BF16 else cast:
+            assert {value for value in rounded if value.startswith(name) and ",0]" in value} == {*crosses[name]}
+    assert bits(found[0]) == bits(found[1])
+
+
+def test_a_copy_for_a_result_and_a_stage_is_not_rounded():
+    """A value goes to a rank once, whoever reads it there, so what is handed out keeps its bits for both."""
+    start = fpipe.place([0, 1])(fpipe.program(2))
+    for homes, rounded in (((0,), ["y[0,0]", "dx[1,0]"]), ((1,), ["dx[1,0]"])):
+        also = fpipe.Output(fpipe.Value("outputs", 0), fpipe.Value("y", 0, 0), homes)
+        program = fpipe.communicate(cast=BF16)(fpipe.Program(start.inputs, start.ops, (*start.outputs, also)))
+        assert [str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how] == rounded
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_a_number_arrives_within_the_bound(dtype: torch.dtype, bound: float):
     """As the docstring of `communicate` states it, for numbers that are neither too large nor too small."""

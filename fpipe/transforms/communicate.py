@@ -32,8 +32,10 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
             once more for its backwards.
         cast: a dtype that activations and their gradients are rounded to while they travel, such as `torch.bfloat16`;
             or `{name: dtype}` for some of "y", "dx", "carry" and "dcarry". They arrive in the dtype they had. What is
-            no wider, integers, weights and sums travel as they are. A number x arrives as x (1 + e) with e at most
-            2**-8 for bfloat16, 2**-11 for float16, if it is neither too large nor too small for the dtype.
+            no wider, integers, weights and sums travel as they are; so do results, what goes to an output's home, to
+            MERGE or to the sum of input gradients, and a copy that a stage reads beside them. A number x arrives as
+            x (1 + e) with e at most 2**-8 for bfloat16, 2**-11 for float16, if it is neither too large nor too small
+            for the dtype.
 
     Returns:
         A transform; what travels already is left as it is.
@@ -112,6 +114,16 @@ def _casts(cast: object) -> dict[str, str]:
     return found
 
 
+def _results(program: Program) -> Iterator[tuple[Value, int]]:
+    """What goes out of the program, and the rank where it is handed out or joined. No stage computes with it there, and
+    how far it travels depends on the microbatch: rounded, some rows of an output would be, and others not."""
+    for op in program.ops:
+        if op.kind == "MERGE" or (op.kind == "ADD" and op.writes[0].name != "dy"):  # dy is what a backward takes
+            yield from ((value, op.rank) for value in op.reads)
+    for end in program.outputs:
+        yield from ((end.value, rank) for rank in end.homes)
+
+
 def _its_own(op: Op) -> object:
     return op
 
@@ -121,6 +133,7 @@ class _Sender:
 
     def __init__(self, program: Program, again: dict[str, Callable[[Op], object]], casts: dict[str, str]) -> None:
         self.again, self.casts = again, casts
+        self.exact = set(_results(program)) if casts else set[tuple[Value, int]]()
         self.transfers: list[Op] = []
         self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
         self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
@@ -158,7 +171,8 @@ class _Sender:
         tail = f"{rank}.{trip}" if trip else f"{rank}"
         flight, landed = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
         place = (value.stage, value.microbatch, value.slice)
-        how = (("cast", self.casts[value.name]),) if value.name in self.casts else ()
+        rounded = value.name in self.casts and (value, rank) not in self.exact
+        how = (("cast", self.casts[value.name]),) if rounded else ()
         self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,), (), how))
         self.transfers.append(Op("RECV", *place, rank, (flight,), (landed,)))
         self.copies[value, rank, purpose] = landed
