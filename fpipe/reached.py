@@ -2,15 +2,18 @@
 
 net = Sequential(...)
 def loss_fn(params, batch): ... functional_call(net, params, batch[0]) ...        --> net, and the modules inside
+
+What a function reaches: its closure, its defaults, the globals that its code names; the attributes of the objects among
+them, and what their methods reach in turn. The standard library and torch hold nobody's nets, and are not searched.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Generator, Sequence
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -26,29 +29,85 @@ def modules_of(function: Any) -> list[tuple[str, nn.Module]]:
     ['net', 'net.0']
     """
     found: dict[int, tuple[str, nn.Module]] = {}
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # the objects too, so that none made meanwhile has the id of another
     todo: list[tuple[str, Any]] = [("loss_fn", function)]
     while todo:
         name, one = todo.pop()
         if id(one) in seen:
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, nn.Module):
             for path, module in one.named_modules():
                 found.setdefault(id(module), (f"{name}.{path}" if path else name, module))
-        elif isinstance(one, FunctionType) and not (one.__module__ or "").startswith("torch."):
-            known = inspect.getclosurevars(one)
-            todo += [*known.nonlocals.items(), *known.globals.items()]
-        elif isinstance(one, MethodType):
-            todo += [(name, one.__func__), (name, one.__self__)]
-        elif isinstance(one, functools.partial):
-            todo += [(name, one.func), *((name, arg) for arg in one.args), *one.keywords.items()]
-        elif isinstance(one, list | tuple | dict):
-            pairs = one.items() if isinstance(one, dict) else enumerate(one)
-            todo += [(f"{name}.{key}", inner) for key, inner in pairs]
-        elif one is function and hasattr(one, "__dict__"):
-            todo += [(type(one).__name__, type(one).__call__), *vars(one).items()]
+        todo += _inside(name, one)
     return list(found.values())
+
+
+def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
+    """What is reached from an object at once, each by a name."""
+    if isinstance(one, FunctionType):
+        if _searched(one.__module__):
+            yield from _named(one)
+    elif isinstance(one, MethodType):
+        yield from ((name, one.__func__), (name, one.__self__))
+    elif isinstance(one, staticmethod | classmethod):
+        yield name, one.__func__
+    elif isinstance(one, property):
+        yield name, one.fget
+    elif isinstance(one, functools.partial):
+        yield from ((name, one.func), *((name, arg) for arg in one.args), *one.keywords.items())
+    elif isinstance(one, type):
+        if _searched(one.__module__):
+            yield from ((f"{name}.{key}", value) for key, value in vars(one).items())
+    elif not isinstance(one, ModuleType):
+        yield from _held(name, one)
+
+
+def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds: elements, attributes, and what its class has."""
+    if isinstance(one, dict):
+        yield from ((f"{name}.{key}", value) for key, value in one.items())
+    elif isinstance(one, list | tuple | set | frozenset):
+        yield from ((f"{name}.{at}", value) for at, value in enumerate(one))
+    attributes = getattr(one, "__dict__", {})
+    if "__wrapped__" in attributes:  # a function behind functools.cache
+        yield name, attributes["__wrapped__"]
+    own = [kind for kind in type(one).__mro__ if _searched(kind.__module__)]
+    if own or isinstance(one, SimpleNamespace | nn.Module):
+        yield from ((f"{name}.{key}", value) for key, value in attributes.items())
+    for kind in own:
+        yield name, kind
+        for key, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and hasattr(one, key):
+                yield f"{name}.{key}", getattr(one, key)
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What the names in a function stand for; of a Python module what it names too is meant."""
+    codes = [function.__code__]
+    for code in codes:  # it grows
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    known = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            known.append((name, cell.cell_contents))
+        except ValueError:  # a local that is assigned later
+            continue
+    known += [("loss_fn", value) for value in function.__defaults__ or ()]
+    known += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
+    opened: set[str] = set()
+    for name, one in known:  # it grows
+        if isinstance(one, ModuleType) and _searched(one.__name__) and one.__name__ not in opened:
+            opened.add(one.__name__)
+            known += [(f"{name}.{key}", vars(one)[key]) for key in names if key in vars(one)]
+    return iter(known)
+
+
+def _searched(module: str | None) -> bool:
+    """Whether what a Python module defines may hold somebody's nets."""
+    root = (module or "").partition(".")[0]
+    return root != "torch" and root not in sys.stdlib_module_names
 
 
 @contextmanager

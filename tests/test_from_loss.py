@@ -1,6 +1,9 @@
 """One loss function, cut where it is marked: dataflow, ties, skips and the function's own gradients."""
 
+import functools
 import re
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -525,4 +528,64 @@ def test_a_norm_in_eval_is_closed_over_as_it_is():
 
     params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
     model, own = fpipe.from_loss(loss_fn, params, batch)
+    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
+
+
+class Trainer:
+    """What loss functions are written in: its net is no name of theirs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(torch.func.functional_call(self.net, params, (batch[0],)))
+        return (y - batch[1]).square().mean()
+
+
+class Slotted:
+    __slots__ = ("net",)
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
+BEHIND: dict[str, Callable[[nn.Module], Any]] = {
+    "a callable": Trainer,
+    "a bound method": lambda net: Trainer(net).__call__,
+    "a callable in a lambda": lambda net: (lambda trainer: lambda params, batch: trainer(params, batch))(Trainer(net)),
+    "a holder": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(Slotted(net)),
+    "a namespace": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(SimpleNamespace(net=net)),
+    "a class": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(type("Held", (), {"net": net})),
+    "a python module": lambda net: (setattr(held_module, "net", net), in_module)[1],
+    "a default": lambda net: lambda params, batch, net=net: Trainer(net)(params, batch),
+    "a cached function": lambda net: (lambda get: lambda p, b: Trainer(get())(p, b))(functools.cache(lambda: net)),
+}
+held_module = ModuleType("held_module")
+
+
+def in_module(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (lambda: Trainer(held_module.net)(params, batch))()
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("kind", ["norm", "another"])
+def test_a_module_behind_an_object_is_found(behind: str, kind: str):
+    """A trainer's loss was cut with a tensor without data left in its net, or failed in words that said nothing."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if kind == "norm" else Watching(kind))
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    with pytest.raises(ValueError, match=r"loss_fn writes the buffer '\S*1\.\w+' of a module that it closes over"):
+        fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4)))
+    assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
+
+
+def test_a_local_that_is_assigned_later_is_no_obstacle():
+    """An empty cell was read, and from_loss failed before it began."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(batch[0] @ params["w"])
+        return (y - batch[1]).square().mean() if params else later
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
+    later = torch.zeros(())
     assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
