@@ -66,7 +66,7 @@ class Marked:
         self.at: dict[fx.Node, int] = {}
         self._place()
         self.last = traced.marks
-        self.changed = {one for node in self.at if _writes(node) for one in self.needs(node)}
+        self.changed = {one: node for node in self.at for written in _written(node) for one in self._memory(written)}
         self.free = self._free()
         self.judged = self._judged()
         self._refuse_odd()
@@ -98,6 +98,13 @@ class Marked:
     def needs(self, node: fx.Node) -> list[fx.Node]:
         """What an operation reads, seen through the marks."""
         return [self.root(one) for one in node.all_input_nodes]
+
+    def _memory(self, node: fx.Node) -> list[fx.Node]:
+        """An operation, and what it is a view of."""
+        seen = [self.root(node)]
+        for one in seen:  # it grows
+            seen += map(self.root, _viewed(one))
+        return seen
 
     def _place(self) -> None:
         """The stage of every operation, by the marks above it."""
@@ -137,6 +144,14 @@ class Marked:
         return judged
 
     def _refuse_odd(self) -> None:
+        for held, node in self.changed.items():
+            if held.op == "get_attr":
+                shape = tuple(getattr(self.traced.module, str(held.target)).shape)
+                raise ValueError(
+                    f"loss_fn writes a tensor of shape {shape} that it closes over ({node.target}): what it remembers "
+                    "is state, and a loss function has none. Write a clone of it; of a module's buffer, call .eval() "
+                    "on the module."
+                )
         for node in [one for one in (*self.target, *self.at) if one in self.judged]:
             if self.at.get(node, self.last) < self.last:
                 raise ValueError(
@@ -316,6 +331,28 @@ def _switches(node: fx.Node) -> bool:
 def _writes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What an operation writes."""
+    target: Any = node.target
+    return _lent(node, target._schema.arguments, writes=True) if _writes(node) else []
+
+
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """What an operation returns a view of, or the same again."""
+    schema: Any = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    if schema is None or all(one.alias_info is None for one in schema.returns):
+        return []
+    return _lent(node, schema.arguments, writes=False)
+
+
+def _lent(node: fx.Node, arguments: Sequence[Any], *, writes: bool) -> list[fx.Node]:
+    """What an operation is given whose memory it writes, or returns."""
+    given = [*zip((one.name for one in arguments), node.args, strict=False), *node.kwargs.items()]
+    lent = {one.name for one in arguments if one.alias_info is not None and (one.alias_info.is_write or not writes)}
+    values = [arg if isinstance(arg, list | tuple) else (arg,) for name, arg in given if name in lent]
+    return [one for many in values for one in many if isinstance(one, fx.Node)]
 
 
 def _stays(node: fx.Node) -> bool:

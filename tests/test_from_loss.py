@@ -589,3 +589,40 @@ def test_a_local_that_is_assigned_later_is_no_obstacle():
     model, own = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
     later = torch.zeros(())
     assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "whole": lambda held: held.add_(1),
+    "a view": lambda held: held[1:].mul_(2),
+    "as out": lambda held: torch.add(held, 1, out=held),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_tensor_that_the_function_writes_is_refused(how: str):
+    """KeyError: '_tensor_constant0'."""
+    held = torch.ones(4)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        WRITES[how](held)
+        return (fpipe.boundary(batch[0] @ params["w"]) * held - batch[1]).square().mean()
+
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    with pytest.raises(ValueError, match=r"loss_fn writes a tensor of shape \(4,\) that it closes over \(aten\.\w+\."):
+        fpipe.from_loss(loss_fn, params, batch)
+
+
+def test_what_a_write_only_reads_and_what_is_written_before_it_is_used():
+    """The first was a KeyError too; and a later stage made the mask anew, without what was written into a view."""
+    held = torch.randn(4)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        mask = torch.zeros(4)
+        mask[1:].add_(1)
+        y = (batch[0] @ params["w"]).add_(held) * mask
+        return (fpipe.boundary(y) @ params["w"] * mask + held - batch[1]).square().mean()
+
+    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, batch).bitwise
