@@ -39,7 +39,6 @@ class GraphStage(ByPlace):
     ) -> None:
         self.number, self.graph, self.reads, self.takes, self.many, self.rows = number, graph, reads, takes, many, rows
         self.names = tuple((name,) for name in (*reads, *unread))
-        self.__name__ = f"stage {number}"
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
         """The stage's output."""

@@ -457,7 +457,7 @@ def test_random_numbers_follow_from_the_key_under_every_plan():
         assert torch.equal(result.loss, loss)
         assert all(torch.equal(whole[name], grad) for name, grad in grads.items())
     assert not torch.equal(fpipe.build(program, model)(own, batch, key=KEY + 1).loss, loss)
-    with pytest.raises(ValueError, match=r"stage 0 \(stage 0\) draws random numbers: hand in key="):
+    with pytest.raises(ValueError, match=r"^stage 0 draws random numbers: hand in key="):
         fpipe.build(program, model)(own, batch)
 
 
