@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from fpipe.columns import columns_of
 from fpipe.costs import Costs, carried, the_costs
@@ -159,23 +160,24 @@ def bounds(
         )
 
 
-def _caps(program: Program, costs: Costs, given: float | Sequence[float] | None) -> list[int]:
+def _caps(program: Program, costs: Costs, given: Any) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
     known = columns_of(program.ops)
     share = shares(program, known)
     if not residuals_stay(program, known):
         return []
+    held: Sequence[Any]
     if given is None:
         starts, ends, *_ = next(walk(program, costs))
         held, _ = units_held(program, starts, ends, list, known)
-    elif isinstance(given, Sequence):
+    elif isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != program.ranks:
             raise ValueError(f"memory_cap lists {len(given)} caps for {program.ranks} ranks; give one a rank.")
         held = given
     else:
         held = [given] * program.ranks
     for most in held:
-        if not most >= 0:
+        if not (isinstance(most, Real) and float(most) >= 0):
             raise ValueError(f"memory_cap is in microbatches, at least what one op holds; found {most!r}.")
     caps = [int(min(most * count + 1e-9, len(program.ops))) for most, count in zip(held, share, strict=True)]
     holding = {op.rank for op in program.ops for part in op.parts or (op,) if _makes(part)}

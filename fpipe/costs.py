@@ -170,7 +170,7 @@ class Costs:
         if isinstance(given, Mapping):
             if value.name not in given:
                 raise ValueError(
-                    f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given))}; add "
+                    f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given)) or 'no names'}; add "
                     f"{value.name!r}, 0 if it does not count."
                 )
             size = _at(cast("PerStage", given[value.name]), value.stage or 0, f"bytes of {value.name!r}")

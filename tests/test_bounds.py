@@ -1,6 +1,8 @@
 """Lower bounds: the formulas where stages are alike, and nothing below them anywhere."""
 
 import math
+import re
+from typing import Any
 
 import pytest
 
@@ -113,9 +115,12 @@ def test_a_cap_below_one_op_is_refused():
         fpipe.bounds(fpipe.place("looped", ranks=2)(fpipe.program(4)), memory_cap=0.4)
 
 
-@pytest.mark.parametrize("cap", [math.nan, -1])
-def test_a_cap_is_a_number(cap: float):
-    with pytest.raises(ValueError, match=f"memory_cap is in microbatches, at least what one op holds; found {cap}."):
+@pytest.mark.parametrize("cap", [math.nan, -1, "x", "xy", {}, [1, None]])
+def test_a_cap_is_a_number(cap: Any):
+    """A text was compared with 0 ('>=' not supported between 'str' and 'int'), or taken for a list of caps."""
+    found = cap[1] if isinstance(cap, list) else cap
+    expected = f"memory_cap is in microbatches, at least what one op holds; found {found!r}."
+    with pytest.raises(ValueError, match=re.escape(expected)):
         fpipe.bounds(linear(2, 2, False), memory_cap=cap)
 
 

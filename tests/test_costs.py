@@ -207,6 +207,7 @@ MISSING = {
         bandwidth={}, bytes=size
     ),
     "the bytes of y[0,0] are not known: bytes= has res; add 'y', 0 if it does not count.": Costs(bytes={"res": 3}),
+    "the bytes of y[0,0] are not known: bytes= has no names; add 'y', 0 if it does not count.": Costs(bytes={}),
     "the bytes of y[0,0] are a number, at least 0; found nan.": Costs(bytes=lambda value: math.nan),
     "transfer is a time in seconds, at least 0; found -1.": Costs(transfer=lambda source, target: -1),
     "transfer is a time in seconds, at least 0; found True, which is no number.": Costs(transfer=lambda *link: True),
