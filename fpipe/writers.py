@@ -155,6 +155,8 @@ class _Writes:
         self.names: dict[str, bool] = {}
         self.moody = False
         self.alias: dict[str, str] = {}
+        self.path: tuple[int, ...] = ()  # the blocks around what is visited
+        self.bound: dict[str, tuple[int, ...]] = {}  # those around where a name last became an alias
         self.modes: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
@@ -195,16 +197,33 @@ class _Writes:
                 for one in inner if isinstance(inner, list) else [inner]:
                     if isinstance(one, ast.AST):
                         self.visit(one)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.bind(target, node.value)
+
+    def bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        """A name stands for an attribute until it is bound anew, wherever the first binding was: in a block that may
+        be passed over, it may still."""
+        if isinstance(target, ast.Tuple | ast.List):
+            for one in target.elts:
+                self.bind(one, None)
+        elif isinstance(target, ast.Name):
+            base = self.base(value)
+            if base is not None:
+                self.alias[target.id], self.bound[target.id] = base, self.path
+            elif self.bound.get(target.id, ())[: len(self.path)] == self.path:
+                self.alias.pop(target.id, None)
 
     def block(self, body: list[ast.stmt], moody: bool) -> None:
         """Statements that run in training only, or wherever those around them do."""
-        before = self.moody
+        before, around = self.moody, self.path
         self.moody |= moody
+        self.path = (*around, id(body))
         for one in body:
             self.visit(one)
             if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return | ast.Raise):
                 self.moody |= self.denies(one.test)  # if not self.training: return
-        self.moody = before
+        self.moody, self.path = before, around
 
     def base(self, node: ast.expr | None) -> str | None:
         """The attribute in whose memory an expression is: `count` of self.count, self.count[0], self.count.view(-1)."""

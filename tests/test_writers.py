@@ -24,6 +24,12 @@ WRITES = {
     "a part, augmented": "self.b[0] += 3.0",
     "through a name": "held = self.b\nheld.copy_(x.mean().expand(3))",
     "a name, augmented": "held = self.b\nheld += 1",
+    "a name, before it is bound anew": "held = self.b\nheld.add_(1)\nheld = held * 2",
+    "a name, as it is bound anew": "held = self.b\nheld = held.add_(1) * 2",
+    "a name that may be bound anew": "held = self.b\nif x.dim() > 5:\n    held = held * 2\nheld.add_(1)",
+    "a name that may be bound": "held = x.clone()\nif x.dim() > 1:\n    held = self.b\nheld.add_(1)",
+    "a name, bound to another": "held = self.c\nheld = self.b\nheld.add_(1)",
+    "a name, in the next round": "held = x.clone()\nfor _ in range(2):\n    held.add_(1)\n    held = self.b",
     "a name, a part": "held = self.b\nheld[1:] = 0.0",
     "out": "torch.add(self.b, 1, out=self.b)",
     "out of several": "torch.sort(x[0, :3], out=(self.b, torch.empty(3, dtype=torch.long)))",
@@ -45,6 +51,9 @@ WRITES = {
 READS = {
     "a product": "x * self.b.sum()",
     "a name that is bound": "y = self.b\ny = y + 1",
+    "a name, bound anew and then changed": "held = self.b.view(1, -1)\nheld = held * 2\nheld.relu_()",
+    "a name, bound anew among others": "held = self.b\nheld, other = held * 2, 3\nheld.relu_()",
+    "a name, bound anew after a question": "held = x\nif x.dim() > 1:\n    held = self.b\nheld = held + 1\nheld += 1",
     "a part": "x[:, :3] + self.b[None]",
     "the other side of a change": "x = x.clone()\nx[:, :3] += self.b",
     "the argument of a change": "x = x.clone()\nx.masked_fill_(self.b.sum() > 100, 0.0)",
@@ -125,6 +134,7 @@ def test_a_write_is_seen(name: str, named: bool):
 
 @pytest.mark.parametrize("name", READS)
 def test_what_only_reads_writes_nothing(name: str):
+    """A name that once was a buffer was so to the end: h = self.b; h = h * x; h.relu_() made b module state."""
     made = module(READS[name], True)
     assert not written_buffers([made])
     assert not really_written(made)
