@@ -32,10 +32,11 @@ from fpipe.kept import written_down
 from fpipe.keys import drawing, seed_of
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
-from fpipe.models import Model, Reduction, loss_apart, refuse_inference_mode
+from fpipe.models import Model, Reduction, refuse_inference_mode
 from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
+from fpipe.returned import loss_apart
 
 _TRACING = threading.local()
 _SEEDED = threading.local()

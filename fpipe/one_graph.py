@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.models import Model, loss_of, outputs_of, taken_apart, who_draws
+from fpipe.models import Model, who_draws
+from fpipe.returned import loss_of, outputs_of, taken_apart
 
 
 def aliases(model: Model, stage: int, full: Any) -> Any:

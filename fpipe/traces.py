@@ -23,8 +23,9 @@ from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
 from fpipe.kept import listening
 from fpipe.keys import TracedKey, fold_in, unseeding
-from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart
+from fpipe.models import Model
 from fpipe.params import same_keys
+from fpipe.returned import loss_of, outputs_of, refuse_odd_output, taken_apart
 
 Spec = Any
 

@@ -23,6 +23,7 @@ FLOORS = {
         "batch_norm",
         "functions",
         "models",
+        "returned",
         "kept",
         "reached",
         "marks",

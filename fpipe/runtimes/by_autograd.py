@@ -18,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.keys import drawing, seed_of
-from fpipe.models import Model, loss_of, outputs_of, refuse_odd_output, taken_apart, trained, unchanged, who_draws
+from fpipe.models import Model, trained, unchanged, who_draws
 from fpipe.program import Op
+from fpipe.returned import loss_of, outputs_of, refuse_odd_output, taken_apart
 
 Leaves = list[Any]
 
