@@ -37,6 +37,7 @@ from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
 from fpipe.returned import loss_apart
+from fpipe.watched import watching
 
 _TRACING = threading.local()
 _SEEDED = threading.local()
@@ -96,7 +97,7 @@ def from_loss(
     Raises:
         ValueError: a mark inside no_grad or autocast, or with nothing to compute before it; a stage that reads the
             target; a function that does another thing for other numbers of rows, that a trace does not hold, or that
-            writes buffers of a module.
+            writes tensors, or buffers of modules, that it closes over, which are put back.
 
     >>> import fpipe
     >>> def loss_fn(params, batch):
@@ -112,8 +113,8 @@ def from_loss(
     refuse_inference_mode()
     names = _names(params)
     reached = modules_of(loss_fn)
-    with unwritten(reached):
-        marked = Marked(_traced(_checked(loss_fn, reduction, aux), params, batch), names)
+    with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):
+        marked = Marked(_traced(watched, params, batch), names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
     )

@@ -26,6 +26,7 @@ FLOORS = {
         "returned",
         "kept",
         "reached",
+        "watched",
         "marks",
         "marked",
         "modules",

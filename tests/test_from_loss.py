@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -220,7 +221,11 @@ REFUSED = {
     ),
     "a generator of its own": (
         simple(lambda y, w, t: (y @ w * torch.rand(4, generator=torch.Generator()) - t).square().mean()),
-        r"loss_fn draws from a generator of its own \(aten.rand.generator\), which is in no key; draw without it.",
+        r"loss_fn draws from a generator of its own \(rand\), which is in no key; draw without it.",
+    ),
+    "a generator of its own, for as many rows": (
+        simple(lambda y, w, t: (y @ w * torch.rand(y.shape, generator=torch.Generator()) - t).square().mean()),
+        r"loss_fn draws from a generator of its own \(rand\), which is in no key; draw without it.",
     ),
     "numbers for the loss before others": (
         simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()),
@@ -610,6 +615,7 @@ def test_a_tensor_that_the_function_writes_is_refused(how: str):
     params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
     with pytest.raises(ValueError, match=r"loss_fn writes a tensor of shape \(4,\) that it closes over \(aten\.\w+\."):
         fpipe.from_loss(loss_fn, params, batch)
+    assert torch.equal(held, torch.ones(4))  # the trace had written it
 
 
 def test_what_a_write_only_reads_and_what_is_written_before_it_is_used():
@@ -626,3 +632,19 @@ def test_what_a_write_only_reads_and_what_is_written_before_it_is_used():
     model, own = fpipe.from_loss(loss_fn, params, batch)
     program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
     assert fpipe.verify(program, model, own, batch).bitwise
+
+
+def test_a_norm_that_no_name_leads_to_is_put_back_too(monkeypatch: pytest.MonkeyPatch):
+    """Found by a string: nobody knew of it beforehand, and its count of batches was another afterwards."""
+    norm = nn.BatchNorm1d(4)
+    monkeypatch.setattr(held_module, "net", norm, raising=False)
+    monkeypatch.setitem(sys.modules, "held_module", held_module)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = sys.modules["held_module"].net(fpipe.boundary(batch[0] @ params["w"]))
+        return (y * 1.0 - batch[1]).square().mean()
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    with pytest.raises(ValueError, match=r"writes a tensor of shape \(4?,?\) .* call \.eval\(\) on the module"):
+        fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
+    assert all(map(torch.equal, norm.buffers(), nn.BatchNorm1d(4).buffers()))
