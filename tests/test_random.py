@@ -268,7 +268,7 @@ UNTRACED: dict[str, tuple[Any, str]] = {
     "a comparison": (lambda key: torch.full((4,), 2.0 if key > 2**60 else 3.0), NOT_A_NUMBER),
     "text": (lambda key: torch.full((4,), float(len(f"{key}"))), NOT_A_NUMBER),
     "torch's own seed": (lambda key: (torch.manual_seed(key), torch.rand(4))[1], NOT_A_NUMBER),
-    "Python's": (lambda key: torch.full((4,), random.Random(key).random()), ELSE),
+    "Python's": (lambda key: torch.full((4,), random.Random(key).random()), NOT_A_NUMBER),
     "data": (lambda key: torch.tensor(key).remainder(7) * torch.ones(4), ELSE),
     "another generator": (lambda key: torch.rand(4, generator=seeded(3)), "which its key did not seed"),
     "one that went on": (
