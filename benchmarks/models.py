@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fpipe
 from examples import demo, seq2seq
 from fpipe import tree
-from fpipe.keys import generator_on, seed_of
+from fpipe.keys import generator_on, seeder
 
 MICROBATCHES = 8
 Params = dict[str, Tensor]
@@ -266,7 +266,8 @@ def keyed_dropout(rounds: int, stages: int = 8) -> None:
 
     generator = generator_on("cpu")
     seeding = min(repeat(lambda: generator.manual_seed(7), number=10_000, repeat=5)) * 100
-    folding = min(repeat(lambda: seed_of(1, 2, 3), number=10_000, repeat=5)) * 100
+    seed = seeder(2, 3)
+    folding = min(repeat(lambda: seed(1), number=10_000, repeat=5)) * 100
     print(
         f"{'dropout, for each F and its B':34} eager {more('eager'):.2f} us more than none, fpipe {more('fpipe'):.2f}; "
         f"so the key costs {within(more('fpipe') - more('eager'), 3.0)} us. The generator's manual_seed alone takes "

@@ -66,21 +66,19 @@ _of_stage = lru_cache(maxsize=1024)(_mixed)  # one for all microbatches of a ste
 
 def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> int:
     """The seed of a stage's forward for a microbatch (and slice of its sequences): they are folded into the key."""
-    if type(key) is not int:
-        return fold_in(key)  # which says what is wrong
-    seed = _mixed(_of_stage(key, stage), microbatch)
-    return seed if piece is None else _mixed(seed, piece)
+    return seeder(stage, microbatch, piece)(key)
 
 
 def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[int], int]:
     """`seed_of` for one place and many keys.
 
-    >>> seeder(1, 2)(7) == seed_of(7, 1, 2), seeder(1, 2, 3)(7) == seed_of(7, 1, 2, 3)
+    >>> seeder(1, 2)(7) == fold_in(7, 1, 2), seeder(1, 2, 3)(7) == fold_in(7, 1, 2, 3)
     (True, True)
     """
     step = _STEP * (microbatch + 1)
 
     def seed(key: int) -> int:
+        # What is no int fold_in refuses in words.
         found = _scrambled(_of_stage(key, stage) + step) if type(key) is int else fold_in(key)
         return found if piece is None else _mixed(found, piece)
 

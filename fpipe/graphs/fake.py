@@ -75,7 +75,7 @@ def _mode() -> Any:
 
 @cache
 def _writes_its_own(op: Any) -> bool:
-    """Whether an op writes tensors of its own, the same whenever it is asked, whose order in memory it chooses."""
+    """Whether an op writes tensors of its own, whose order in memory it chooses."""
     if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS:
         return False
     schema: Any = vars(op)["_schema"]
@@ -112,7 +112,8 @@ def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, .
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        devices = {tensor.device for tensor in _tensors(args) if tensor.device.type == "cuda"}
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[*devices]):
             try:
                 made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
             except Exception:  # zeros may be no matrix to invert
