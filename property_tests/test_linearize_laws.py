@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,34 @@ def test_the_four_functions_give_plain_autograds_bits(recipe: Recipe, rows: int,
     assert bits(halves) == bits((dx, dparams))
     assert bits((params, x)) == bits((recipe.params(seed), recipe.input(rows, seed)))
     assert bits(plain.dy) == bits(autograd(recipe, rows, seed).dy)
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=False), st.just(float("nan")), st.integers(-(2**63), 2**63 - 1), st.integers(-9, 9)
+)
+ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator.truediv])
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+
+
+@few(60)
+@given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
+def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
+    op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int
+):
+    """Numbers are made into tensors beforehand: rounded no sooner, and to no other dtype, than torch would."""
+
+    def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return op(op(x, number) * params["w"], number)
+
+    make = torch.Generator().manual_seed(seed)
+    w, x, dy = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
+    wanted = [leaf.clone().requires_grad_() for leaf in (x, w)]
+    y = stage({"w": wanted[1]}, wanted[0])
+    one = fpipe.linearize(stage, {"w": w}, x)
+    own, res = one.forward({"w": w}, x)
+    assert bits(own) == bits(y)
+    dx, dparams = one.backward({"w": w}, res, dy)
+    assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, wanted, dy))
 
 
 @few(20)

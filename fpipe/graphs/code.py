@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, count
 from operator import getitem
@@ -23,9 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
-from fpipe.graphs.graph import Graph, Name, Node
+from fpipe.graphs.graph import Graph, Name, Node, apart, aval
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _KEPT = ("ready", "params", "const", "dloss", "factor")
@@ -40,7 +44,7 @@ def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
     >>> run([torch.ones(2)])
     ([tensor([2., 2.])],)
     """
-    text, objects = _written(graph, name)
+    text, objects = _written(_with_ready_numbers(graph), name)
     exec(_code(text, name), objects)
     return objects[name]
 
@@ -52,7 +56,7 @@ def _code(text: str, name: str) -> CodeType:
 
 
 def source(graph: Graph, name: str = "run") -> str:
-    """The text of that function, for people to read."""
+    """The text of that function, for people to read: numbers in it are numbers."""
     return _written(graph, name)[0]
 
 
@@ -79,6 +83,48 @@ def _written(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
     written = [f"[{', '.join(_text(leaf, objects) for leaf in leaves)}]" for leaves in graph.writes.values()]
     lines.append(f"    return {', '.join(written)}{',' if len(written) == 1 else ''}" if written else "    return ()")
     return "\n".join(lines), objects
+
+
+_aten: Any = torch.ops.aten
+_ARITHMETIC = {
+    op: packet.Tensor
+    for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div)
+    for op in (packet.Tensor, packet.Scalar)
+}
+_EXACT = 1 << 53
+
+
+def _with_ready_numbers(graph: Graph) -> Graph:
+    """The graph with numbers of arithmetic as tensors that torch need not make at each call: the bits are the same.
+
+    Seen on one thread: `torch.div(x, 0.5)` 2.8 us, with the number in a tensor 1.3 us.
+    """
+    constants, facts, nodes = dict(graph.constants), dict(graph.facts), list[Node]()
+    for node in graph.nodes:
+        number = _ready(node, graph)
+        if number is None:
+            nodes.append(node)
+        else:
+            name = Name(f"number_{len(constants)}")
+            constants[name], facts[name] = number, apart(aval(number))
+            nodes.append(Node(node.name, _ARITHMETIC[node.op], (node.args[0], name), {}))
+    return replace(graph, nodes=tuple(nodes), constants=constants, facts=facts)
+
+
+def _ready(node: Node, graph: Graph) -> Tensor | None:
+    """The number in a node as the tensor that torch would make of it.
+
+    Not for dtypes of fewer bits than float32: with those torch computes with the number as it was written.
+    """
+    if node.op not in _ARITHMETIC or len(node.args) != 2 or node.kwargs or node.args[0] not in graph.facts:
+        return None
+    known, number = graph.facts[node.args[0]].aval, node.args[1]
+    if not known.shape or known.dtype not in (torch.float32, torch.float64) or type(number) not in (int, float):
+        return None
+    if type(number) is int and abs(number) > _EXACT:
+        return None
+    with _disable_current_modes():  # the caller may be under one that makes tensors without data
+        return torch.tensor(number, dtype=torch.float64, device="cpu").to(known.dtype)
 
 
 def _last_reads(graph: Graph, kept: set[Name]) -> list[list[Name]]:
@@ -194,9 +240,10 @@ def _filled(arg: Any, tensors: dict[Name, Tensor]) -> Any:
 
 
 def _spelt(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Each argument of a call by name, defaults too."""
+    """Each argument of a call by name, defaults too. No word on pinned memory is False, which torch's functions say."""
     found = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    return found | dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    found |= dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    return found | {"pin_memory": bool(found["pin_memory"])} if "pin_memory" in found else found
 
 
 def _equal(one: Any, other: Any) -> bool:
