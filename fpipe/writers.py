@@ -72,28 +72,40 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def _of(module: nn.Module) -> dict[str, bool]:
-    """The attributes that are written by what may run when a module is called: its forward, what that calls of its
-    class, and hooks. Of each whether only in training."""
-    kind = type(module)
+    """The attributes that are written by what may run when a module is called. Of each whether only in training."""
     writes: dict[str, bool] = {}
+    for hook in _hooks(module):
+        if isinstance(hook, SpectralNorm):  # it makes the names of its buffers as it runs
+            writes |= {f"{hook.name}_u": True, f"{hook.name}_v": True}
+    for code, moody in codes_of(module).items():
+        writes |= {name: writes.get(name, True) and (moody or own) for name, own in _read(code).writes.items()}
+    return writes
+
+
+def codes_of(module: nn.Module) -> dict[CodeType, bool]:
+    """What may run when a module is called: its forward, what that calls of its class, and hooks. Of each whether only
+    in training."""
+    kind = type(module)
     seen: dict[CodeType, bool] = {}
     todo: list[tuple[type, Any, bool]] = [(kind, one, False) for one in _methods(kind, "forward")]
     todo += [(kind, vars(module)["forward"], False)] if "forward" in vars(module) else []
-    for hook in [hook for kind in _HOOKS for hook in getattr(module, kind).values()]:
+    for hook in _hooks(module):
         plain = isinstance(hook, FunctionType | MethodType)
         calls = [hook] if plain else _methods(type(hook), "__call__")
         todo += [(kind if plain else type(hook), one, False) for one in calls]
-        if isinstance(hook, SpectralNorm):  # it makes the names of its buffers as it runs
-            writes |= {f"{hook.name}_u": True, f"{hook.name}_v": True}
     while todo:
         home, function, moody = todo.pop()
         code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
         if isinstance(code, CodeType) and (code not in seen or seen[code] > moody):
             seen[code] = moody
-            read = _read(code)
-            writes |= {name: writes.get(name, True) and (moody or own) for name, own in read.writes.items()}
-            todo += [(home, one, moody or own) for name, own in read.names.items() for one in _methods(home, name)]
-    return writes
+            todo += [
+                (home, one, moody or own) for name, own in _read(code).names.items() for one in _methods(home, name)
+            ]
+    return seen
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -110,22 +122,32 @@ def _methods(home: type, name: str) -> Iterator[Any]:
 
 @lru_cache(maxsize=4096)
 def _read(code: CodeType) -> Read:
-    try:
-        found = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):  # made where there is no file, or a lambda inside a line
+    found = text_of(code)
+    if found is None:
         return _read_code(code)
     seen = _Writes(found)
     return Read(seen.found, seen.names)
+
+
+def text_of(code: CodeType) -> ast.Module | None:
+    """The text of a function; none where it was made without a file, or is a lambda inside a line."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def _read_code(code: CodeType) -> Read:
     """The same of a function without a text: beside a method that works in place, every attribute may be written."""
     ops = list(dis.get_instructions(code))
     loaded = {op.argval for op in ops if op.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    writes = {op.argval for op in ops if op.opname == "STORE_ATTR"}
-    in_place = any(_in_place(name) or name in _NORMS for name in code.co_names)
+    texts = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    loaded |= texts if {"getattr", "setattr"} & {*code.co_names} else set()
+    writes = {op.argval for op in ops if op.opname == "STORE_ATTR"} | (texts if "setattr" in code.co_names else set())
+    changes = any(in_place(name) or name in _NORMS for name in code.co_names)
+    changes |= any(op.opname == "BINARY_OP" and op.argrepr.endswith("=") for op in ops)  # held += 1
     out = any(isinstance(words, tuple) and "out" in words for words in code.co_consts)
-    if in_place or out or any(op.opname == "STORE_SUBSCR" for op in ops):
+    if changes or out or any(op.opname == "STORE_SUBSCR" for op in ops):
         writes |= loaded
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -134,7 +156,8 @@ def _read_code(code: CodeType) -> Read:
     return Read(dict.fromkeys(writes, "training" in loaded), dict.fromkeys(loaded, "training" in loaded))
 
 
-def _in_place(name: str) -> bool:
+def in_place(name: str) -> bool:
+    """Whether torch would call a function so that changes what it is given."""
     return name.endswith("_") and not name.endswith("__")
 
 
@@ -161,7 +184,7 @@ class _Writes:
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
                 names = {to.id for to in node.targets if isinstance(to, ast.Name)}
-                base = self.base(node.value)
+                base = base_of(self.alias, node.value)
                 self.alias |= dict.fromkeys(names, base) if base is not None else {}  # buffer = self.buffer
                 self.modes |= names if self.asks(node.value) else set()  # updates = self.training and self.tracks
         self.visit(tree)
@@ -208,7 +231,7 @@ class _Writes:
             for one in target.elts:
                 self.bind(one, None)
         elif isinstance(target, ast.Name):
-            base = self.base(value)
+            base = base_of(self.alias, value)
             if base is not None:
                 self.alias[target.id], self.bound[target.id] = base, self.path
             elif self.bound.get(target.id, ())[: len(self.path)] == self.path:
@@ -225,21 +248,6 @@ class _Writes:
                 self.moody |= self.denies(one.test)  # if not self.training: return
         self.moody, self.path = before, around
 
-    def base(self, node: ast.expr | None) -> str | None:
-        """The attribute in whose memory an expression is: `count` of self.count, self.count[0], self.count.view(-1)."""
-        if isinstance(node, ast.Attribute):
-            return self.base(node.value) if node.attr in _SAME_MEMORY else node.attr
-        if isinstance(node, ast.Subscript):
-            return self.base(node.value)
-        if isinstance(node, ast.Name):
-            return self.alias.get(node.id)
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and (node.func.attr in _VIEWS or _in_place(node.func.attr)):
-                return self.base(node.func.value)
-            if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
-                return _text(node.args[1])
-        return None
-
     def note(self, name: str | None, moody: bool = False) -> None:
         """An attribute is written here."""
         if name is not None:
@@ -248,7 +256,7 @@ class _Writes:
     def write(self, node: ast.expr | None, moody: bool = False) -> None:
         """What is written where an expression is."""
         for one in node.elts if isinstance(node, ast.Tuple | ast.List) else [node]:
-            self.note(self.base(one), moody)
+            self.note(base_of(self.alias, one), moody)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
@@ -267,7 +275,7 @@ class _Writes:
         word = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         named = {one.arg: one.value for one in node.keywords}
         self.write(named.get("out"))
-        if _in_place(word):
+        if in_place(word):
             of = node.func.value if isinstance(node.func, ast.Attribute) else None
             library = of is None or ast.unparse(of).split(".")[-1] in ("torch", "functional", "F", "init")
             self.write(node.args[0] if library and node.args else of)
@@ -276,8 +284,26 @@ class _Writes:
             for one in (*node.args[1:3], *(named.get(name) for name in _STATISTICS)):
                 self.write(one, asks)
         elif word in ("setattr", "register_buffer"):
-            self.note(next((one for one in map(_text, node.args) if one is not None), None))
+            self.note(next((one for one in map(text_in, node.args) if one is not None), None))
 
 
-def _text(node: ast.expr) -> str | None:
+def base_of(alias: Mapping[str, str], node: ast.expr | None) -> str | None:
+    """The attribute in whose memory an expression is: `count` of self.count, self.count[0], self.count.view(-1), and of
+    a name that is its `alias`."""
+    if isinstance(node, ast.Attribute):
+        return base_of(alias, node.value) if node.attr in _SAME_MEMORY else node.attr
+    if isinstance(node, ast.Subscript):
+        return base_of(alias, node.value)
+    if isinstance(node, ast.Name):
+        return alias.get(node.id)
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and (node.func.attr in _VIEWS or in_place(node.func.attr)):
+            return base_of(alias, node.func.value)
+        if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
+            return text_in(node.args[1])
+    return None
+
+
+def text_in(node: ast.expr) -> str | None:
+    """The text that an expression is, if it is one."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

@@ -85,6 +85,7 @@ def module(body: str, named: bool) -> nn.Module:
         text = text[: text.index("    def method")] + text[text.index("    @property") :]
     if "prop" not in body:
         text = text[: text.index("    @property")]
+    text = text if named else "\n" + text  # equal code is read once, whichever file it is in
     file = f"<made {abs(hash(text))}>" if named else "<nowhere>"
     if named:
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
