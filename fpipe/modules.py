@@ -57,9 +57,10 @@ def from_sequential(
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name; per stage its module state: the buffers that its modules write, by name. Updates of batch and
-        instance norms are apart from the forwards, which then come in any order. A stage with another module that
-        writes buffers (spectral norm, one of your own) reads them in its forward, microbatch after microbatch.
+        first name; per stage its module state: the buffers that its modules write, by name. Updates of buffers that
+        are read only to update them (those of batch and instance norms, a counter or a running mean of your own) are
+        apart from the forwards, which then come in any order. A stage with a module that reads what it writes (spectral
+        norm), or that may by what its code shows, reads its state in its forward, microbatch after microbatch.
 
     Raises:
         ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.

@@ -22,7 +22,9 @@ from fpipe.graphs.alike import Same
 from fpipe.graphs.graph import storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
+from fpipe.reads import asks_for_mode, changes_others, read_buffers
 from fpipe.skips import Skips, through
+from fpipe.tapes import Recorder, updated_with
 from fpipe.twins import twin
 from fpipe.writers import Write, written_buffers
 
@@ -34,7 +36,8 @@ class StageModule(ByPlace):
 
     Attributes:
         norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
-        held: where else a module writes buffers: these are the stage's state, the norms' too, and a forward reads it.
+        unread: the buffers that modules write, and read only to do so: their updates are apart too.
+        held: where a module reads what it writes: these are the stage's state, all of it, and a forward reads it.
     """
 
     def __init__(
@@ -66,13 +69,22 @@ class StageModule(ByPlace):
         own |= reads
         buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         self.remembered = [(path, *place) for path, place in buffers if place in own]
-        if reads:
+        each = [module for _, module in modules]
+        self.unread: list[tuple[str, nn.Module, str]] = []
+        if reads and (odd or read_buffers(each, reads)):
             self.held, self.norms = self.remembered, []
-            turning += [module for _, module in modules if isinstance(module, _NormBase)]
+            turning += [module for module in each if isinstance(module, _NormBase)]
+        elif reads:
+            self.unread = [(path, *place) for path, place in buffers if place in reads]
+            turning += [module for module in each if asks_for_mode(module)]
+        self.copying = bool(self.unread) and changes_others(each, reads)
         self.holds = [path for path, _, _ in self.held]
+        self.apart = [path for path, _, _ in self.unread]
         self.writes = [path for path, _, _ in self.remembered]
         self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
-        fixed += [path for path, place in buffers if place not in own]
+        fixed += [
+            path for path, place in buffers if place not in own or path in self.apart
+        ]  # stand-ins are made of them
         self.fixed = [(path, *place) for path, place in self._places(fixed)]
         self.swapped = [[path for path, _ in self._places(leaf)] for leaf in names]
 
@@ -91,9 +103,9 @@ class StageModule(ByPlace):
         return StageModule, (self.number, self.children, self.names, self.skips, self.deferred)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with norms that remember, also what their update needs; with a state, also the new."""
+        """The stage's output; with updates that are apart, also what they need; with a state, also the new."""
         if not self.held:
-            return self.within(params, partial(self._through, x), noting=bool(self.norms))
+            return self.within(params, partial(self._through, x), noting=bool(self.norms or self.unread))
         given = state or {}
         same_keys(given, self.holds, f"state of stage {self.number}", "a buffer that it writes")
         made = self.within(params, partial(self._through, x), buffers=[given[name] for name in self.holds])
@@ -123,20 +135,34 @@ class StageModule(ByPlace):
             kept = [_kept(module) for module in self.caching]
             try:
                 with noted(self.norms, self.deferred) as notes:
-                    made, new = self._called(own, buffers, what)
+                    made, new, tape = self._called(own, buffers, what, noting)
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
                     vars(module).update(attributes)
                 written = before.put_back()
         self._refuse_written(written)
-        return (made, notes) if noting else (made, new) if buffers is not None else made
+        return (made, self._seen(notes, tape)) if noting else (made, new) if buffers is not None else made
+
+    def _seen(self, notes: Any, tape: Any) -> Any:
+        """What the updates need, of norms and of others."""
+        return (notes, *tape) if self.unread else notes
 
     def _called(
-        self, own: dict[str, Tensor], buffers: Sequence[Tensor] | None, what: Callable[[], Any], traced: bool = False
-    ) -> tuple[Any, list[Any]]:
-        """What something makes while tensors are in the modules' place; and what is then in the place of the buffers
-        that it may write, which are copies of those handed in.
+        self,
+        own: dict[str, Tensor],
+        buffers: Sequence[Tensor] | None,
+        what: Callable[[], Any],
+        noting: bool,
+        traced: bool = False,
+    ) -> tuple[Any, list[Any], Any]:
+        """What something makes while tensors are in the modules' place; what is then in the place of the buffers that
+        it may write, which are copies of those handed in; and what it did to those that it does not read.
         """
+        unread = self.unread if noting else []
+        recorder = Recorder(self.apart, self.copying, f"stage {self.number}")
+        if unread:
+            here = [own[path] if path in own else getattr(owner, name) for path, owner, name in unread]
+            own |= dict(zip(self.apart, recorder.stand_ins(here), strict=True))
         held = [] if buffers is None else self.held
         copies = [buffer.clone() for buffer in buffers or ()]
         own |= {path: copy for (path, _, _), copy in zip(held, copies, strict=True)}
@@ -145,23 +171,25 @@ class StageModule(ByPlace):
         def watched() -> tuple[Any, list[Any]]:
             before = Places(self.modules)
             made = what()
-            new = [own_buffers(owner).get(name) for _, owner, name in held]
-            self._refuse_written(before.put_back({(owner, name) for _, owner, name in held}))
+            new = [own_buffers(owner).get(name) for _, owner, name in (*held, *unread)]
+            self._refuse_written(before.put_back({(owner, name) for _, owner, name in (*held, *unread)}))
             return made, new
 
         made, new = torch.func.functional_call(self.bound, own, (watched,), tie_weights=False)
-        odd = next((path for (path, _, _), one in zip(held, new, strict=True) if not isinstance(one, Tensor)), None)
+        pairs = zip((*held, *unread), new, strict=True)
+        odd = next((path for (path, _, _), one in pairs if not isinstance(one, Tensor)), None)
         if odd is not None:
             raise RuntimeError(f"stage {self.number} left no tensor in buffer {odd!r}, which is its module state.")
-        for one, copy, before, (path, _, _) in zip(new, copies, memory, held, strict=True):
+        for one, copy, before, (path, _, _) in zip(new, copies, memory, held, strict=False):
             if traced and one is copy and storage_of(one) != before:
                 raise RuntimeError(f"it assigns the .data of buffer {path!r}, which no trace sees")
-        return made, new
+        recorder.refuse_in(made, "its output comes from it")
+        return made, new[: len(held)], recorder.finished(new[len(held) :])
 
     def _refuse_written(self, written: Sequence[str]) -> None:
         if not written:
             return
-        if written[0] in self.holds:
+        if written[0] in self.writes:
             raise RuntimeError(
                 f"stage {self.number} wrote buffer {written[0]!r} once more as its backward computed it again (it is "
                 "put back): torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
@@ -207,9 +235,10 @@ class StageModule(ByPlace):
             kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
                 with noted(self.norms, self.deferred) as notes:
-                    through = partial(self._through, x)
-                    made, new = self._called(own, buffers if self.held else None, through, traced=True)
-                return (made, new) if self.held else (made, notes) if self.norms else made
+                    through, noting = partial(self._through, x), bool(self.norms or self.unread)
+                    given = buffers if self.held else None
+                    made, new, tape = self._called(own, given, through, noting, traced=True)
+                return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
             finally:  # as it was: whatever a module notes now is without data
                 for (_, module), attributes in zip(self.modules, kept, strict=True):
                     vars(module).clear()
@@ -222,10 +251,11 @@ class StageModule(ByPlace):
     def remembering(self) -> dict[str, Any]:
         """What a `Stage` says about its state: nothing if it writes no buffer."""
         said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
-        if not self.norms:
+        if not self.norms and not self.unread:
             return said
-        update = updated_at_the_end if self.deferred else updated
-        return said | {"update": partial(update, self.norms), "notes": True, "counts": self.deferred}
+        update = partial(updated_at_the_end if self.deferred else updated, self.norms)
+        update = partial(updated_with, update, self.apart) if self.unread else update
+        return said | {"update": update, "notes": True, "counts": self.deferred}
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
@@ -241,8 +271,8 @@ class StageModule(ByPlace):
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(twin(module, odd) for module in self.children.values())
-        held = tuple(_short(path, place) for path, _, _ in self.held)
-        return tuple(short), fixed, held, twins, self.skips, self.deferred, Same(self) if odd else None
+        written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.apart))
+        return tuple(short), fixed, written, twins, self.skips, self.deferred, Same(self) if odd else None
 
 
 def _is_statistic(write: Write) -> bool:

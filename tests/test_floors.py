@@ -36,6 +36,8 @@ FLOORS = {
         "graph_stage",
         "impure",
         "writers",
+        "reads",
+        "tapes",
         "twins",
         "params",
         "training",
