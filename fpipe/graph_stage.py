@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.by_place import ByPlace
 from fpipe.graphs.alike import Same, alike
+from fpipe.symbols import in_words
 
 
 class GraphStage(ByPlace):
@@ -113,5 +114,7 @@ class Rows:
         for guard, symbol in self.guards:
             rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
             if not guard.subs(symbol, rows):
-                raise ValueError(f"loss_fn does another thing for {rows} rows than for the example: {guard} is false.")
+                raise ValueError(
+                    f"loss_fn does another thing for {rows} rows than for the example: {in_words(guard)} is false."
+                )
         self.known.add(shapes)

@@ -37,6 +37,7 @@ from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
 from fpipe.returned import loss_apart
+from fpipe.symbols import symbols_in
 from fpipe.watched import watching
 
 _TRACING = threading.local()
@@ -130,20 +131,30 @@ def from_loss(
 
 
 def _check_function(loss_fn: Any) -> None:
-    """A loss function takes params and a batch."""
+    """A loss function takes params and a batch, and is no function that torch has, nor one that it has compiled."""
     wanted = "from_loss takes a function loss_fn(params, batch)"
     if isinstance(loss_fn, type) or not callable(loss_fn):
         found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
         raise TypeError(f"{wanted}, found {found}.")
+    if hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        raise TypeError(f"{wanted}, found one of torch.compile; hand in the function, and say build(compile=True).")
+    taken = None
     try:
         taken = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    except ValueError:  # some functions written in C do not tell
-        return
-    try:
         taken.bind(None, None)
+    except ValueError:  # some functions written in C do not tell
+        pass
     except TypeError:
         hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
         raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}") from None
+    inner: Any = getattr(loss_fn, "func", loss_fn)  # of functools.partial
+    home = type(inner) if isinstance(inner, nn.Module) else inner
+    if (getattr(home, "__module__", None) or "").partition(".")[0] in ("torch", "builtins"):
+        name = getattr(home, "__name__", type(inner).__name__)
+        raise TypeError(
+            f"{wanted}, which computes the loss of a whole net; found {name}, a function of other things. Call it on "
+            "what the net gives and the target."
+        )
 
 
 def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool) -> Callable[[Any, Any], Any]:
@@ -163,7 +174,10 @@ def _names(params: Any) -> list[str]:
     for place, leaf in places:
         if not isinstance(leaf, Tensor):
             kind = type(leaf).__name__
-            raise ValueError(f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.")
+            hint = " Of a module, hand in dict(net.named_parameters())." if isinstance(leaf, nn.Module) else ""
+            raise ValueError(
+                f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.{hint}"
+            )
     plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
     return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
 
@@ -197,20 +211,47 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
 
     _TRACING.marks = 0
     try:
-        with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down():
+        with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]):
             module = make_fx(flat, pre_dispatch=True)(*tensors)
+        _make_literals_pure(module.graph)
         marks: int = _TRACING.marks
     finally:
         del _TRACING.marks
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
-        raise ValueError("loss_fn holds for one number of rows only, that of the example: it compares or fixes it.")
+        raise ValueError(
+            "loss_fn holds for one number of rows only, that of the example: it compares or fixes it, as len(x) does; "
+            "x.shape[0] keeps it open."
+        )
     guards = tuple(
         (guard.expr, symbol) for guard in sizes.guards if _asked(guard) for symbol in guard.expr.free_symbols
     )
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     return Traced(module, marks, tree.leaves(named[0]), named[1], batch, guards)
+
+
+def _make_literals_pure(graph: fx.Graph) -> None:
+    """torch.tensor(4) is written down as a copy that is then detached in place: a write, though nothing is written."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        (copy,) = node.args
+        if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+
+
+@contextmanager
+def _explained(batch: tuple[Any, Any]) -> Generator[None]:
+    """What torch refuses meanwhile says what its symbols for numbers of rows are."""
+    try:
+        yield
+    except Exception as error:
+        halves = zip(("inputs", "target"), batch, strict=True)
+        leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
+        rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
+        for symbol in sorted(symbols_in(str(error)) & rows.keys()):
+            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss leaves open.")
+        raise
 
 
 def _asked(guard: Any) -> bool:

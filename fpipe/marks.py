@@ -73,6 +73,8 @@ class Marked:
         results = [self.root(node) for node in traced.module.graph.output_node().all_input_nodes]
         loss = _Part(self, None, results)
         self.outs: list[dict[fx.Node, None]] = [{} for _ in range(self.last + 1)]
+        if not loss.taken:
+            raise ValueError("the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.")
         self.outs[self.last] = loss.taken
         parts: list[_Part] = []
         for stage in reversed(range(self.last + 1)):
@@ -82,8 +84,11 @@ class Marked:
             parts.insert(0, part)
         order = {node: number for number, node in enumerate(traced.module.graph.nodes)}
         self.outs = [dict.fromkeys(sorted(outs, key=order.__getitem__)) for outs in self.outs]
-        self.groups = [_by_readers(outs, parts) for outs in self.outs]
-        self.port = {node: at for groups in self.groups for at, group in enumerate(groups) for node in group}
+        self.groups = [*(_by_readers(outs, parts) for outs in self.outs[:-1]), [list(self.outs[-1])]]
+        ports = ((stage, at, node) for stage, gs in enumerate(self.groups) for at, g in enumerate(gs) for node in g)
+        self.port = {
+            node: at for stage, at, node in ports if self.at.get(node) == stage
+        }  # the last hands on others' too
         self.sources: tuple[Source | tuple[Source, ...], ...] = tuple(part.sources for part in parts)
         readers = {name: [s for s, part in enumerate(parts) if name in part.params] for name in names}
         self.owned = [[n for n, read in readers.items() if min(read, default=0) == s] for s in range(len(parts))]
@@ -120,6 +125,8 @@ class Marked:
                 self.at[node] = stage
         if stage < self.traced.marks:
             raise ValueError("a boundary() marks what nothing uses afterwards: go on with what it returns.")
+        if not self.at:
+            raise ValueError("loss_fn computes nothing, so there is no stage to cut it into.")
         if stage not in self.at.values():
             raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.")
 
@@ -142,6 +149,16 @@ class Marked:
             if node not in self.free and not judged.isdisjoint(self.needs(node)):
                 judged.add(node)
         return judged
+
+    def in_loss(self, node: fx.Node) -> bool:
+        """What the loss computes: what depends on the target, and how many there are of something. A stage would hand
+        that number on as an output, and no two of them join."""
+        if node in self.judged:
+            return True
+        value = node.meta.get("val")
+        counts = isinstance(value, Tensor) and not value.ndim and not value.dtype.is_floating_point
+        pure = node in self.at and node not in self.changed and not _stays(node)
+        return pure and counts and not any(one in self.name_of for one in self.needs(node))
 
     def _refuse_odd(self) -> None:
         for held, node in self.changed.items():
@@ -194,7 +211,7 @@ class _Part:
 
     def __init__(self, whole: Marked, stage: int | None, wanted: Iterable[fx.Node]) -> None:
         self.whole, self.stage, self.wanted = whole, stage, list(wanted)
-        own = whole.judged.__contains__ if stage is None else self._mine
+        own = whole.in_loss if stage is None else self._mine
         half = whole.target if stage is None else whole.inputs
         found: set[fx.Node] = set()
         self.params: dict[str, fx.Node] = {}

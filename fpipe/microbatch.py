@@ -239,6 +239,8 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
 def _equal(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
+    if hasattr(one, "fake_mode"):  # where bytes are counted on shapes alone: the numbers are compared in the step
+        return one.shape == other.shape
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 

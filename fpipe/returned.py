@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.models import Model, Reduction, Stage
+from fpipe.symbols import in_words
 
 
 def taken_apart(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
@@ -62,6 +64,7 @@ def loss_apart(made: Any, reduction: Reduction, with_aux: bool, who: str = "the 
         if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(f'with reduction="count" the loss returns (total, count), found {_kind(made)}.')
         made, count = made  # pyright: ignore[reportUnknownVariableType]
+        _refuse_no_count(count)
     _refuse_no_scalar(made, who)
     return made, count, aux  # pyright: ignore[reportUnknownVariableType]
 
@@ -77,7 +80,25 @@ def _refuse_no_scalar(made: Any, who: str) -> None:
     if not isinstance(made, Tensor):
         raise TypeError(f"{who} is a 0-d tensor, found {_kind(made)}.")
     if made.ndim:
-        raise ValueError(f"{who} is a 0-d tensor, found shape {tuple(made.shape)}; reduce it, for instance by .mean().")
+        raise ValueError(
+            f"{who} is a 0-d tensor, found shape {in_words(tuple(made.shape))}; reduce it, for instance by .mean()."
+        )
+
+
+def _refuse_no_count(count: Any) -> None:
+    """What is summed over the microbatches, to divide by once."""
+    wanted = "the count of (total, count) is a number or a 0-d tensor of one, found "
+    if not isinstance(count, Tensor):
+        if isinstance(count, bool) or not isinstance(count, Real | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{wanted}{_kind(count)}.")
+    elif count.ndim:
+        raise ValueError(
+            f"{wanted}shape {in_words(tuple(count.shape))}; say how many there are, for instance by .sum()."
+        )
+    elif count.dtype == torch.bool:
+        raise ValueError(f"{wanted}True or False; say how many there are, for instance by .sum().")
+    elif count.requires_grad:
+        raise ValueError("the count of (total, count) has a gradient, which nobody would take: .detach() it.")
 
 
 def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:

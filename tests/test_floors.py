@@ -65,7 +65,7 @@ FLOORS = {
         "plan",
         "costs",
     },
-    0: {"tree", "program"},
+    0: {"tree", "program", "symbols"},
 }
 
 

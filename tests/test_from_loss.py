@@ -143,6 +143,26 @@ def test_branches_need_no_chain():
     assert fpipe.verify(program, model, own, batch).bitwise
 
 
+def test_what_an_early_stage_hands_to_others_and_to_the_loss():
+    """IndexError: the last stage hands it to the loss as an output of another number than the early one's."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        first = torch.tanh(x @ params["a"])
+        gate = torch.sigmoid(first @ params["b"])
+        second = torch.tanh(fpipe.boundary(first) @ params["b"])
+        third = torch.tanh(fpipe.boundary(second) @ params["c"]) * gate
+        return (third - target).square().mean() + (first * target).mean() + gate.mean()
+
+    params, batch = {name: torch.randn(4, 4) for name in "abc"}, (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, batch).bitwise
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    for one, other in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_no_grad_autocast_and_changes_in_place_inside_a_stage_are_kept():
     def odd(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         x, target = batch
@@ -239,6 +259,13 @@ REFUSED = {
         simple(lambda y, w, t: (y @ w - t).mean() * (2 if y.shape[0] == 6 else 1)),
         "loss_fn holds for one number of rows only, that of the example",
     ),
+    "a length": (simple(lambda y, w, t: (y @ w - t).sum() / len(y)), r"as len\(x\) does; x\.shape\[0\] keeps it open"),
+    "a loss of the target alone": (
+        lambda params, batch: (fpipe.boundary(batch[0] @ params["w"]), batch[1].mean())[1],
+        "the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.",
+    ),
+    "a constant": (lambda params, batch: torch.tensor(3.0), "the loss reads nothing that loss_fn computes from params"),
+    "a parameter": (lambda params, batch: params["loss"], "loss_fn computes nothing, so there is no stage"),
     "no tensor to mark": (lambda params, batch: fpipe.boundary(3), r"boundary\(\) marks a pytree of tensors"),
 }
 
@@ -246,8 +273,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused_with_the_reason(name: str):
     loss_fn, sentence = REFUSED[name]
+    params = {"w": torch.randn(4, 4), "loss": torch.ones(())}
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4)))
+        fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(6, 4)))
 
 
 def test_a_parameter_that_is_no_tensor():
@@ -258,7 +286,8 @@ def test_a_parameter_that_is_no_tensor():
 NO_LOSS = "what loss_fn returns is a 0-d tensor, found "
 NO_COUNT = 'with reduction="count" the loss returns (total, count), found '
 RETURNED = {
-    "a vector": (lambda error: error.square().sum(1), {}, NO_LOSS + "shape "),
+    "a vector": (lambda error: error.square().sum(1), {}, NO_LOSS + "shape (rows,); reduce it, for"),
+    "a vector of all": (lambda error: error.flatten(), {}, NO_LOSS + "shape (4*rows,); reduce it, for"),
     "a number": (lambda error: error.square().mean().item(), {}, NO_LOSS + "float."),
     "a constant": (lambda error: 1.0, {}, NO_LOSS + "float."),
     "nothing": (lambda error: None, {}, NO_LOSS + "NoneType."),
@@ -270,7 +299,7 @@ RETURNED = {
         "with aux=True the loss returns (loss, aux), found Tensor.",
     ),
     "no count": (lambda error: error.square().sum(), {"reduction": "count"}, NO_COUNT + "Tensor."),
-    "a vector to count": (lambda error: (error.sum(1), 6), {"reduction": "count"}, NO_LOSS + "shape "),
+    "a vector to count": (lambda error: (error.sum(1), 6), {"reduction": "count"}, NO_LOSS + "shape (rows,)"),
     "no count beside aux": (
         lambda error: (error.square().sum(), 6),
         {"reduction": "count", "aux": True},
@@ -290,11 +319,20 @@ def test_a_loss_function_returns_a_loss(returned, options: dict, sentence: str):
         fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.randn(6, 4), torch.randn(6, 4)), **options)
 
 
+NOT_OF_A_NET = ", which computes the loss of a whole net; found {}, a function of other things. Call it on what the net"
 FUNCTIONS = {
     "a number": (3, ", found int."),
     "a class": (torch.nn.MSELoss, ", found a class (MSELoss)."),
     "of params alone": (lambda params: params, ", its batch one pair (inputs, target); found one of (params)."),
     "of a batch in two": (lambda p, x, y: x, ", its batch one pair (inputs, target); found one of (p, x, y)."),
+    "nothing": (None, ", found NoneType."),
+    "of one argument": (lambda x: x, "; found one of (x)."),
+    "a module": (nn.Linear(4, 4), "; found one of (input: torch.Tensor) -> torch.Tensor."),
+    "a loss of torch's": (nn.MSELoss(), NOT_OF_A_NET.format("MSELoss")),
+    "a function of torch's": (F.cross_entropy, NOT_OF_A_NET.format("cross_entropy")),
+    "a part of one": (functools.partial(F.mse_loss, reduction="sum"), NOT_OF_A_NET.format("mse_loss")),
+    "one in C": (torch.matmul, NOT_OF_A_NET.format("matmul")),
+    "compiled": (torch.compile(simple(torch.add)), ", found one of torch.compile; hand in the function, and say"),
     "a Sequential": (torch.nn.Sequential(), " A Sequential goes through fpipe.from_sequential."),
 }
 
@@ -304,6 +342,23 @@ def test_a_loss_function_takes_params_and_a_batch(function, sentence: str):
     with pytest.raises(TypeError, match=re.escape(sentence)) as error:
         fpipe.from_loss(function, {}, (torch.ones(2), torch.ones(2)))
     assert str(error.value).startswith("from_loss takes a function loss_fn(params, batch)")
+
+
+def test_a_module_is_not_its_parameters():
+    words = "params is a Linear; parameters are tensors, and what else there is, close over. Of a module, hand in dict("
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.from_loss(gpt, nn.Linear(4, 4), (torch.ones(2), torch.ones(2)))
+
+
+def test_what_torch_says_of_rows_is_explained():
+    """It says "The size of tensor a (s93) must match the size of tensor b (s53)"."""
+    loss_fn, params = simple(lambda y, w, t: (y - t).square().mean()), {"w": torch.eye(4)}
+    with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(s\d+\)") as error:
+        fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(3, 4)))
+    notes = [re.sub(r"s\d+", "s", note) for note in sorted(error.value.__notes__, key=lambda note: "target" in note)]
+    assert notes == [
+        f"s is the number of rows of {half}, which from_loss leaves open." for half in ("inputs", "target")
+    ]
 
 
 def test_a_batch_of_another_shape():
@@ -322,7 +377,9 @@ def test_a_number_of_rows_that_takes_another_way():
     params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
     model, own = fpipe.from_loss(larger, params, batch)
     fpipe.build(fpipe.program(model), model)(own, batch)
-    with pytest.raises(ValueError, match="loss_fn does another thing for 3 rows than for the example"):
+    with pytest.raises(
+        ValueError, match="loss_fn does another thing for 3 rows than for the example: rows > 3 is false"
+    ):
         fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(own, batch)
 
 
