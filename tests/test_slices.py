@@ -276,6 +276,26 @@ def test_metrics_of_slices_are_weighed_as_the_references_are():
         assert torch.equal(found, fpipe.reference(model, params, batch, microbatches=4, slices=2).aux)
 
 
+def test_a_stream_of_metrics_has_one_for_each_call_of_the_loss():
+    """How those of a sequence's slices would make one is nowhere said: they may be counts, means, or rows."""
+
+    def judged(y: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return squares(y, target), {"right": (y > target).sum(), "length": y.shape[1]}
+
+    model = fpipe.from_functions([head], judged, aux=True)
+    params, (x, target) = params_of()[3:], sequences()
+    program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge(aux="stream", losses=True))(fpipe.program(model))
+    found = fpipe.build(program, model)(params, (x, target))
+    pieces = [
+        judged(head(params[0], a), b)
+        for rows in zip(x.tensor_split(2), target.tensor_split(2), strict=True)
+        for a, b in zip(*(half.tensor_split(3, dim=1) for half in rows), strict=True)
+    ]
+    assert list(found.aux) == [aux for _, aux in pieces]
+    assert list(found.losses) == [loss for loss, _ in pieces]
+    assert fpipe.verify(program, model, params, (x, target)).bitwise
+
+
 def shifted(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     return (x - state["mean"]) @ p["w"], {"mean": 0.5 * state["mean"] + 0.5 * x.detach().mean((0, 1))}
 

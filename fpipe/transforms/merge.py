@@ -37,9 +37,9 @@ def merge(
             "schedule" adds them as the program computes them, on each replica first, then across (apply it last).
         outputs: False drops the model's outputs, so that no logits are kept; "stream" leaves them per microbatch (the
             slices of a sequence are joined).
-        losses: True also keeps the loss of each microbatch, as `Result.losses`.
+        losses: True also keeps the loss of each microbatch, as `Result.losses`; of each slice where sequences are cut.
         aux: how the auxiliary results of the loss are joined: a spec as for outputs, such as `Sum()`; "stream" leaves
-            them per microbatch.
+            them as each call of the loss gave them: per microbatch, or per slice of one.
 
     Returns:
         A transform. What is not split, or merged already, it leaves as it is.
