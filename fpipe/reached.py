@@ -125,10 +125,14 @@ def unwritten(modules: Sequence[tuple[str, nn.Module]]) -> Generator[None]:
         failed = error
     written = before.put_back()
     if written:
-        raise ValueError(
-            f"loss_fn writes the buffer {written[0]!r} of a module that it closes over (it is put back): what a module "
-            "remembers is state, and a loss function has none. Call .eval() on the module, or cut the net by "
-            "from_sequential."
-        ) from failed
+        raise ValueError(what_it_remembers(f"the buffer {written[0]!r} of a module")) from failed
     if failed is not None:
         raise failed
+
+
+def what_it_remembers(what: str) -> str:
+    """Why a loss function may not write it."""
+    return (
+        f"loss_fn writes {what} that it closes over (it is put back): what a module remembers is state, and a loss "
+        "function has none. Call .eval() on the module, or cut the net by from_sequential."
+    )

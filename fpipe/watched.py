@@ -1,36 +1,99 @@
 """Watch what a function does while it is traced: tensors it closes over are put back, generators of its own refused.
 
 held.add_(1)                          --> held as it was
+module.seen = module.seen + 1         --> module.seen as it was, ValueError
 torch.rand(4, generator=mine)         --> ValueError
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.buffers import own_buffers
+from fpipe.reached import what_it_remembers
 
 
 @contextmanager
 def watching(function: Callable[..., Any]) -> Generator[Callable[..., Any]]:
-    """The function, watched when it is called; what it writes in place meanwhile is as before in the end."""
-    mode = _Watch()
+    """The function, watched when it is called; what it writes meanwhile is as before in the end.
+
+    Raises:
+        ValueError: it gave a module another tensor as a buffer or parameter.
+    """
+    mode, bound = _Watch(), _Bound()
 
     def watched(*args: Any) -> Any:
         with mode:
             return function(*args)
 
+    failed: Exception | None = None
     try:
-        yield watched
+        with bound.noting():
+            yield watched
+    except Exception as error:  # what was written may well be its reason
+        failed = error
     finally:
         with torch.no_grad():
             for written, before in mode.before.values():
                 written.copy_(before)
+        replaced = bound.put_back()
+    if replaced:
+        raise ValueError(what_it_remembers(f"{replaced[0]} of a module")) from failed
+    if failed is not None:
+        raise failed
+
+
+class _Bound:
+    """Which tensors modules got as buffers and parameters, whether a name leads to the modules or not.
+
+    A module made meanwhile may have what it likes; and what `functional_call` lends one is no buffer of its own.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, str], tuple[nn.Module, Any, Any]] = {}
+
+    @contextmanager
+    def noting(self) -> Generator[None]:
+        """Note those of this thread."""
+        thread = threading.get_ident()
+
+        def note(module: nn.Module, name: str, new: Any) -> None:
+            if threading.get_ident() == thread:
+                before = self.known.get((id(module), name), (module, _held(module, name), None))[1]
+                self.known[id(module), name] = module, before, new
+
+        hooks = register_module_buffer_registration_hook(note), register_module_parameter_registration_hook(note)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def put_back(self) -> list[str]:
+        """What had been another, by kind, name and module."""
+        changed: list[str] = []
+        for (_, name), (module, before, new) in self.known.items():
+            kind = "buffer" if name in own_buffers(module) else "parameter"
+            if before is not None and _held(module, name) is new is not before:
+                changed.append(f"the {kind} {name!r} ({type(module).__name__})")
+                vars(module)[f"_{kind}s"][name] = before
+        return changed
+
+
+def _held(module: nn.Module, name: str) -> Tensor | None:
+    return own_buffers(module).get(name, vars(module)["_parameters"].get(name))
 
 
 class _Watch(TorchFunctionMode):

@@ -705,3 +705,62 @@ def test_a_norm_that_no_name_leads_to_is_put_back_too(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"writes a tensor of shape \(4?,?\) .* call \.eval\(\) on the module"):
         fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
     assert all(map(torch.equal, norm.buffers(), nn.BatchNorm1d(4).buffers()))
+
+
+class Renewing(nn.Linear):
+    """Its weight is another after each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight * 2)
+        return super().forward(x)
+
+
+REPLACES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a buffer": (lambda: Watching("another"), r"the buffer 'seen' \(Watching\)"),
+    "one inside": (lambda: nn.Sequential(nn.Tanh(), Watching("another")), r"the buffer 'seen' \(Watching\)"),
+    "a parameter": (lambda: Renewing(4, 4), r"the parameter 'weight' \(Renewing\)"),
+}
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("what", REPLACES)
+def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: bool, monkeypatch: pytest.MonkeyPatch):
+    """It kept a tensor without data, of which the next call said DataDependentOutputException: aten.equal.default."""
+    make, words = REPLACES[what]
+    hidden = make().to("meta" if meta else "cpu")
+    before = hidden.state_dict(keep_vars=True)
+    monkeypatch.setattr(held_module, "net", hidden, raising=False)
+    monkeypatch.setitem(sys.modules, "held_module", held_module)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = sys.modules["held_module"].net(fpipe.boundary(batch[0] @ params["w"]))
+        return (y * 1.0 - batch[1]).square().mean()
+
+    w, *batch = (torch.randn(rows, 4, device="meta" if meta else "cpu") for rows in (4, 6, 6))
+    with pytest.raises(
+        ValueError, match=rf"^loss_fn writes {words} of a module that it closes over \(it is "
+    ):
+        fpipe.from_loss(loss_fn, {"w": w}, tuple(batch))
+    assert all(one is before[name] for name, one in hidden.state_dict(keep_vars=True).items())
+
+
+def test_modules_made_meanwhile_and_what_is_lent_to_modules_are_nobodys_state(monkeypatch: pytest.MonkeyPatch):
+    hidden = Watching("another")
+    monkeypatch.setattr(held_module, "net", hidden, raising=False)
+    monkeypatch.setitem(sys.modules, "held_module", held_module)
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        made = Watching("another")
+        made(made(batch[0]))
+        y = fpipe.boundary(batch[0] @ params["w"]) * made.seen
+        y = torch.func.functional_call(sys.modules["held_module"].net, {"seen": params["seen"]}, (y,))
+        return (y - batch[1]).square().mean()
+
+    seen, params = hidden.seen, {"w": torch.randn(4, 4), "seen": torch.ones(())}
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    assert all(torch.equal(*pair) for pair in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True))
+    assert hidden.seen is seen
+    assert seen == 0
