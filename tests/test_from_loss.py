@@ -737,9 +737,7 @@ def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: boo
         return (y * 1.0 - batch[1]).square().mean()
 
     w, *batch = (torch.randn(rows, 4, device="meta" if meta else "cpu") for rows in (4, 6, 6))
-    with pytest.raises(
-        ValueError, match=rf"^loss_fn writes {words} of a module that it closes over \(it is "
-    ):
+    with pytest.raises(ValueError, match=rf"^loss_fn writes {words} of a module that it closes over \(it is "):
         fpipe.from_loss(loss_fn, {"w": w}, tuple(batch))
     assert all(one is before[name] for name, one in hidden.state_dict(keep_vars=True).items())
 
