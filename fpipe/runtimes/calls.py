@@ -129,10 +129,15 @@ def under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run:
     for value, thing, each in zip(op.writes, writes, wholes, strict=True):
         if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
             raise Surprise(f"{op.cell} wrote {value} in other containers than before")
-    made = [list(each) if is_list(op, each) else tree.leaves(each) for each in wholes]
-    for value, thing, leaves in zip(op.writes, writes, made, strict=True):
-        if value.name not in ("res", "wres") and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
-            raise Surprise(f"{op.cell} wrote {value} as {[*map(_seen, leaves)]}, and before as {thing.leaves}")
+    opaque = [value.name in ("res", "wres") for value in op.writes]  # one object, a list of gradients as it may be
+    made = [
+        [each] if one else list(each) if is_list(op, each) else tree.leaves(each)
+        for one, each in zip(opaque, wholes, strict=True)
+    ]
+    for one, value, thing, leaves in zip(opaque, op.writes, writes, made, strict=True):
+        if not one and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
+            now, before = (", ".join(map(_shown, found)) for found in (leaves, thing.leaves))
+            raise Surprise(f"{op.cell} wrote {value} as {now or 'nothing'}, and before as {before or 'nothing'}")
     return made
 
 
@@ -147,6 +152,13 @@ def _aval(known: Any) -> Any:
 
 def _seen(leaf: Any) -> Any:
     return aval(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+
+
+def _shown(leaf: Any) -> str:
+    known = aval(leaf) if isinstance(leaf, Tensor) else leaf.aval if isinstance(leaf, Fact) else None
+    if known is None:
+        return repr(leaf)
+    return f"{known} with strides {[*known.stride]} on {known.device}{', which wants a gradient' * known.wants}"
 
 
 def apart(leaves: Leaves) -> Leaves:
