@@ -732,3 +732,49 @@ def test_a_rule_that_gives_more_than_its_op_writes_is_named(monkeypatch: pytest.
     monkeypatch.setitem(RULES, "SCALE", lambda op, args, run: [*plain(op, args, run), None])
     with pytest.raises(ValueError, match=r"SCALE.* writes 1 values, and its rule gave 2\."):
         step(params, batch)
+
+
+def plain(p, x: Tensor) -> Tensor:
+    return x @ p["w"]
+
+
+def balanced(p, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x @ p["w"], x.mean()
+
+
+DEFERRED, _, _ = fpipe.from_sequential(
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), 2, loss=total
+)
+KINDS_OF_LOSS = {
+    "mean": fpipe.from_functions([plain, plain], total),
+    "count": fpipe.from_functions([plain, plain], lambda y, t: (y.sum(), len(t)), reduction="count"),
+    "aux": fpipe.from_functions([plain, plain], lambda y, t: (y.sum(), t), aux=True),
+    "aux_losses": fpipe.from_functions([balanced, plain], total, aux_losses=[0]),
+}
+OF_ANOTHER = {
+    ("mean", "count"): "stage 1 of the model gives loss and count, in the program 1F0 gives loss; start from",
+    ("count", "mean"): "stage 1 of the model gives loss, in the program 1F0 gives loss and count; start from",
+    ("mean", "aux"): "stage 1 of the model gives loss and aux, in the program 1F0 gives loss; start from",
+    ("aux", "mean"): "stage 1 of the model gives loss, in the program 1F0 gives loss and aux; start from",
+    ("mean", "aux_losses"): "stage 0 of the model gives loss, in the program 0F0 gives no loss; start from",
+    ("aux_losses", "mean"): "stage 0 of the model gives no loss, in the program 0F0 gives loss; start from",
+}
+
+
+@pytest.mark.parametrize(("one", "other"), OF_ANOTHER)
+@pytest.mark.parametrize("last", [fpipe.identity(), fpipe.forward_only()], ids=["training", "evaluation"])
+def test_a_program_of_a_model_with_another_loss_is_refused(one: str, other: str, last):
+    """A program of a plain chain ran with a model whose loss counts, and its gradients were not divided; with one whose
+    middle stage gives a loss of its own, that loss was left out. The other way round it was KeyError('count')."""
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(), last)(fpipe.program(KINDS_OF_LOSS[one]))
+    with pytest.raises(ValueError, match=re.escape(OF_ANOTHER[one, other])):
+        fpipe.build(program, KINDS_OF_LOSS[other])
+
+
+def test_a_program_of_the_model_before_it_was_deferred_is_refused():
+    """It was a TypeError: updated_at_the_end() misses its index and count."""
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(DEFERRED))
+    later = fpipe.deferred_batch_norm(DEFERRED)
+    sentence = "the update of stage 1 of the model comes once a step, in the program once a microbatch; start from"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.build(program, later)

@@ -23,13 +23,27 @@ def check_match(program: Program, model: Model) -> None:
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
             f"fpipe.program(model)."
         )
-    wanted = {(op.kind, op.stage): _read(op) for op in program_of(model).ops}
+    own = {(op.kind, op.stage): op for op in program_of(model).ops}
+    judged = any(value.name == "loss" for op in parts_of(program.ops) for value in op.writes)
     for op in parts_of(program.ops):
-        mine = wanted.get(("B" if op.kind == "I" else op.kind, op.stage))
-        if op.kind in "FBI" and mine is not None and mine != _read(op):
+        mine = own.get(("B" if op.kind == "I" else op.kind, op.stage))
+        if mine is None:
+            continue
+        if op.kind in "FBI" and _read(mine) != _read(op):
             raise ValueError(
-                f"stage {op.stage} of the model takes {' '.join(mine)}, in the program {op.cell} takes "
+                f"stage {op.stage} of the model takes {' '.join(_read(mine))}, in the program {op.cell} takes "
                 f"{' '.join(_read(op))}; start from fpipe.program(model)."
+            )
+        gives, written = _given(mine), _given(op)
+        if op.kind == "F" and not (gives if judged else set()) <= written <= gives:
+            raise ValueError(
+                f"stage {op.stage} of the model gives {_and(gives)}, in the program {op.cell} gives {_and(written)}; "
+                "start from fpipe.program(model)."
+            )
+        if op.kind == "U" and mine.how and not op.how:
+            raise ValueError(
+                f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
+                "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
 
 
@@ -39,6 +53,15 @@ def _read(op: Op) -> list[str]:
     whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
     named = (Value(words[v.name]) if v.name in words else v for v in whole)
     return [str(value) for value in named if value.name not in ("carry", "dcarry", "w")]
+
+
+def _given(op: Op) -> set[str]:
+    """What an op gives beside its output that counts in a result; a program without a loss may leave it out."""
+    return {value.name for value in op.writes} & {"loss", "count", "aux"}
+
+
+def _and(names: set[str]) -> str:
+    return " and ".join(sorted(names, reverse=True)) or "no loss"
 
 
 def check_example(example: Any) -> tuple[Any, Any, Any]:
