@@ -143,11 +143,18 @@ def add_grads(one: Any, other: Any) -> Any:
     place = tree.difference(one, other)
     if place is not None:
         raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
+    other = tree.like(one, other)
+    for (place, a), b in zip(tree.paths(one), tree.leaves(other), strict=True):
+        shapes = [tuple(leaf.shape) for leaf in (a, b) if isinstance(leaf, Tensor)]
+        if len({*shapes}) > 1:
+            raise ValueError(
+                f"gradients of two models: at {place or 'the top'} they are of shapes {shapes[0]} and {shapes[1]}."
+            )
 
     def added(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a + b
 
-    return tree.tree_map(added, one, tree.like(one, other))
+    return tree.tree_map(added, one, other)
 
 
 def _is_grad(leaf: object) -> bool:

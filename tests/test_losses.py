@@ -1,6 +1,7 @@
 """More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -225,6 +226,9 @@ REFUSED = {
     "leaf 'b' of stage 0 is frozen, but params of stage 0 have no such leaf.": lambda: run(
         fpipe.freeze(model_of("mean"), (0, "b"))
     ),
+    "gradients of two models: at [0]['w'] they are of shapes (2,) and (3,).": lambda: fpipe.add_grads(
+        ({"w": torch.ones(2)},), ({"w": torch.ones(3)},)
+    ),
     "gradients of two structures: only one has a leaf at [0]['w']": lambda: fpipe.add_grads(({"w": 1},), ({"v": 1},)),
 }
 
@@ -239,6 +243,34 @@ def run(model, pipeline=None):
 def test_what_is_wrong_is_said(sentence: str):
     with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
         REFUSED[sentence]()
+
+
+COUNTS = {
+    "missing": (lambda mask: None, "found NoneType."),
+    "a vector of one": (
+        lambda mask: mask.sum().reshape(1),
+        "found shape (1,); say how many there are, for instance by .sum().",
+    ),
+    "a truth value": (lambda mask: bool(mask.any()), "found bool."),
+    "a tensor that is one": (
+        lambda mask: mask.any(),
+        "found True or False; say how many there are, for instance by .sum().",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
+def test_a_count_is_a_number(name: str, trace: bool | None):
+    """Truth values of microbatches are 1 together, however many are true, so the loss was m times too large; a vector
+    of one made a loss of that shape, and None an error of Python's own where counts are added up."""
+    count, found = COUNTS[name]
+    model = fpipe.from_functions([linear], lambda y, t: (y.sum(), count(t > 0)), reduction="count")
+    sentence = "the count of (total, count) is a number or a 0-d tensor of one, " + found
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    step = partial(fpipe.reference, model) if trace is None else fpipe.build(program, model, trace=trace)
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        step(({"w": torch.eye(3)},), batch())
 
 
 # Frozen parameters
