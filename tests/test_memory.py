@@ -41,6 +41,32 @@ def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy
     assert max(peak) > 0
 
 
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "no rows": lambda y: y[:0],
+    "overlapping": lambda y: y.as_strided((2, 2), (1, 1)),
+    "imaginary parts": lambda y: torch.fft.fft(y).imag,
+    "first column": lambda y: y[:, :1],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_keeps_a_part_of_a_storage_keeps_all_of_it(policy: str, part: Callable[[torch.Tensor], torch.Tensor]):
+    """The next stage knew of the storage what it saw of it, and what it kept was told to be smaller and never to go."""
+
+    def cuts(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return part(x @ p["w"])
+
+    def total(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (y.sum() - target.sum()).square()
+
+    model = fpipe.from_functions([cuts, lambda p, x: torch.sin(x) * p["s"]], total)
+    params, batch = ({"w": torch.eye(4)}, {"s": torch.tensor(2.0)}), (torch.ones(7, 4), torch.ones(7, 1))
+    program = fpipe.chain(fpipe.split(5), POLICIES[policy], fpipe.merge(outputs=False))
+    built = fpipe.build(program(fpipe.program(model)), model, record=True)(params, batch)
+    assert fpipe.sizes(program(fpipe.program(model)), model, params, batch).peak == built.timeline.peak
+
+
 @pytest.fixture
 def costs() -> fpipe.Costs:
     return fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})

@@ -89,7 +89,10 @@ def sizes(
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     things = lowered.things
-    own = {value: _storages(thing.leaves, lowered.given) for value, thing in things.items()}
+    largest: Storages = {}  # a reader knows of a storage only the part that it sees
+    for leaf in (leaf for thing in things.values() for leaf in thing.leaves if isinstance(leaf, Fact)):
+        largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
+    own = {value: _storages(thing.leaves, lowered.given, largest) for value, thing in things.items()}
     account = Account(program.ranks)
     where: dict[Value, Storages] = {value: {} for value in (*program.writer, *things)}
     for call in lowered.calls:
@@ -104,9 +107,9 @@ def sizes(
     return Sizes(known, tuple(account.peak), where, wire)
 
 
-def _storages(leaves: Iterable[Any], given: Collection[int]) -> Storages:
+def _storages(leaves: Iterable[Any], given: Collection[int], largest: Storages) -> Storages:
     found = (leaf for leaf in leaves if isinstance(leaf, Fact) and leaf.storage not in given)
-    return {leaf.storage: leaf.bytes for leaf in found}
+    return {leaf.storage: largest[leaf.storage] for leaf in found}
 
 
 def _cast(send: Op, leaves: Iterable[Any]) -> int:
