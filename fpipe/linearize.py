@@ -169,7 +169,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
     reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())
     specs = {label: spec for label, (_, spec) in leaves.items()}
-    call = Call(0, reads, tuple(specs.items()))
+    call = Call(0, reads, tuple(specs.items()), starts=("x",))
     try:
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))

@@ -18,7 +18,7 @@ from fpipe import tree
 from fpipe.by_place import ByPlace
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, inlined, same
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, alias, apart, aval, inlined, same
 from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import outline, trace
 from fpipe.kept import listening
@@ -40,12 +40,14 @@ class Call:
             and leaves that are no tensors as they are.
         specs: the containers around them.
         microbatch: its number, if the stage asks for it.
+        starts: the labels of inputs at which the gradient ends, as it does at parameters; all others come from a stage.
     """
 
     stage: int | None
     reads: tuple[tuple[str, tuple[Any, ...]], ...]
     specs: tuple[tuple[str, Spec], ...]
     microbatch: int | None = None
+    starts: tuple[str, ...] = ()
 
     @cached_property
     def _parts(self) -> Any:
@@ -53,7 +55,7 @@ class Call:
         leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
         kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
         keys = tuple(None if spec is None else tree.odd_keys(spec) for _, spec in self.specs)
-        return self.stage, self.reads, self.specs, self.microbatch, kinds, keys
+        return self.stage, self.reads, self.specs, self.microbatch, self.starts, kinds, keys
 
     @property
     def odd(self) -> Any:
@@ -217,7 +219,7 @@ class Traces:
         odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
         if odd is not None:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
-        around = (call.odd, call.reads, ambient())
+        around = (call.odd, call.reads, call.starts, ambient())
         if call.stage is None:
             store, own = self._store(self.model.loss)
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
@@ -260,7 +262,8 @@ class Traces:
         model, containers = self.model, dict(call.specs)
 
         def whole(given: Mapping[str, list[Any]], label: str) -> Any:
-            return tree.unflatten(containers[label], given[label])
+            came = label.split(":")[0] == "x" and label not in call.starts
+            return tree.unflatten(containers[label], map(alias, given[label]) if came else given[label])
 
         def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
             made, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))

@@ -469,6 +469,42 @@ def test_a_step_under_autocast_is_that_of_plain_autograd(cached):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("ambient", [True, False])
+def test_the_input_of_a_stage_is_cast_for_each_of_its_uses_as_in_the_model_that_is_not_cut(ambient, trace):
+    """Autocast casts a leaf once and keeps it, so the gradients of its uses were added up in bfloat16: a stage's input
+    was a leaf, where the model that is not cut has an activation. The loss's input is none either."""
+
+    def before(p, x):
+        return torch.tanh(x * p["w"])
+
+    def queries_and_keys(p, x):
+        with autocast(True):
+            return (x @ p["w"]).float() + torch.sin(x @ p["v"])
+
+    def twice(y, target):
+        with autocast(True):
+            return (y @ y.t() + (y @ target).sin()).float().square().mean()
+
+    torch.manual_seed(0)
+    params = {"w": torch.randn(8)}, {"w": torch.randn(8, 8), "v": torch.randn(8, 8)}
+    batch = torch.randn(6, 8), torch.randn(6, 8)
+    model = fpipe.from_functions([before, queries_and_keys], loss=lambda y, t: twice(y, t.t()))
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in each.items()} for each in params]
+    flat = [leaf for each in leaves for leaf in each.values()]
+    summed = None
+    with autocast(ambient):
+        for x, t in zip(*(half.tensor_split(2) for half in batch), strict=True):
+            loss = twice(queries_and_keys(leaves[1], before(leaves[0], x)), t.t()) * 0.5
+            grads = torch.autograd.grad(loss, flat)
+            summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
+        for halves in ([], [fpipe.split_backward()], [fpipe.checkpoint(), fpipe.split_backward()]):
+            program = fpipe.chain(fpipe.split(2), *halves, fpipe.schedules.one_f_one_b(2), fpipe.merge())
+            found = fpipe.build(program(fpipe.program(model)), model, trace=trace)(params, batch)
+            for one, other in zip(summed, [g for each in found.grads for g in each.values()], strict=True):
+                assert torch.equal(one, other)
+
+
 def test_a_compiled_function_is_never_handed_tensors_without_data():
     # A kernel made by torch.compile reads memory, which such tensors do not have: the process ends with SIGSEGV.
     handed = []

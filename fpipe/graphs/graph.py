@@ -136,6 +136,12 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def alias(leaf: Any) -> Any:
+    """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
+    leaf once for all its uses, and so adds their gradients up in the lower precision."""
+    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
 def apart(known: Aval) -> Fact:
     """A tensor in memory of its own."""
     size = 1 + sum((n - 1) * step for n, step in zip(known.shape, known.stride, strict=True))

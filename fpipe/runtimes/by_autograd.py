@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
+from fpipe.graphs.graph import alias
 from fpipe.keys import drawing, seed_of
 from fpipe.models import Model, trained, unchanged, who_draws
 from fpipe.program import Op
@@ -87,8 +88,10 @@ class _Given:
                 self.taken.append(tree.tree_map(_itself, arg))  # in containers of its own
                 self.inputs.append([])
             elif value.name in ("y", "again"):
-                self.taken.append(tree.tree_map(_same_leaf, arg))
-                self.inputs.append(tree.leaves(self.taken[-1]))
+                leaves, containers = tree.flatten(arg)
+                self.inputs.append([*map(_same_leaf, leaves)])
+                with torch.enable_grad():
+                    self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
         owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
         self.bundles = [_own_leaves(run.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
         ties = {leaf: bundle for (_, _, leaf), bundle in zip(run.model.tied(number), self.bundles[1:], strict=True)}

@@ -139,7 +139,9 @@ class Shapes:
         named = [(label, value) for label, value in self.labels(op).items() if label not in ("target", "key")]
         groups = {label: self.taken(value, label) for label, value in named}
         reads, specs = described(groups | self.constants(op.stage))
-        return self.known(Call(op.stage, reads, specs, op.microbatch if "microbatch" in stage.asks else None))
+        microbatch = op.microbatch if "microbatch" in stage.asks else None
+        starts = tuple(label for label, value in named if self.starts(value, label))
+        return self.known(Call(op.stage, reads, specs, microbatch, starts))
 
     def known(self, call: Call) -> Call:
         """The first of calls that are equal: what is found by it is found without comparing much."""
@@ -150,10 +152,13 @@ class Shapes:
 
     def taken(self, value: Value, label: str) -> Thing:
         """What is known of a value that a forward reads; of inputs whose gradient is wanted, with that."""
-        thing, port = self.things[value], int(label.partition(":")[2] or 0)
-        if value.name not in ("x", "inputs") or (value.stage, port) not in self.run.input_grads:
-            return thing
-        return Thing(tuple(wanting_fact(leaf) for leaf in thing.leaves), thing.spec)
+        thing = self.things[value]
+        return Thing(tuple(map(wanting_fact, thing.leaves)), thing.spec) if self.starts(value, label) else thing
+
+    def starts(self, value: Value, label: str) -> bool:
+        """Whether a value that a forward reads is of the batch, and its gradient is wanted."""
+        port = int(label.partition(":")[2] or 0)
+        return value.name in ("x", "inputs") and (value.stage, port) in self.run.input_grads
 
     def constants(self, stage: int | None) -> dict[str, Thing]:
         """What a module reads besides its parameters."""
