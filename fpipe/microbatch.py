@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
-from fpipe.specs import Chunk, Sum, cut_along, in_our_words
-
-What = str | tuple[str, ...]
-"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
+from fpipe.specs import Chunk, Sum, What, cut_along, in_our_words, spread
 
 _BATCH = ("inputs", "target")
 
@@ -33,7 +30,7 @@ def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:
     12
     """
     found: dict[str, int] = {}
-    for (place, leaf), dim in zip(_named(tree, what), cut_along(tree, spec), strict=True):
+    for (place, leaf), dim in zip(_named(tree, what), cut_along(tree, spec, what), strict=True):
         if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(
                 f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
@@ -162,10 +159,24 @@ def join(
                 f"{what}{place} is in only one of microbatches 0 and {index}; all must have one structure."
             )
     shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
-    columns = zip(*(trees.leaves(trees.like(parts[0], part)) for part in parts), strict=True)
-    specs = trees.broadcast_prefix(spec, parts[0])
+    columns = zip(*(_as_the_first(parts, index, what) for index in range(len(parts))), strict=True)
+    specs = spread(spec, parts[0], what)
     made = [_joined(name, list(each), shares, how) for (name, _), each, how in zip(named, columns, specs, strict=True)]
     return trees.unflatten(trees.flatten(parts[0])[1], made)
+
+
+def _as_the_first(parts: Sequence[Any], index: int, what: str) -> list[Any]:
+    """The leaves of a part in the order of the first one's."""
+    try:
+        return trees.leaves(trees.like(parts[0], parts[index]))
+    except ValueError:
+        odd = trees.misfit(parts[0], parts[index])
+        if odd is None:
+            raise
+        place, first, other = odd
+        raise ValueError(
+            f"{what}{place} is {first} in microbatch 0 and {other} in microbatch {index}; all must have one structure."
+        ) from None
 
 
 def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None) -> list[Any]:
@@ -212,7 +223,7 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
         return how(parts)
     kind, first = in_our_words(how), parts[0]
     if isinstance(kind, Sum):
-        return functools.reduce(operator.add, parts)
+        return _sum(place, parts)
     if isinstance(kind, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
         try:
             return torch.cat(parts, kind.dim)
@@ -234,6 +245,14 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
                 "equal in all. Say how to join it by Sum(), or a function of the list of parts."
             )
     return first
+
+
+def _sum(place: str, parts: list[Any]) -> Any:
+    try:
+        return functools.reduce(operator.add, parts)
+    except (RuntimeError, TypeError):
+        kinds = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+        raise ValueError(f"{place} cannot be joined by Sum(), which adds its parts: they are {kinds}.") from None
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from fpipe import tree as trees
 
+What = str | tuple[str, ...]
+"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -55,10 +58,10 @@ class Sum:
     """
 
 
-def cut_along(tree: Any, spec: Any) -> list[int | None]:
+def cut_along(tree: Any, spec: Any, what: What = "batch") -> list[int | None]:
     """Along which dimension each leaf is cut; None for a leaf that goes whole."""
     found: list[int | None] = []
-    for leaf, how in zip(trees.leaves(tree), trees.broadcast_prefix(spec, tree), strict=True):
+    for leaf, how in zip(trees.leaves(tree), spread(spec, tree, what), strict=True):
         kind = in_our_words(how(leaf) if callable(how) and not isinstance(how, type) else how)
         if isinstance(kind, Sum):
             raise ValueError(
@@ -66,6 +69,31 @@ def cut_along(tree: Any, spec: Any) -> list[int | None]:
             )
         found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
     return found
+
+
+def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
+    """What a spec says of each leaf: the same of all below a place where it says one thing.
+
+    Raises:
+        ValueError: it says more than there is.
+
+    >>> spread({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
+    [Chunk(dim=0), Replicate(), Replicate()]
+    """
+    try:
+        return trees.broadcast_prefix(spec, tree)
+    except ValueError:
+        odd = trees.misfit(spec, tree)
+        if odd is None:
+            raise
+        place, said, found = odd
+        for index, word in enumerate(what if isinstance(what, tuple) else ()):
+            place = place.replace(f"[{index}]", word, 1) if place.startswith(f"[{index}]") else place
+        name = place if isinstance(what, tuple) else what + place
+        raise ValueError(
+            f"the spec has {said} where {name or 'the batch'} is {found}; a spec says one thing of all, or is built "
+            "as what it is for."
+        ) from None
 
 
 def in_our_words(how: Any) -> Chunk | Replicate | Sum:

@@ -83,3 +83,35 @@ def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
     ['p', 'p', 'q']
     """
     return optree.broadcast_prefix(prefix, tree, **_TORCH)
+
+
+def misfit(prefix: Any, tree: Any) -> tuple[str, str, str] | None:
+    """Where `tree` is not as `prefix` has it: the place, what the prefix has there, and what the tree has.
+
+    >>> misfit({"a": [0, 0]}, {"a": (1, 2)})
+    ("['a']", 'a list of 2', 'a tuple of 2')
+    >>> misfit(0, {"a": (1, 2)}) is None
+    True
+    """
+    if optree.tree_is_leaf(prefix, **_TORCH):
+        return None
+    one, other = optree.tree_flatten_one_level(prefix, **_TORCH), None
+    if not optree.tree_is_leaf(tree, **_TORCH):
+        other = optree.tree_flatten_one_level(tree, **_TORCH)
+    both = isinstance(prefix, dict) and isinstance(tree, dict)
+    if other is None or {*one.entries} != {*other.entries} or not (both or type(prefix) is type(tree)):
+        return "", _described(prefix), _described(tree)
+    inner = dict(zip(other.entries, other.children, strict=True))
+    for entry, child in zip(one.entries, one.children, strict=True):
+        found = misfit(child, inner[entry])
+        if found is not None:
+            return f"[{entry!r}]{found[0]}", *found[1:]
+    return None
+
+
+def _described(tree: Any) -> str:
+    """What a container is, in a sentence."""
+    kind = type(tree).__name__
+    if isinstance(tree, dict):
+        return f"a {kind} with {', '.join(map(repr, tree)) or 'nothing'}"
+    return f"a {kind} of {len(tree)}" if isinstance(tree, list | tuple) else f"a {kind}"

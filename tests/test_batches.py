@@ -311,6 +311,13 @@ def run(pipeline, given, model=None):
     return fpipe.build(pipeline(fpipe.program(model)), model)(params(), given)
 
 
+def shaped(made):
+    """A model whose outputs are built otherwise in the first microbatch."""
+    return fpipe.from_functions(
+        [linear, lambda p, x, *, microbatch: made(x @ p["w"], microbatch == 0)], lambda y, t: mean(y[0], t)
+    )
+
+
 X, T = batch(6)
 PRESPLIT = fpipe.split(3, presplit=True)
 REFUSED = {
@@ -344,6 +351,26 @@ REFUSED = {
     "another spec is called 'longest' already; take another name.": lambda: fpipe.register_spec("longest", mean),
     "a spec that is a tuple says the inputs' and the target's, two of them; found (1, 2, 3).": lambda: fpipe.split(
         2, (1, 2, 3)
+    ),
+    "the spec has a dict with 'a' where inputs is a Tensor; a spec says one thing of all, or is built as what it is "
+    "for.": lambda: run(fpipe.split(3, ({"a": fpipe.Chunk()}, None)), (X, T)),
+    "the spec has a list of 2 where the batch is a tuple of 2;": lambda: run(fpipe.split(3, [None, None]), (X, T)),
+    "the spec has a dict with 'y' where outputs is a Tensor;": lambda: run(
+        fpipe.chain(fpipe.split(3), fpipe.merge({"y": fpipe.Sum()})), (X, T)
+    ),
+    "outputs is a list of 1 in microbatch 0 and a tuple of 1 in microbatch 1; all must have one structure.": lambda: (
+        run(fpipe.chain(fpipe.split(2), fpipe.merge()), (X, T), shaped(lambda y, first: [y] if first else (y,)))
+    ),
+    "outputs[1] is a dict with 'no' in microbatch 0 and a dict with nothing in microbatch 1; all must": lambda: run(
+        fpipe.chain(fpipe.split(2), fpipe.merge()),
+        (X, T),
+        shaped(lambda y, first: (y, {"no": {}}) if first else (y, {})),
+    ),
+    "outputs[1] is in only one of microbatches 0 and 1; all must have one structure.": lambda: run(
+        fpipe.chain(fpipe.split(2), fpipe.merge()), (X, T), shaped(lambda y, first: (y, y) if first else (y,))
+    ),
+    "outputs cannot be joined by Sum(), which adds its parts: they are (3, 3), (2, 3), (2, 3).": lambda: run(
+        fpipe.chain(fpipe.split(3), fpipe.merge(fpipe.Sum())), batch(7)
     ),
     "'Chunk(9)' is not a spec of Chunk(dim=0) and Replicate().": lambda: spec_of("Chunk(9)"),
     "the losses are merged already; say losses=True in the first merge().": lambda: fpipe.chain(
