@@ -37,7 +37,7 @@ from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
 from fpipe.returned import loss_apart
-from fpipe.symbols import symbols_in
+from fpipe.symbols import in_words, symbols_in
 from fpipe.watched import watching
 
 _TRACING = threading.local()
@@ -214,6 +214,7 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
         with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]):
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         _make_literals_pure(module.graph)
+        _refuse_lost(module)
         marks: int = _TRACING.marks
     finally:
         del _TRACING.marks
@@ -240,12 +241,34 @@ def _make_literals_pure(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _refuse_lost(module: fx.GraphModule) -> None:
+    """A tensor without data that no operation has made: the trace does not know where it comes from."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in module.graph.find_nodes(op="get_attr"):
+        lost = getattr(module, str(node.target))
+        if isinstance(lost, FakeTensor):
+            raise ValueError(
+                f"a tensor of shape {in_words(tuple(lost.shape))} comes from where the trace sees nothing: "
+                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or what an earlier call left behind. "
+                "Stages of from_functions may do that."
+            )
+
+
 @contextmanager
 def _explained(batch: tuple[Any, Any]) -> Generator[None]:
-    """What torch refuses meanwhile says what its symbols for numbers of rows are."""
+    """What torch refuses meanwhile says what was asked of it, and what its symbols for numbers of rows are."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     try:
         yield
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            "loss_fn decides by a number that it computes (if loss > 0, say), which is not known while it is cut. "
+            "Choose by torch.where, or use from_functions."
+        ) from error
     except Exception as error:
+        error.add_note("loss_fn was called on tensors without data, as from_loss does to cut it.")
         halves = zip(("inputs", "target"), batch, strict=True)
         leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
         rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
@@ -290,8 +313,8 @@ def _compare(
         limit = 0.0 if expected is None else expected.norm() * torch.finfo(leaf.dtype).eps ** 0.5
         if leaf.requires_grad and error.norm() > limit:
             raise ValueError(
-                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, say, whose "
-                "backward no trace above autograd holds. Use from_functions."
+                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, say, or a hook, "
+                "whose backward no trace above autograd holds. Use from_functions."
             )
 
 

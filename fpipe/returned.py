@@ -83,6 +83,8 @@ def _refuse_no_scalar(made: Any, who: str) -> None:
         raise ValueError(
             f"{who} is a 0-d tensor, found shape {in_words(tuple(made.shape))}; reduce it, for instance by .mean()."
         )
+    if not made.is_floating_point():
+        raise TypeError(f"{who} is a 0-d tensor of floats, found one of {made.dtype}, which has no gradient.")
 
 
 def _refuse_no_count(count: Any) -> None:

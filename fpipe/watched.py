@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from fpipe.buffers import own_buffers
 from fpipe.reached import what_it_remembers
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
 
 @contextmanager
 def watching(function: Callable[..., Any]) -> Generator[Callable[..., Any]]:
@@ -111,7 +113,8 @@ class _Watch(TorchFunctionMode):
                 f"loss_fn draws from a generator of its own ({name}), which is in no key; draw without it."
             )
         written = kwargs.get("out", args[0] if args and _writes(name) else None)
-        if type(written) in (Tensor, nn.Parameter) and id(written) not in self.before:
+        wrapped = isinstance(written, Tensor) and _C._functorch.is_functorch_wrapped_tensor(written)
+        if type(written) in (Tensor, nn.Parameter) and id(written) not in self.before and not wrapped:
             with _disable_current_modes(), torch.no_grad():
                 self.before[id(written)] = written, written.clone()
         return func(*args, **kwargs)

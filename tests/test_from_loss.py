@@ -217,6 +217,13 @@ def no_grad_across(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> T
     return (y @ params["w"] - batch[1]).mean()
 
 
+def gradient_inside(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    x = batch[0].clone().requires_grad_()
+    y = fpipe.boundary(torch.tanh(x @ params["w"])) @ params["w"]
+    return (torch.autograd.grad(y.sum(), x, create_graph=True)[0] - batch[1]).square().mean()
+
+
+LOST = r"a tensor of shape \(rows, 4\) comes from where the trace sees nothing: torch\.autograd\.grad, torch\."
 REFUSED = {
     "the target in an early stage": (
         lambda params, batch: (fpipe.boundary(batch[0] @ params["w"] + batch[1]) @ params["w"]).mean(),
@@ -235,6 +242,20 @@ REFUSED = {
         "boundary 2 has nothing to compute before it; leave it out",
     ),
     "no_grad across a mark": (no_grad_across, "stands inside a no_grad or autocast block"),
+    "a gradient inside": (gradient_inside, LOST),
+    "a gradient by torch.func": (
+        simple(lambda y, w, t: (torch.func.vmap(torch.func.grad(lambda x: torch.tanh(x @ w).sum()))(y) - t).mean()),
+        LOST,
+    ),
+    "vmap": (simple(lambda y, w, t: (torch.vmap(lambda x: torch.tanh(x @ w))(y) - t).square().mean()), LOST),
+    "a branch on a number": (
+        simple(lambda y, w, t: (lambda loss: loss if loss > 0 else -loss)((y @ w - t).mean())),
+        r"loss_fn decides by a number that it computes \(if loss > 0, say\), which is not known while it is cut\.",
+    ),
+    "a hook": (
+        simple(lambda y, w, t: (y.register_hook(lambda grad: grad * 2), (y @ w - t).square().mean())[1]),
+        "the stages give another gradient of w than loss_fn: a custom autograd.Function, say, or a hook, whose",
+    ),
     "a custom backward": (
         simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()),
         "the stages give another gradient of w than loss_fn: a custom autograd.Function, say",
@@ -284,6 +305,7 @@ def test_a_parameter_that_is_no_tensor():
 
 
 NO_LOSS = "what loss_fn returns is a 0-d tensor, found "
+NO_FLOAT = "what loss_fn returns is a 0-d tensor of floats, found one of "
 NO_COUNT = 'with reduction="count" the loss returns (total, count), found '
 RETURNED = {
     "a vector": (lambda error: error.square().sum(1), {}, NO_LOSS + "shape (rows,); reduce it, for"),
@@ -292,6 +314,8 @@ RETURNED = {
     "a constant": (lambda error: 1.0, {}, NO_LOSS + "float."),
     "nothing": (lambda error: None, {}, NO_LOSS + "NoneType."),
     "a tuple": (lambda error: (error.square().mean(), error), {}, NO_LOSS + "tuple."),
+    "a truth": (lambda error: (error > 0).any(), {}, NO_FLOAT + "torch.bool, which has no gradient."),
+    "how many": (lambda error: (error > 0).sum(), {}, NO_FLOAT + "torch.int64, which has no gradient."),
     "a dict": (lambda error: {"loss": error.square().mean()}, {}, NO_LOSS + "dict."),
     "no aux": (
         lambda error: error.square().mean(),
@@ -356,6 +380,7 @@ def test_what_torch_says_of_rows_is_explained():
     with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(s\d+\)") as error:
         fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(3, 4)))
     notes = [re.sub(r"s\d+", "s", note) for note in sorted(error.value.__notes__, key=lambda note: "target" in note)]
+    assert notes.pop(0) == "loss_fn was called on tensors without data, as from_loss does to cut it."
     assert notes == [
         f"s is the number of rows of {half}, which from_loss leaves open." for half in ("inputs", "target")
     ]
