@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, plainly
+from fpipe.graphs.ambient import Untraceable, plainly, without_data
 from fpipe.graphs.code import compiled, source
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
@@ -79,7 +79,7 @@ class Linearized:
             if label in ("params", "x", "dy"):
                 self._check(name, label, names, lists[label])
         with plainly():
-            return self._functions[name](*lists.values())
+            return (self._without_data if without_data() else self._functions)[name](*lists.values())
 
     def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:
         """A ValueError for tensors that the graph is not for: its views and sizes are those it was traced with."""
@@ -115,6 +115,10 @@ class Linearized:
     @cached_property
     def _functions(self) -> dict[str, Callable[..., Any]]:
         return {name: compiled(graph, name) for name, graph in self.graphs.items()}
+
+    @cached_property
+    def _without_data(self) -> dict[str, Callable[..., Any]]:
+        return {name: compiled(graph, name, ready=False) for name, graph in self.graphs.items()}
 
     def __str__(self) -> str:
         return "\n\n".join(source(graph, name) for name, graph in self.graphs.items())

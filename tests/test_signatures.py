@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
 from fpipe.graphs.ambient import ambient
-from fpipe.tree import leaves
+from fpipe.tree import leaves, tree_map
 
 TRACES: Any = sys.modules["fpipe.traces"]
 
@@ -298,3 +298,43 @@ def test_threads_that_start_together_trace_once(traced: list[str]):
         thread.join()
     assert len(traced) == once
     assert all(same(one, found[0]) for one in found)
+
+
+def arithmetic(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x * 2 + 1) @ p["w"] / 3
+
+
+def test_tensors_without_data_go_through_a_step_and_leave_no_trace():
+    """Numbers and weights that a trace holds are tensors of their own, which a FakeTensorMode refuses; and a first step
+    under one left a stage without a trace for the steps on data. On the meta device a warning said that all traces end.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, step = built(arithmetic, arithmetic)
+    params, batch = tuple({"w": torch.randn(4, 4)} for _ in range(2)), (torch.randn(6, 4), torch.randn(6, 4))
+    one = fpipe.linearize(arithmetic, params[0], batch[0])
+    with FakeTensorMode() as mode:
+        fakes = tree_map(mode.from_tensor, (params, batch))
+        y, res = one.forward(fakes[0][0], fakes[1][0])
+        dx, wres = one.backward_input(fakes[0][0], res, y)
+        assert one.backward_weight(fakes[0][0], wres)["w"].shape == (4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with mode:
+                assert type(step(*fakes).grads[0]["w"]) is type(dx)
+            assert step(*tree_map(lambda leaf: leaf.to("meta"), (params, batch))).loss.is_meta
+            assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
+    assert torch.equal(one.forward(params[0], batch[0])[0], arithmetic(params[0], batch[0]))
+
+
+def test_a_step_that_saw_no_data_first_is_traced_for_data(traced: list[str]):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _, step = built(lambda p, x: arithmetic(p, x))
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    with FakeTensorMode() as mode:
+        step(*tree_map(mode.from_tensor, (params, batch)))
+    assert not traced
+    step(params, batch)
+    assert traced

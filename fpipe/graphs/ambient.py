@@ -75,6 +75,14 @@ def kernels() -> tuple[Any, ...]:
     return (torch.get_num_threads(), *[flag() for flag in _FLAGS], *precisions, *_C._get_sdp_priority_order())
 
 
+def without_data() -> bool:
+    """Whether a FakeTensorMode is on: its tensors have no data, and it puts up with no others that are handed in."""
+    return _C._get_dispatch_mode(_FAKE) is not None
+
+
+_FAKE = _C._TorchDispatchModeKey.FAKE
+
+
 Casts = tuple[tuple[str, torch.dtype, bool], ...]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, casts, plainly
+from fpipe.graphs.ambient import Untraceable, casts, plainly, without_data
 from fpipe.graphs.graph import Fact, fact
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
@@ -69,6 +69,8 @@ def local(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_inference_mode()
+        if without_data():  # what is made for tensors of one mode does for no others
+            return by_hand(params, batch, state=state, key=key)
         given = params, batch, state
         leaves, containers = tree.flatten(given)
         try:
@@ -82,6 +84,8 @@ def local(
         if lowered is _NEW:
             with _TRACING:
                 lowered = known.get(signature, _NEW)  # another thread may have come first
+                if lowered is _NEW and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+                    lowered = known[signature] = None  # a step without data has nothing to win
                 if lowered is _NEW:
                     prepared = partial(Prepared, program, model, *given, key, loss_scale=loss_scale)
                     result, lowered = _first(partial(first, given, key), prepared)
