@@ -83,6 +83,30 @@ def test_no_plan_takes_fewer_turns_of_its_largest_group(costs: Any, ranks: int, 
     assert max(ranks, size(found)) * max(group_costs(found, costs, run)) == best
 
 
+@given(
+    models=st.lists(layers(most=3), min_size=2, max_size=2),
+    ranks=st.integers(1, 4),
+    run=st.sampled_from(["fused", "train", "infer"]),
+)
+def test_no_plans_of_several_models_take_fewer_turns(models: list[Any], ranks: int, run: Any):
+    """All plans of both, and of all pairs the one with the fewest turns of the largest group of either."""
+    runs = ["train", "fused"] if run == "fused" else [run, run]
+    together: list[list[float]] = [
+        [cost for each, costs, how in zip(pair, models, runs, strict=True) for cost in group_costs(each, costs, how)]
+        for pair in product(*(every_plan(len(costs.forward), how) for costs, how in zip(models, runs, strict=True)))
+    ]
+    if max(map(len, together)) < ranks:
+        with pytest.raises(ValueError, match=f"these layers make {max(map(len, together))} groups at most"):
+            fpipe.plan(models, ranks, run=run, threshold=None)
+        return
+    found = fpipe.plan(models, ranks, run=run, threshold=None)
+    own = zip(found, models, runs, strict=True)
+    largest = max(cost for each, costs, how in own for cost in group_costs(each, costs, how))
+    groups = sum(map(size, found))
+    assert groups >= ranks
+    assert groups * largest == min(max(ranks, len(costs)) * max(costs) for costs in together)
+
+
 def test_the_paper_s_four_layers():
     found = fpipe.plan(fpipe.Costs(), ranks=2, stages=4)
     assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]

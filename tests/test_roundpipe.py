@@ -162,6 +162,12 @@ def test_a_plan_that_is_none_is_refused(name: str):
     assert sentence in str(refused.value)
 
 
+@pytest.mark.parametrize("odd", ["0", 0.0, True, None])
+def test_a_group_is_of_stages(odd: Any):
+    with pytest.raises(TypeError, match=re.escape(f"forward group 1 is [{odd!r}]; stages are whole numbers.")):
+        of(4, forward=[[0], [odd]])
+
+
 def test_a_plan_is_of_groups():
     with pytest.raises(
         TypeError, match=re.escape("a group is a list or range of stages, such as range(0, 3); found 3.")

@@ -168,6 +168,8 @@ def _groups(word: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group
         group = tuple(given)
         if not group:
             raise ProgramError(f"roundpipe: {word} group {number} is empty; a group has at least one stage.")
+        if any(type(stage) is not int for stage in group):
+            raise TypeError(f"roundpipe: {word} group {number} is {list(group)}; stages are whole numbers.")
         if group != tuple(range(group[0], group[0] + len(group))):
             raise ProgramError(
                 f"roundpipe: {word} group {number} is {list(group)}; the stages of a group are adjacent, in order."
