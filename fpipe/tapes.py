@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ class Given(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call: the leaves of its arguments, in containers, and the casts that it ran under."""
+    """A call: the leaves of its arguments, the containers around them if they are more than a tuple, and the casts
+    that it ran under."""
 
     function: Any
     leaves: tuple[Any, ...]
@@ -68,7 +70,11 @@ def replayed(tape: Tape, buffers: Sequence[Tensor], given: Sequence[Tensor]) -> 
     values: list[Any] = [buffer.clone() for buffer in buffers]
     with torch.no_grad():
         for function, leaves, spec, around in tape.steps:
-            args, kwargs = tree.unflatten(spec, [_filled(leaf, values, given) for leaf in leaves])
+            args: Any = [
+                values[leaf.at] if type(leaf) is Made else given[leaf.at] if type(leaf) is Given else leaf
+                for leaf in leaves
+            ]
+            args, kwargs = (args, _NONE) if spec is None else tree.unflatten(spec, args)
             if around == casts():
                 made = function(*args, **kwargs)
             else:
@@ -93,10 +99,7 @@ def updated_with(
     return {name: new[name] for name in (*state, *(name for name in rest if name not in state)) if name in new}
 
 
-def _filled(leaf: Any, values: Sequence[Any], given: Sequence[Tensor]) -> Any:
-    if isinstance(leaf, Made):
-        return values[leaf.at]
-    return given[leaf.at] if isinstance(leaf, Given) else leaf
+_NONE: dict[str, Any] = {}
 
 
 def _tensors(made: Any) -> list[Tensor]:
@@ -189,7 +192,8 @@ class Recorder:
             self.refuse(names, f"{word} writes it into another tensor")
         if not all(isinstance(leaf, Tensor | NoneType) for leaf in tree.leaves(made)):
             self.refuse(names, f"{word} asks for its numbers")
-        self.steps.append(Step(function, refs, spec, casts()))
+        plain = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
+        self.steps.append(Step(function, refs, None if plain else spec, casts()))
         return tree.tree_map(partial(self._result, taken, names), made)
 
     def _leaf(self, leaf: Any) -> Any:

@@ -1,12 +1,15 @@
 """Buffers that a module writes and its output does not read: their updates are apart, forwards come in any order."""
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
@@ -190,3 +193,201 @@ def test_updates_are_the_unsplit_modules_whatever_the_order(name: str, trace: bo
         grads = fpipe.join_params(model, result.grads)
         assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
     assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+
+
+def test_an_update_is_what_the_module_does_and_no_more():
+    """No second forward: a running mean reads the mean that F has made."""
+    model, params, state = fpipe.from_sequential(twice(Tracker), sizes=[3, 3], loss=nn.functional.mse_loss)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(model)), model)
+    step(params, ROWS, state=state)
+    with Ops() as ops:
+        step(params, ROWS, state=state)
+    once = {"aten.lerp_.Scalar": 8, "aten.mean.dim": 8, "aten.tanh.default": 16}
+    assert {name: ops.ran[name] for name in once} == once
+
+
+class Ops(TorchDispatchMode):
+    """How often each op runs while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_bytes_that_are_held_are_told_before(plan: str):
+    model, params, state = fpipe.from_sequential(twice(Block), sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), *PLANS[plan])(fpipe.program(model))
+    held = fpipe.build(program, model, record=True)(params, ROWS, state=state).timeline
+    assert held is not None
+    assert fpipe.sizes(program, model, params, ROWS, state=state).peak == held.peak
+
+
+class Drops(nn.Module):
+    """Counts, and remembers what it has drawn: the update draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(8))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(x)
+        self.kept += (y.detach() != 0).sum(0)
+        self.kept += torch.rand(8)
+        return y
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_what_is_drawn_at_random_is_drawn_once(trace: bool):
+    model, params, state = fpipe.from_sequential(twice(Drops), sizes=[3, 3], loss=nn.functional.mse_loss)
+    right = twice(Drops)
+    for at, x in enumerate(ROWS[0].tensor_split(4)):
+        for number, stage in enumerate((right[:3], right[3:])):
+            torch.manual_seed(fpipe.fold_in(7, number, at))
+            x = stage(x)
+    for plan in PLANS.values():
+        program = fpipe.chain(fpipe.split(4), *plan)(fpipe.program(model))
+        found = fpipe.build(program, model, trace=trace)(params, ROWS, state=state, key=7).state
+        for stage in found or ():
+            assert all(torch.equal(tensor, right.get_buffer(name)) for name, tensor in stage.items())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_casts_are_those_of_the_forward(trace: bool):
+    net = twice(Squared)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        right, _ = one_by_one(net)
+        step = fpipe.build(program, model, trace=trace)
+        for _ in range(2):
+            found = step(params, ROWS, state=state).state
+    for stage in found or ():
+        assert all(torch.equal(tensor, right.get_buffer(name)) for name, tensor in stage.items())
+
+
+class Squared(nn.Module):
+    """Multiplies what it remembers, which casts are for, and grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("square", torch.eye(8))
+        self.register_buffer("all", torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.detach()
+        self.square = (self.square @ (h.t() @ h)).float() * 0.1
+        self.all = torch.cat([self.all, h.float()])
+        return torch.tanh(x)
+
+
+def test_norms_beside_may_be_deferred():
+    """Refused where a forward reads a buffer: it takes the norms along."""
+    net = twice(Block)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    deferred = fpipe.deferred_batch_norm(model)
+    program = fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(deferred))
+    assert fpipe.verify(program, deferred, params, ROWS, state=state).bitwise
+    found = fpipe.build(program, deferred)(params, ROWS, state=state).state
+    assert found is not None
+    assert [list(stage) for stage in found] == [list(stage) for stage in state]
+    assert (found[0]["1.norm.num_batches_tracked"], found[0]["1.calls"]) == (1, 4)
+
+
+def test_slices_update_one_after_the_other():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Words(), nn.Linear(8, 8), Words())
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    batch = torch.randn(4, 8, 8), torch.randn(4, 8, 8)
+    for schedule in (fpipe.identity(), fpipe.schedules.seq1f1b(2, slices=4)):
+        program = fpipe.chain(fpipe.split(2, slices=4), schedule, fpipe.merge())(fpipe.program(model))
+        assert fpipe.verify(program, model, params, batch, state=state).bitwise
+
+
+class Words(nn.Module):
+    """A running mean over rows and words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return torch.tanh(x)
+
+
+def test_in_eval_what_is_written_in_training_is_a_constant():
+    net = twice(ByMode).eval()
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    assert state == ({}, {})
+    model, params, state = fpipe.from_sequential(net.train(), sizes=[3, 3], loss=nn.functional.mse_loss)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    step(params, ROWS, state=state)
+    net.eval()
+    sentence = "module '1' (ByMode) was in training when the net was cut into stages and is in eval now: what it"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        step(params, ROWS, state=state)
+
+
+# What the code does not show
+
+
+class Hidden(nn.Module):
+    """Reaches its buffer by a function that is no method, and uses it in a way of its own."""
+
+    total: Tensor
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+        self.use, self.read = use, lambda: self.total
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        self.total += y.detach()[0]
+        return self.use(y, self.read())
+
+
+def added_to(y: Tensor, total: Tensor) -> Tensor:
+    y += total
+    return y
+
+
+def unheard(y: Tensor, total: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return y * total
+
+
+READ = (
+    "stage 0 reads buffer '1.total', which it also writes ({}), and the code of its modules does not show that it does."
+)
+HIDDEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "in the output": (lambda y, total: y * total, READ.format("its output comes from it")),
+    "a view": (lambda y, total: total.expand(y.shape), READ.format("its output comes from it")),
+    "its numbers": (lambda y, total: y * float(total.sum()), READ.format("__float__ asks for its numbers")),
+    "a question": (lambda y, total: y if total.sum() > 3 else y * 2, READ.format("__bool__ asks for its numbers")),
+    "into another": (added_to, READ.format("add_ writes it into another tensor")),
+    "at random": (lambda y, total: y + 0 * total.normal_(), READ.format("normal_ draws random numbers by it")),
+    "below Python": (unheard, READ.format("aten.mul.Tensor reads it")),
+    "a change": (
+        lambda y, total: y.relu_(),
+        "stage 0 changed a tensor in place that the update of its buffers '1.total' reads, and the code of its modules "
+        "does not show that it does. Copy the tensor before it is changed.",
+    ),
+}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(("use", "sentence"), HIDDEN.values(), ids=HIDDEN.keys())
+def test_a_reading_that_the_code_does_not_show_is_refused(use: Any, sentence: str, trace: bool):
+    net = twice(lambda: Hidden(use))
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+    assert not net[1].total.any()

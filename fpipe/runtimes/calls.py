@@ -26,6 +26,7 @@ from fpipe.runtimes.abstract import is_list
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.meaning import RULES, summed
 from fpipe.runtimes.things import Thing, whole
+from fpipe.tapes import replayed
 
 Leaves = list[Any]
 
@@ -117,6 +118,15 @@ def by_rule(
     if len(made) != len(op.writes):
         raise ValueError(f"{op.cell} writes {len(op.writes)} values, and its rule gave {len(made)}.")
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
+
+
+def by_tape(places: Sequence[int], state: Leaves, seen: Leaves) -> Sequence[Leaves]:
+    """What U does where a forward noted nothing but a tape: the buffers on it are in these places of the state."""
+    tape, *given = seen
+    made = dict(zip(places, replayed(tape, [state[at] for at in places], given), strict=True))
+    new = [made[at] if at in made else leaf.clone() for at, leaf in enumerate(state)]
+    _empty((state, seen))
+    return [new]
 
 
 def under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Any) -> Sequence[Leaves]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fpipe import tree
 from fpipe.graphs.add import adding, owned
 from fpipe.graphs.ambient import casts, kernels
 from fpipe.graphs.code import compiled
@@ -30,6 +31,7 @@ from fpipe.runtimes.calls import (
     add_to,
     apart,
     by_rule,
+    by_tape,
     container,
     drawing,
     pass_on,
@@ -42,6 +44,7 @@ from fpipe.runtimes.shapes import Plain, Shapes, label_of
 from fpipe.runtimes.sums import Sums
 from fpipe.runtimes.things import Thing
 from fpipe.runtimes.updates import Update, Updates
+from fpipe.tapes import Tape
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
@@ -260,6 +263,10 @@ class _Writer:
             if all(part is not None for part in plan):
                 return self.call(at, slicing(plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
+        if op.kind == "U" and things[1].leaves and isinstance(things[1].leaves[0], Tape):
+            names: dict[str, int] = tree.unflatten(things[0].spec, range(len(things[0].leaves)))
+            module: Any = self.shapes.model.stages[op.stage or 0].forward
+            return self.call(at, partial(by_tape, [names[name] for name in module.apart]), op.reads, op.writes)
         run = partial(by_rule, op, [*map(container, things)], self.shapes.run, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
             return self.call(at, lambda *lists: run(*map(apart, lists)), op.reads, op.writes)
