@@ -142,13 +142,15 @@ class _Flows:
         self.changed: set[Flow] = set()  # flows into a tensor that is written in place
         self.others = False  # whether one is that is no attribute
         self.alias: dict[str, str] = {}
-        self.loose: set[str] = set()  # attributes and names that may be in the memory of another tensor
+        self.bases: dict[str, set[str | None]] = {}  # all that a local name is bound to
+        self.loose: set[str] = set()  # attributes that may be in the memory of another tensor
         self.itself: set[str] = set()  # what the module itself is called
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
                 base = base_of(self.alias, node.value)
                 names = [to.id for to in node.targets if isinstance(to, ast.Name)]
-                self.loose |= {f"[{name}" for name in names if self.alias.get(name, base) != base or base is None}
+                for name in names:
+                    self.bases.setdefault(name, set()).add(base)
                 self.alias |= dict.fromkeys(names, base) if base is not None else {}
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not self.itself:
                 self.itself |= {one.arg for one in (*node.args.posonlyargs, *node.args.args)[:1]}
@@ -263,15 +265,15 @@ class _Flows:
 
     def change(self, target: ast.expr, sources: set[str]) -> None:
         """A tensor is written in place."""
-        name = base_of(self.alias, target)
         for index in [target.slice] if isinstance(target, ast.Subscript) else []:
             sources = sources | self.value(index)
-        root = _root(target)
-        if name is None or f"[{root}" in self.loose:
-            self.others = True
-            self.flow(sources, None)
-        if name is not None:
-            self.changed |= {(source, name) for source in {*sources, name}}
+        base = base_of({name: f"[{name}" for name in self.bases}, target)
+        for one in self.bases[base[1:]] if base is not None and base.startswith("[") else {base}:
+            if one is None:
+                self.others = True
+                self.flow(sources, None)
+            else:
+                self.changed |= {(source, one) for source in {*sources, one}}
         if isinstance(target, ast.Name):
             self.flow(sources, f"[{target.id}")
 
@@ -335,7 +337,7 @@ class _Flows:
             self.flow(given, None)
             self.out(function)
             return set()
-        word, library = function.attr, not isinstance(function.value, ast.Call) and _root(function.value) in _LIBRARY
+        word, library = function.attr, _is_library(function.value)
         if word in _DOORS:
             self.flow({ANY}, None)
         of = set[str]() if library else self.within(function.value)
@@ -368,11 +370,11 @@ def _is_self(node: ast.expr, itself: Collection[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in itself
 
 
-def _root(node: ast.expr) -> str | None:
-    """The name that an expression of attributes, parts and methods starts with."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else None
+def _is_library(node: ast.expr) -> bool:
+    """Whether an expression is a module of functions: torch.nn.functional."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in _LIBRARY
 
 
 def _is_fresh(node: ast.expr) -> bool:

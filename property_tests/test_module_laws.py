@@ -56,6 +56,24 @@ class Counter(nn.Module):
         return x / self.count
 
 
+class Watching(nn.Module):
+    """Remembers what passes, and reads it only to do so."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.mean.lerp_(x.detach().mean(0), 1 / self.count)
+        return x.sin()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "spectral": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
@@ -65,6 +83,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm, no statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
     "dropout": lambda: nn.Dropout(0.4),
     "counter": Counter,
+    "watching": Watching,
     **{
         f"moving {how} {always} {first}": lambda how=how, always=always, first=first: Moving(how, always, first)
         for how in range(3)
