@@ -137,7 +137,7 @@ def _check_function(loss_fn: Any) -> None:
         found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
         raise TypeError(f"{wanted}, found {found}.")
     if hasattr(loss_fn, "_torchdynamo_orig_callable"):
-        raise TypeError(f"{wanted}, found one of torch.compile; hand in the function, and say build(compile=True).")
+        raise TypeError(f"{wanted}, found one that torch.compile made; hand in the function that it was made from.")
     taken = None
     try:
         taken = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)

@@ -356,7 +356,7 @@ FUNCTIONS = {
     "a function of torch's": (F.cross_entropy, NOT_OF_A_NET.format("cross_entropy")),
     "a part of one": (functools.partial(F.mse_loss, reduction="sum"), NOT_OF_A_NET.format("mse_loss")),
     "one in C": (torch.matmul, NOT_OF_A_NET.format("matmul")),
-    "compiled": (torch.compile(simple(torch.add)), ", found one of torch.compile; hand in the function, and say"),
+    "compiled": (torch.compile(simple(torch.add)), ", found one that torch.compile made; hand in the function that it"),
     "a Sequential": (torch.nn.Sequential(), " A Sequential goes through fpipe.from_sequential."),
 }
 
