@@ -60,14 +60,13 @@ def boundary(values: Any) -> Any:
     if hasattr(_SEEDED, "stage"):
         _SEEDED.stage += 1
         torch.manual_seed(seed_of(_KEY, _SEEDED.stage, 0))
-    if not hasattr(_TRACING, "marks"):
+    if not hasattr(_TRACING, "on"):
         return values
     leaves, containers = tree.flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("boundary() marks a pytree of tensors, found none in it.")
     made = iter(MARK(tensors))
-    _TRACING.marks += 1
     return tree.unflatten(containers, [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
@@ -209,15 +208,14 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
         proxies = iter(tensors)
         return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
-    _TRACING.marks = 0
+    _TRACING.on = True
     try:
         with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]):
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         _make_literals_pure(module.graph)
         _refuse_lost(module)
-        marks: int = _TRACING.marks
     finally:
-        del _TRACING.marks
+        del _TRACING.on
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
         raise ValueError(
@@ -229,7 +227,7 @@ def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, A
     )
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    return Traced(module, marks, tree.leaves(named[0]), named[1], batch, guards)
+    return Traced(module, tree.leaves(named[0]), named[1], batch, guards)
 
 
 def _make_literals_pure(graph: fx.Graph) -> None:

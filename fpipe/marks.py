@@ -37,11 +37,10 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 class Traced(NamedTuple):
-    """A function as a graph: its module, how often it was marked, which of its inputs are parameters and which are the
-    batch (a pair of trees, (inputs, target)), the example batch, and what was found out about the number of rows."""
+    """A function as a graph: its module, which of its inputs are parameters and which are the batch (a pair of trees,
+    (inputs, target)), the example batch, and what was found out about the number of rows."""
 
     module: fx.GraphModule
-    marks: int
     params: list[fx.Node]
     batch: tuple[Any, Any]
     example: tuple[Any, Any]
@@ -64,8 +63,7 @@ class Marked:
         self.inputs, self.target = ({n: at for at, n in enumerate(tree.leaves(t)) if _is(n)} for t in traced.batch)
         self.alias: dict[fx.Node, fx.Node] = {}
         self.at: dict[fx.Node, int] = {}
-        self._place()
-        self.last = traced.marks
+        self.last = self._place()
         self.changed = {one: node for node in self.at for written in _written(node) for one in self._memory(written)}
         self.free = self._free()
         self.judged = self._judged()
@@ -111,8 +109,8 @@ class Marked:
             seen += map(self.root, _viewed(one))
         return seen
 
-    def _place(self) -> None:
-        """The stage of every operation, by the marks above it."""
+    def _place(self) -> int:
+        """The stage of every operation, by the marks above it; which the last is."""
         stage = 0
         for node in self.traced.module.graph.nodes:
             if node.target is MARK:
@@ -123,12 +121,11 @@ class Marked:
                 self.alias |= {user: handed[user.args[1]] for user in node.users}
             elif node.op == "call_function" and node not in self.alias:
                 self.at[node] = stage
-        if stage < self.traced.marks:
-            raise ValueError("a boundary() marks what nothing uses afterwards: go on with what it returns.")
         if not self.at:
             raise ValueError("loss_fn computes nothing, so there is no stage to cut it into.")
         if stage not in self.at.values():
             raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.")
+        return stage
 
     def _free(self) -> set[fx.Node]:
         """What needs no tensor of anybody, and whose memory nothing writes: sizes, masks, literals; but no numbers
@@ -182,11 +179,6 @@ class Marked:
                     "Compute what needs them before the target comes in."
                 )
         drawing = [node for node in self.at if _draws(node)]
-        owner = next((node for node in drawing if node.kwargs.get("generator") is not None), None)
-        if owner is not None:
-            raise ValueError(
-                f"loss_fn draws from a generator of its own ({owner.target}), which is in no key; draw without it."
-            )
         for before, node in pairwise(drawing):
             if before in self.judged and node not in self.judged:
                 raise ValueError(
