@@ -157,6 +157,12 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
             "error: there is no file 'fpipe/pogram.py'. Did you mean 'fpipe/program.py'?",
         ),
         (["check", "."], None, "error: '.' is a folder; name a file in it."),
+        (["check", "-"], "rank 0 | .\n", "error: standard input: the table names no F, B, I or W."),
+        (
+            ["export", "gpipe", "--output", "missing/gpipe.csv"],
+            None,
+            "error: 'missing' is not a folder: make it before a file is written there.",
+        ),
         (["show", "-"], STRAY, "error: row 2, column 2: '1F1x' is not a cell"),
         (["verify", "-"], STUCK, "wait for each other in a circle"),
         (["show", "chimera", "-p", "3"], None, "error: chimera: "),

@@ -1,8 +1,8 @@
 """Every refusal is reached by somebody: those that no test of their own subject quotes."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 
 import fpipe
 from fpipe import Op, Program, ProgramError, Value, schedules
+from fpipe.program import KINDS
 from fpipe.testing import BrokenLaw, check_schedule
 
 ONE, TWO, FOUR = map(fpipe.program, (1, 2, 4))
@@ -241,11 +242,6 @@ class Odd:
     __hash__ = None
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
-    yield
-
-
 def hooked() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
@@ -253,14 +249,14 @@ def hooked() -> Any:
 UNTRACED: dict[str, tuple[Callable[[], Any], Any, Any, Any, str]] = {
     "hooks": (hooked, linear, EYE, BATCH[0], "saved_tensors_hooks are on, which see only what autograd saves"),
     "a layout": (
-        plainly,
+        nullcontext,
         lambda p, x: torch.sparse.mm(p["w"], x),
         {"w": torch.eye(2).to_sparse()},
         BATCH[0],
         "it is handed a tensor of layout torch.sparse_coo",
     ),
     "what cannot be compared": (
-        plainly,
+        nullcontext,
         lambda p, x: linear(p, x[0]),
         EYE,
         (BATCH[0], Odd()),
@@ -277,3 +273,102 @@ def test_a_step_says_why_it_runs_under_autograd(name: str):
     with around(), pytest.warns(UserWarning, match=re.escape(why)):
         found = step((params,), (inputs, BATCH[1]))
     assert torch.equal(found.loss, fpipe.reference(model, (params,), (inputs, BATCH[1]), microbatches=2).loss)
+
+
+def test_a_leaf_between_stages_that_cannot_be_compared():
+    model = fpipe.from_functions(
+        [lambda p, x: (linear(p, x), Odd()), lambda p, x: linear(p, x[0])], lambda y, t: y.sum()
+    )
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    with pytest.warns(UserWarning, match="it is handed something that cannot be compared"):
+        found = step((EYE, EYE), BATCH)
+    assert torch.equal(found.loss, fpipe.reference(model, (EYE, EYE), BATCH, microbatches=2).loss)
+
+
+def by_sign(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+    y = linear(params, x)
+    return (y, y) if y.sum() > 0 else [y]
+
+
+CHANGING: dict[str, tuple[Callable[..., Any], str]] = {
+    "sizes": (lambda p, x: [linear(p, x)[x > 0]], r"0F0 wrote y\[0,0\] as .*, and before as "),
+    "containers": (by_sign, r"0F0 wrote y\[0,0\] in other containers than before"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_stage_whose_output_depends_on_numbers_is_seen_through(name: str):
+    """What the first step saw of it does not hold for the next."""
+    stage, words = CHANGING[name]
+    model = fpipe.from_functions([stage, lambda p, x: x[0] * p["w"][0, 0]], lambda y, target: y.square().sum())
+    params = ({"w": torch.randn(4, 4)},) * 2
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model)), model)
+    x = torch.ones(4, 4)
+    other = torch.cat([-x[:2], x[:2].tril()]), x
+    with pytest.warns(UserWarning, match="runs under autograd, without a trace"):
+        step(params, (x, x))
+    with pytest.warns(UserWarning, match=f"steps run every stage under autograd from now on: {words}"):
+        found = step(params, other)
+    for one, batch in ((found, other), (step(params, (x, x)), (x, x))):
+        right = fpipe.reference(model, params, batch, microbatches=2)
+        assert torch.equal(one.loss, right.loss)
+        assert all(torch.equal(a["w"], b["w"]) for a, b in zip(one.grads, right.grads, strict=True))
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.seen
+        self.seen = None
+        return y
+
+
+def test_a_module_that_drops_its_state_is_named():
+    model, params, state = fpipe.from_sequential(nn.Sequential(nn.Linear(4, 4), Forgetful()), 2, loss=torch.dist)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    words = "stage 1 left no tensor in buffer '1.seen', which is its module state."
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        step(params, BATCH, state=state)
+
+
+def noisy(params: dict[str, torch.Tensor], x: torch.Tensor, *, key: int) -> torch.Tensor:
+    return linear(params, x) * torch.rand(4, generator=torch.Generator().manual_seed(key))
+
+
+def odd_or_even(params: dict[str, torch.Tensor], x: torch.Tensor, *, key: int) -> torch.Tensor:
+    return linear(params, x) * (key % 2)
+
+
+KEYED: dict[str, tuple[Any, Any, str]] = {
+    "traced": (noisy, nullcontext, "stage 0 (noisy) draws random numbers: hand in key="),
+    "untraced": (
+        odd_or_even,
+        lambda: pytest.warns(UserWarning, match="its key is not a number to compute with"),
+        "this program reads key: hand it in as step(..., key=...).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_a_step_that_had_a_key_wants_one_again(name: str):
+    stage, around, words = KEYED[name]
+    model = fpipe.from_functions([stage], lambda y, target: y.sum())
+    step = fpipe.build(fpipe.program(model), model)
+    with around():
+        step((EYE,), BATCH, key=3)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step((EYE,), BATCH)
+
+
+def test_a_kind_that_nobody_gave_a_meaning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "ZIP", fpipe.Kind("after"))
+    zipped = Op("ZIP", 0, 0, None, 0, (ONE.outputs[1].value,), (Value("zip", 0, 0),))
+    end = ONE.outputs[0]
+    ends = (*ONE.outputs, end._replace(name=end.name._replace(name="aux"), value=zipped.writes[0]))
+    program = Program(ONE.inputs, (*ONE.ops, zipped), ends)
+    words = "ZIP(zip[0,0]): kind ZIP has no meaning here; add it by fpipe.register_meaning."
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.build(program, fpipe.from_functions([linear], lambda y, target: y.sum()))((EYE,), BATCH)
