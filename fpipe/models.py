@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class Model:
             raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
         if isinstance(self.loss, type):
             raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
+        if self.loss is not None:
+            _refuse_odd_loss(self.loss)
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
@@ -134,6 +137,18 @@ class Model:
             port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
             found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
         return tuple(found)
+
+
+def _refuse_odd_loss(loss: Callable[..., Any]) -> None:
+    """A loss is called with the last stage's output and the target."""
+    try:
+        taken = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:  # some functions written in C do not tell
+        return
+    try:
+        taken.bind(None, None)
+    except TypeError:
+        raise ValueError(f"loss is a function loss(y, target), found one of {taken}.") from None
 
 
 def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:

@@ -85,6 +85,14 @@ MODELS = {
         lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, loss=torch.nn.CrossEntropyLoss),
         "loss is a class; make one: CrossEntropyLoss().",
     ),
+    "a loss of the output alone": (
+        lambda: fpipe.from_functions([linear], lambda y: y.mean()),
+        "loss is a function loss(y, target), found one of (y).",
+    ),
+    "a loss of three": (
+        lambda: fpipe.from_functions([linear], torch.nn.CosineEmbeddingLoss()),
+        "loss is a function loss(y, target), found one of (input1: torch.Tensor, input2: torch.Tensor, target:",
+    ),
     "stages that are no number": (
         lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), "2"),  # type: ignore[arg-type]
         "stages is a whole number, found '2'.",
