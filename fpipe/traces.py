@@ -104,7 +104,7 @@ class Store:
         self._versions: Recent[Any, int] = Recent(_MOST)
 
     def version(self, function: Any) -> int:
-        """A number for a function as it is: its code, its defaults and what it closes over may change in place."""
+        """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
         now = alike(function)
         if now not in self._versions:
             self._versions[now] = next(_NUMBERS)

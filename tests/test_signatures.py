@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +204,69 @@ def test_a_function_that_is_changed_in_place_is_traced_anew_by_the_next_build(ho
     traced.clear()
     assert same(built(stage)[1](PARAMS, BATCH), found)
     assert traced == []
+
+
+SCALE = 1.0
+
+
+def helper(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Scaled:
+    """A stage as a callable, and as a method."""
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+    def __call__(self, p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return turned(p, x * self.by)
+
+
+def a_global(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    return (lambda p, x: turned(p, x * SCALE)), lambda: change("SCALE", 3.0)
+
+
+def a_global_of_a_helper(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    return (lambda p, x: turned(p, helper(x))), lambda: change("SCALE", 3.0)
+
+
+def a_helper(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    return (lambda p, x: turned(p, helper(x))), lambda: change("helper", lambda x: x * 3.0)
+
+
+def an_object(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    scaled = Scaled()
+    return scaled, lambda: setattr(scaled, "by", 3.0)
+
+
+def a_method(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    scaled = Scaled()
+    return scaled.__call__, lambda: setattr(scaled, "by", 3.0)
+
+
+def an_object_in_a_closure(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    scaled = Scaled()
+    return (lambda p, x: turned(p, x * scaled.by)), lambda: setattr(scaled, "by", 3.0)
+
+
+def a_partial(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
+    return partial(lambda by, p, x: turned(p, x * by * SCALE), 2.0), lambda: change("SCALE", 3.0)
+
+
+@pytest.mark.parametrize(
+    "how", [a_global, a_global_of_a_helper, a_helper, an_object, a_method, an_object_in_a_closure, a_partial]
+)
+def test_what_a_stage_reaches_by_name_is_looked_at_by_the_next_build(how: Any, monkeypatch: pytest.MonkeyPatch):
+    """A helper that is defined anew in a notebook, or a number of the trainer whose method a stage is: the next build
+    found the old trace, and said nothing."""
+    stage, change = how(lambda name, to: monkeypatch.setitem(globals(), name, to))
+    model, step = built(stage)
+    first = step(PARAMS, BATCH)
+    change()
+    expected = fpipe.reference(model, PARAMS, BATCH, microbatches=2)
+    assert not same(first, expected)
+    assert same(built(stage)[1](PARAMS, BATCH), expected)
 
 
 def test_what_a_list_in_a_closure_holds_counts():

@@ -1,4 +1,4 @@
-"""Tell whether two things would compute the same: plain values by value, functions by their code and what it reaches.
+"""Tell whether two things would compute the same: plain values by value, functions by their code and what it names.
 
     def f(x): return x * k        k = 2: alike(f) == alike(f)        k = 3: not alike(f) as it was
 
@@ -8,8 +8,9 @@ Of all else a thing is only like itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ def alike(value: Any, odd: list[Any] | None = None) -> Any:
     """What to compare a value by, and to hash. It keeps alive nothing that can be referred to weakly.
 
     Args:
-        value: anything; the code, defaults and closure of a function as they are now.
+        value: anything; of a function the code, defaults, closure and the globals it names, of an object the numbers
+            and words that are its attributes, as they are now.
         odd: takes what is neither plain, nor a class, nor a function of such: it may change and stay the same object.
 
     >>> alike([1, 0.0]) == alike([True, -0.0]), alike({"a": (1,)}) == alike({"a": (1,)})
@@ -43,17 +45,58 @@ def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
     if isinstance(value, Mapping):
         return type(value), tuple((_alike(key, odd, inner), _alike(one, odd, inner)) for key, one in value.items())
     if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
-        return (Same(value), *(_alike(part, odd, inner) for part in parts))
+        named = ((name, one) for name, one in _named(value) if id(one) not in inner)
+        reached = (
+            (name, _function(one, [], inner) if isinstance(one, FunctionType) else _alike(one, [], inner))
+            for name, one in named
+        )
+        return *_function(value, odd, inner), *reached
     if isinstance(value, MethodType):
         return MethodType, _alike(value.__func__, odd, inner), _alike(value.__self__, odd, inner)
+    if isinstance(value, partial):
+        return partial, *(_alike(part, odd, inner) for part in (value.func, value.args, value.keywords))
     if not isinstance(value, type | BuiltinFunctionType):
         odd.append(value)
-    return Same(value)
+    attributes = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+    plain = ((name, _alike(one, [], inner)) for name, one in attributes.items() if isinstance(one, _NUMBERS))
+    return Same(value), *plain
 
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, CodeType)
+_NUMBERS = (*_PLAIN, float, complex)
+
+
+def _function(value: FunctionType, odd: list[Any], inner: tuple[int, ...]) -> tuple[Any, ...]:
+    """A function without the globals that it names."""
+    cells = [_content(cell) for cell in value.__closure__ or ()]
+    parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
+    return Same(value), *(_alike(part, odd, inner) for part in parts)
+
+
+def _named(function: FunctionType) -> list[tuple[str, Any]]:
+    """The globals that a function names, and those of the functions among them, each once; torch's own stay."""
+    found: list[tuple[str, Any]] = []
+    todo, seen = [function], {id(function)}
+    while todo:
+        one = todo.pop()
+        around = one.__globals__
+        if str(around.get("__name__")).partition(".")[0] == "torch":
+            continue
+        for name in _names(one.__code__):
+            if name not in around or id(around[name]) in seen:
+                continue
+            found.append((name, around[name]))
+            if isinstance(around[name], FunctionType):
+                seen.add(id(around[name]))
+                todo.append(around[name])
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _content(cell: CellType) -> Any:
