@@ -169,7 +169,9 @@ def over_parts(
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
             with torch.enable_grad(), unchanged(piece, "a stage"):
+                before = [_versions(each) for each in own]
                 made = forward(model, own, readers, piece, states, taken, place, len(parts), key)
+                _refuse_changed(model, before, own)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
             graphs.append(Graph(own, taken, weighted, carries, readers))
@@ -203,6 +205,20 @@ def over_parts(
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )
+
+
+def _versions(params: Any) -> list[int]:
+    return [leaf._version for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
+
+
+def _refuse_changed(model: Model, before: Sequence[list[int]], own: Sequence[Any]) -> None:
+    for number, (versions, params) in enumerate(zip(before, own, strict=True)):
+        if versions != _versions(params):
+            name = model.stages[number].name
+            raise RuntimeError(
+                f"stage {number}{f' ({name})' * bool(name)} changed its parameters in place, and they stay so; a stage "
+                "is a pure function."
+            )
 
 
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
