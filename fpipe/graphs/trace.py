@@ -55,7 +55,7 @@ def outline(
     """
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
-    with _reasons(), fake_mode(), torch.enable_grad(), _autocast_cache(cached), _no_compiled_functions():
+    with _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with _Heard() as heard, nullcontext() if keys is None else Streams(keys):
             made = function({label: [*leaves] for label, leaves in given.items()})
@@ -137,7 +137,7 @@ def _with_gradient(
     """What the function writes, then the gradients of what wants one; `before` is told how many calls come first."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    with torch.enable_grad():
+    with _in_this_thread():
         with _as_if_it_ran():
             made = function({label: given[label] for label in reads})
         mode: Any = get_proxy_mode()
@@ -154,13 +154,19 @@ def _with_gradient(
         found: Iterator[Any] = iter([None] * len(wanted))
         if pairs and wanted:
             roots, cotangents = zip(*pairs, strict=True)
-            # On a device of its own autograd would go on in a thread of its own, under none of our modes.
-            with torch.autograd.set_multithreading_enabled(False):
-                found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+            found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
         for label in labels:
             name, *port = label.split(":")
             written = ":".join([_COTANGENT[name], *port])
             yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
+
+
+@contextmanager
+def _in_this_thread() -> Generator[None]:
+    """With autograd, whose backward on a device goes on in a thread of its own, under none of our modes: the whole one,
+    and one that a stage takes within."""
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 def _wants(leaf: Any) -> bool:
