@@ -304,6 +304,47 @@ def test_what_else_is_done_with_a_key_runs_under_autograd_to_the_same_bits(name:
         assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
 
 
+def seeding() -> Tensor:
+    torch.manual_seed(3)
+    return torch.rand(4)
+
+
+def forking() -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.rand(4)
+
+
+def seeding_last() -> Tensor:
+    found = torch.rand(4)
+    torch.manual_seed(3)
+    return found
+
+
+@pytest.mark.parametrize("outside", [3, 5])
+@pytest.mark.parametrize("how", [seeding, forking, seeding_last])
+def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, outside: int):
+    """Its trace drew from the key where the stage draws what follows from its own seed, without a word, and torch's
+    generator stayed seeded by it."""
+
+    def stage(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+        return F.dropout(x @ p["w"] * how(), 0.5)
+
+    model, params, batch = asking(lambda p, x: stage(p, x, key=0))
+    loss, grads = right(stage, params, batch, KEY)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model)
+    torch.manual_seed(outside)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="it seeds torch's random numbers itself"):
+        results = [step(params, batch, key=KEY) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    for result in results:
+        assert torch.equal(result.loss, loss)
+        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+
+
 def test_without_a_key_the_module_that_draws_is_named():
     net, batch = case("Dropout")
     model, params, _ = fpipe.from_sequential(net, sizes=[2, 3], loss=F.mse_loss)

@@ -52,6 +52,38 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
                 raise Untraceable(f"it draws from a generator of its own ({node.target})")
 
 
+class Unseeded:
+    """Whether torch's own random numbers are still those that there were, which a function must not seed itself.
+
+    Tensors without data draw nothing, so a generator that starts anew was seeded; others that draw only move it on.
+    """
+
+    def __init__(self) -> None:
+        self.generators: list[torch.Generator] = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            self.generators += torch.cuda.default_generators
+        with _disable_current_modes():
+            self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
+
+    def check(self) -> None:
+        """Raise Untraceable if one was seeded."""
+        with _disable_current_modes():
+            for generator, (seed, state) in zip(self.generators, self.before, strict=True):
+                if generator.initial_seed() != seed or (
+                    not torch.equal(now := generator.get_state(), state)
+                    and torch.equal(now, torch.Generator(generator.device).manual_seed(seed).get_state())
+                ):
+                    raise Untraceable("it seeds torch's random numbers itself")
+
+    def restore(self) -> None:
+        """Undo what was seeded."""
+        try:
+            self.check()
+        except Untraceable:
+            for generator, (_, state) in zip(self.generators, self.before, strict=True):
+                generator.set_state(state)
+
+
 class Streams(TorchDispatchMode):
     """Notes for each op that draws which stream of random numbers it draws from, and hands it no generator.
 

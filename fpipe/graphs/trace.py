@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.ambient import Untraceable
-from fpipe.graphs.draws import Streams, keyed, refuse_hidden, without_fills
+from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
 
@@ -57,21 +57,29 @@ def outline(
     cached = torch.is_autocast_cache_enabled()
     with _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
-        with _Heard() as heard, nullcontext() if keys is None else Streams(keys):
-            made = function({label: [*leaves] for label, leaves in given.items()})
+        unseeded = Unseeded()
+        try:
+            with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys):
+                made = function({label: [*leaves] for label, leaves in given.items()})
+            unseeded.check()
+        finally:
+            unseeded.restore()
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops)
 
 
 class _Heard(TorchDispatchMode):
-    """Notes which ops run."""
+    """Notes which ops run, and refuses those that draw after the function has seeded torch's generator itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, unseeded: Unseeded) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self.unseeded = unseeded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim" and func not in _NOT_HEARD:
             self.ops.append(str(func))
+        if draws(func, args, kwargs or {}):
+            self.unseeded.check()
         return func(*args, **(kwargs or {}))
 
 
