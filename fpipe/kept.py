@@ -18,6 +18,9 @@ from torch import Tensor
 
 from fpipe import tree
 
+ALL_BUT = "all but"
+"""Before the names of ops that are computed again, where the results of all others are kept."""
+
 _TRACING = threading.local()
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("keep(Tensor value) -> Tensor")

@@ -155,7 +155,25 @@ def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("save", [[aten.addmm.default, aten.mm.default], policy], ids=["list", "policy"])
+def all_but(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The other way round, of which a program of four stages had seven million letters: each op there is, by name."""
+    again = op in (aten.relu.default, aten.native_layer_norm.default)
+    return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.PREFER_SAVE
+
+
+def test_a_policy_is_written_down_in_few_words():
+    words = {policy: "{saved=('aten.addmm.default', 'aten.mm.default')}"}
+    words[all_but] = "{saved=('all but', 'aten.native_layer_norm.default', 'aten.relu.default')}"
+    for save, text in words.items():
+        program = fpipe.checkpoint(grain="layer", save=save)(fpipe.program(1))
+        assert str(program).count(text) == 2
+        assert fpipe.Program.parse(str(program)) == program
+
+
+SAVES = [[aten.addmm.default, aten.mm.default], policy, all_but]
+
+
+@pytest.mark.parametrize("save", SAVES, ids=["list", "policy", "all but"])
 def test_what_a_policy_saves_is_not_computed_again(save: Any):
     model, params, _, batch = made(perceptron(), 2)
     program = program_of(model, fpipe.checkpoint(grain="layer", save=save))

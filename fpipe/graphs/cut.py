@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 
 from fpipe.graphs.draws import LABEL, drawn
 from fpipe.graphs.graph import Graph, Name, Node
+from fpipe.kept import ALL_BUT
 
 _KNOWN = ("params", "const")  # what every part is given anew
 _SEEDS = ("dy", "dcarry", "dloss")
@@ -210,7 +211,11 @@ def prepared(graph: Graph) -> tuple[Graph, Graph]:
 
 
 def _is_saved(node: Node, saved: Sequence[str]) -> bool:
-    return str(node.op) in saved or isinstance(node.kwargs.get("generator"), Name)
+    if isinstance(node.kwargs.get("generator"), Name):
+        return True
+    if saved[:1] == (ALL_BUT,):
+        return isinstance(node.op, OpOverload) and str(node.op) not in saved
+    return str(node.op) in saved
 
 
 def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:

@@ -9,18 +9,22 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from fpipe.kept import ALL_BUT
+
 _SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def saved_ops(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the ops whose results are saved, in order.
+    """The names of the ops whose results are saved, in order; of those that are not after "all but", if they are fewer.
 
     Raises:
         TypeError: something that is no op; a policy that wants to see tensors, or answers with something else.
 
     >>> saved_ops([torch.ops.aten.mm.default])
     ('aten.mm.default',)
+    >>> saved_ops(lambda ctx, op: op is not torch.ops.aten.tanh.default)
+    ('all but', 'aten.tanh.default')
     """
     if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
@@ -30,7 +34,10 @@ def saved_ops(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
                 raise TypeError(f"an op is named with its overload, such as torch.ops.aten.mm.default; found {op!r}.")
         return tuple(sorted({str(op) for op in save}))
     context: Any = SelectiveCheckpointContext(is_recompute=False)  # pyright: ignore[reportCallIssue]
-    return tuple(str(op) for op in _all_ops() if _wanted(save, context, op))
+    said = {str(op): _wanted(save, context, op) for op in _all_ops()}
+    saved = tuple(name for name, wanted in said.items() if wanted)
+    others = tuple(name for name, wanted in said.items() if not wanted)
+    return saved if len(saved) <= len(others) else (ALL_BUT, *others)
 
 
 def _wanted(policy: Callable[..., Any], context: Any, op: OpOverload) -> bool:
