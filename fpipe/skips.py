@@ -55,6 +55,9 @@ class Pop(nn.Module):
         super().__init__()
         if isinstance(join, nn.Module):
             raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
+        given: object = join
+        if given is not None and not callable(given):
+            raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {given!r}.")
         self.name, self.join = name, join
 
     def extra_repr(self) -> str:

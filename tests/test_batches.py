@@ -326,6 +326,16 @@ REFUSED = {
     "2 rows cannot fill 3 microbatches; use split(3, rows=2, allow_fewer=True).": lambda: run(
         fpipe.split(3), (X[:2], T[:2])
     ),
+    "allow_fewer needs rows=, the rows of a batch: a program has a fixed number of ops.": lambda: fpipe.split(
+        3, allow_fewer=True
+    ),
+    "7 rows in microbatches of 3 are 3 microbatches, not 2.": lambda: run(fpipe.split(size=3, rows=6), batch(7)),
+    "inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.": lambda: run(
+        fpipe.split(3, (fpipe.Chunk(2), None)), (X, T)
+    ),
+    "inputs of microbatch 1 has 0 rows; a microbatch has at least one.": lambda: run(
+        PRESPLIT, [(X, T), (X[:0], T[:0]), (X, T)]
+    ),
     "inputs has 0 rows; a microbatch has at least one.": lambda: run(fpipe.split(3), (X[:0], T[:0])),
     "a batch is a pair (inputs, target), found list. What is cut already goes to split(m, presplit=True).": lambda: run(
         fpipe.split(3), [(X, T)] * 3

@@ -478,6 +478,13 @@ def sequential(*children, sizes):
 
 
 REFUSED = {
+    "the join of Pop('a') is a function f(x, value), found 3.": lambda: Pop("a", 3),  # type: ignore[arg-type]
+    "Pop('a') takes a value up inside a stage of fpipe.from_sequential; for the whole net in one,": lambda: Pop("a")(
+        torch.ones(2)
+    ),
+    "Stash('a') puts a value aside inside a stage of fpipe.from_sequential; for the whole net in": lambda: Stash("a")(
+        torch.ones(2)
+    ),
     "Stash('a') stands twice; a name is put aside once.": lambda: sequential(Stash("a"), Stash("a"), sizes=[2]),
     "Pop('a') takes up what no Stash('a') before it puts aside.": lambda: sequential(
         nn.Tanh(), Pop("a"), Stash("a"), sizes=[3]

@@ -368,6 +368,11 @@ def test_a_transform_says_that_it_wants_a_program(transform):
         transform(model)
 
 
+def test_where_is_a_function():
+    with pytest.raises(TypeError, match=re.escape("where is f(stage, microbatch) -> bool or None, found 2.")):
+        fpipe.split_backward(where=2)  # pyright: ignore[reportArgumentType]
+
+
 def test_only_the_head_s_weight_gradient_waits():
     net = Net(("mlp", "attention", "linear"), ("batch", 0, 1))
     params, batch = net.params(), net.batch(6)
