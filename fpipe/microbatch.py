@@ -267,7 +267,11 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
     """Every leaf with the name an error gives it: inputs['a'][0]."""
     if isinstance(what, str) or not isinstance(tree, tuple) or len(tree) != len(what):
         what, tree = (what if isinstance(what, str) else what[0],), (tree,)
-    return [(word + place, leaf) for word, part in zip(what, tree, strict=True) for place, leaf in trees.paths(part)]
+    found: list[tuple[str, Any]] = []
+    for word, part in zip(what, tree, strict=True):
+        noun, *of = word.split(" of ")
+        found += [(" of ".join([noun + place, *of]), leaf) for place, leaf in trees.paths(part)]
+    return found
 
 
 _AS_A_PAIR = " If the list is [inputs, target], as a DataLoader gives it, hand in tuple(batch)."

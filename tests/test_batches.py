@@ -333,6 +333,9 @@ REFUSED = {
     "inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.": lambda: run(
         fpipe.split(3, (fpipe.Chunk(2), None)), (X, T)
     ),
+    "inputs['a'] of microbatch 1 has 3 rows, inputs['b'] of microbatch 1 has 2. Say Replicate() for a leaf": lambda: (
+        run(PRESPLIT, [({"a": torch.zeros(3, 3), "b": torch.zeros(size)}, torch.zeros(3, 3)) for size in (3, 2, 3)])
+    ),
     "inputs of microbatch 1 has 0 rows; a microbatch has at least one.": lambda: run(
         PRESPLIT, [(X, T), (X[:0], T[:0]), (X, T)]
     ),
