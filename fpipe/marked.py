@@ -95,9 +95,9 @@ def from_loss(
         makes the pytree of them again, and `split_params` the other way. Outputs are what the loss is computed from.
 
     Raises:
-        ValueError: a mark inside no_grad or autocast, or with nothing to compute before it; a stage that reads the
-            target; a function that does another thing for other numbers of rows, that a trace does not hold, or that
-            writes tensors, or buffers of modules, that it closes over, which are put back.
+        ValueError: a mark with nothing to compute before it; a stage that reads the target; a function that does
+            another thing for other numbers of rows, that a trace does not hold, or that writes tensors, or buffers of
+            modules, that it closes over, which are put back.
 
     >>> import fpipe
     >>> def loss_fn(params, batch):
