@@ -110,7 +110,8 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
     if seed is None and not all(map(torch.equal, before, now)):
-        raise ValueError(needs_key(who))
+        other = " Or another thread drew meanwhile: torch's own generator is one for all threads."
+        raise ValueError(needs_key(who) + other * (threading.active_count() > 1))
 
 
 def needs_key(who: str) -> str:

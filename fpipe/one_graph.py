@@ -111,8 +111,9 @@ def _of(values: list[Any], source: Any) -> Any:
 
 def _alias(leaf: Any) -> Any:
     """The same tensor once more. A view of it would not do: where there is one of something, as one row, it has other
-    strides, by which torch picks other kernels."""
-    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf
+    strides, by which torch picks other kernels. A sparse or nested one has no alias."""
+    known = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return torch.ops.aten.alias.default(leaf) if known else leaf
 
 
 def leaf_of(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -429,3 +430,28 @@ def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
             x = stage(leaves, x, key=0)
         own = own + F.mse_loss(x, t) * (2 / 6)
     assert torch.equal(found, own)
+
+
+def test_who_may_have_drawn_is_said_where_there_are_other_threads():
+    """A thread that loads data draws from torch's one generator too: a stage that draws nothing was told to."""
+    drawn, called, over = threading.Event(), threading.Event(), threading.Event()
+
+    def waits(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        called.set()
+        assert drawn.wait(5)
+        return x @ p["w"]
+
+    def loads() -> None:
+        assert called.wait(5)
+        torch.randperm(4)
+        drawn.set()
+        assert over.wait(5)
+
+    batch = torch.randn(2, 4), torch.randn(2, 4)
+    thread = threading.Thread(target=loads)
+    thread.start()
+    model = fpipe.from_functions([waits], loss=lambda y, target: (y - target).square().mean())
+    with pytest.raises(ValueError, match="Or another thread drew meanwhile"):
+        fpipe.reference(model, ({"w": torch.eye(4)},), batch)
+    over.set()
+    thread.join()

@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -380,6 +381,56 @@ def test_a_stage_without_a_trace_may_have_several_parameters_unused_and_tied_one
     expected = fpipe.reference(model, params, batch, microbatches=3)
     assert all(same(result, expected) for result in results)
     assert len(warned) == 1
+
+
+def sparse(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ p["w"]).to_sparse()
+
+
+OFFSETS = torch.tensor([0, 1, 3])  # one for F and R: torch takes jagged sizes to be equal by this tensor's identity
+
+
+def jagged(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(x @ p["w"], OFFSETS)
+
+
+def nested(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([x[:1] @ p["w"], x[1:] @ p["w"]], layout=torch.strided)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize(
+    ("odd", "dense"),
+    [
+        (sparse, Tensor.to_dense),
+        (jagged, lambda x: x.values()),
+        (nested, lambda x: x.to_padded_tensor(0.0).sum((0, 1))),
+    ],
+    ids=["sparse", "jagged", "nested"],
+)
+def test_tensors_of_another_layout_flow_between_stages_under_autograd(odd: Any, dense: Any, steps):
+    """They have no strides and no alias, which ended the step and the reference in an error of torch's own."""
+    model = fpipe.from_functions([odd, lambda p, x: smooth(p, dense(x))], loss=total)
+    params = tuple({"w": torch.randn(4, 4)} for _ in range(2))
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), *steps, fpipe.merge(outputs=False))(fpipe.program(model)), model)
+    with pytest.warns(UserWarning, match="this step runs every stage under autograd, without a trace"):
+        results = [step(params, batch), step(params, batch)]
+    expected = fpipe.reference(model, params, batch, microbatches=2)
+    assert all(same(result, expected) for result in results)
+
+
+def test_what_torch_func_saves_cannot_be_counted():
+    """torch's own words asked to open an issue."""
+
+    def slope(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.grad(lambda a: (a @ p["w"]).sin().sum())(x)
+
+    model = fpipe.from_functions([slope], loss=squares)
+    run = fpipe.build(program(model, m=2, ranks=1), model, trace=False, record=True)
+    with pytest.raises(RuntimeError, match=r"stage 0 \(slope\) runs under autograd and calls torch.func"):
+        run(({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4)))
 
 
 def test_shapes_that_change_with_the_data_end_the_traces_with_a_warning():

@@ -119,6 +119,11 @@ class Graph:
         return found
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def aval(tensor: Tensor) -> Aval:
     """What would have to be known of this tensor before it exists."""
     return Aval(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
@@ -139,7 +144,8 @@ def storage_of(tensor: Tensor) -> int:
 def alias(leaf: Any) -> Any:
     """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
     leaf once for all its uses, and so adds their gradients up in the lower precision."""
-    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_plain(leaf)
+    return torch.ops.aten.alias.default(leaf) if known else leaf
 
 
 def apart(known: Aval) -> Fact:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fpipe import tree
 from fpipe.graphs.graph import alias
 from fpipe.keys import drawing, seed_of
-from fpipe.models import Model, trained, unchanged, who_draws
+from fpipe.models import Model, Stage, trained, unchanged, who_draws
 from fpipe.program import Op
 from fpipe.returned import loss_of, outputs_of, refuse_odd_output, taken_apart
 
@@ -116,7 +116,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     watching = _watching(saved) if run.watch_saved else nullcontext()
     with torch.enable_grad(), watching, drawing(given.seed, who_draws(run.model, op.stage or 0)):
         with unchanged((given.taken, given.said.get("state")), given.who):
-            y, beside = taken_apart(stage, stage.forward(params, given.x, **given.said))
+            y, beside = taken_apart(stage, _called(stage, given))
         with unchanged(given.target, "the loss"):
             loss, count, aux = (
                 loss_of(run.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
@@ -160,6 +160,18 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         tree.tree_map(_same_leaf, ports[value.port]) if value.name in outs else made[value.name]()
         for value in op.writes
     ]
+
+
+def _called(stage: Stage, given: _Given) -> Any:
+    try:
+        return stage.forward(given.params, given.x, **given.said)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{given.who} runs under autograd and calls torch.func, which does not tell what autograd saves in it: "
+            "what a step holds cannot be counted. Build without record=True."
+        ) from error
 
 
 def _apart(loss: Tensor | None) -> Tensor | None:

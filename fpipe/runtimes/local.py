@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, casts, plainly, without_data
-from fpipe.graphs.graph import Fact, fact
+from fpipe.graphs.graph import Fact, fact, is_plain
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
 from fpipe.microbatch import streams
@@ -303,8 +303,8 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:
     """What is known of a leaf that a step is handed, and whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.layout is not torch.strided:
-        raise Untraceable(f"it is handed a tensor of layout {leaf.layout}")
+    if not is_plain(leaf):
+        raise Untraceable(f"it is handed a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}")
     known = fact(leaf, storages)
     device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))

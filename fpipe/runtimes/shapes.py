@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -21,7 +20,7 @@ from fpipe.by_place import ByPlace
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage, is_plain
 from fpipe.program import Op, Value
 from fpipe.runtimes.abstract import abstractly, rounded
 from fpipe.runtimes.by_autograd import Run
@@ -55,7 +54,7 @@ class Plain:
         """Note what a value was. Its tensors are taken to be each in memory of its own."""
         if value.name not in ("res", "wres"):
             leaves, containers = tree.flatten(made)
-            if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+            if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
                 self.lost = True
                 return
             known = tuple(apart(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
