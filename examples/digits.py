@@ -19,6 +19,7 @@ import fpipe
 
 try:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
     from sklearn.datasets import load_digits
 except ImportError as error:
     raise SystemExit(
@@ -165,10 +166,11 @@ def draw(story: Story, net: nn.Module, test: Batch, file: Path) -> None:
     """Losses, accuracy, and digits with what the net sees in them: first those it is least sure of."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
-    for axes, values, what in zip(
+    for axes, values, what, along in zip(
         above.subplots(1, 2),
         (story.losses, story.accuracy),
         ("loss of each step", "right of those held out"),
+        ("step", "epoch"),
         strict=True,
     ):
         at = range(1, len(values) + 1)
@@ -177,9 +179,12 @@ def draw(story: Story, net: nn.Module, test: Batch, file: Path) -> None:
         ):
             axes.plot(at, [value[number] for value in values], label=name, **how)
         axes.set_title(what)
+        axes.set_xlabel(along)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     above.axes[0].set_yscale("log")
+    above.axes[1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     chances = read(net, test[0])
     sure, seen = chances.max(-1)
     for axes, row in zip(below.subplots(2, 12).flat, sure.argsort(), strict=False):
