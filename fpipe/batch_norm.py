@@ -74,6 +74,7 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
         for x in calls:
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
             if isinstance(module, _BatchNorm):
+                _refuse_others(path, (mean, var), x.shape[1])
                 torch.batch_norm_update_stats(x, mean, var, _count(path, module, made))
             else:
                 rows = x.unsqueeze(0) if x.dim() == module._get_no_batch_dim() else x
@@ -97,11 +98,24 @@ def updated_at_the_end(
                 made[name] = found
                 continue
             rows, mean, squares = found
+            _refuse_others(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
             factor = _count(path, module, made)
             for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
                 before = made[f"{path}.{buffer}"]
                 made[f"{path}.{buffer}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
     return made
+
+
+def _refuse_others(path: str, held: tuple[Any, Any], channels: int) -> None:
+    """A ValueError for statistics of other channels: torch's own update does not look, and writes past their end."""
+    for name, found in zip(STATISTICS, held, strict=False):
+        shape = tuple(found.shape) if isinstance(found, Tensor) else None
+        if shape != (channels,):
+            what = type(found).__name__ if shape is None else f"shape {shape}"
+            raise ValueError(
+                f"state '{path}.{name}' has a number for each of the {channels} channels, found {what}. Hand in the "
+                "state that from_sequential gave, or Result.state."
+            )
 
 
 def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:

@@ -36,7 +36,8 @@ class Stage:
         update: `update(state, x) -> state`, the module state after a microbatch, for a stage whose output does not
             read it: its forwards may then come in any order.
         notes: whether the stage returns `(y, seen)`, and the update is `update(state, seen)`.
-        counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many.
+        counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many (slices, if
+            they are cut).
         aux_loss: whether the stage returns `(y, loss)` (what else it returns, before the loss): a 0-d tensor that is
             added to the model's loss.
         name: how errors call the stage.

@@ -68,11 +68,11 @@ def forward(
     states: list[Any],
     carries: list[Any],
     place: tuple[int, int | None],
-    count: int,
+    turn: tuple[int, int],
     key: int | None,
 ) -> tuple[Tensor, Any, Any, Any, list[Any]]:
     """Loss, count, auxiliary results, output and what is handed on, of one microbatch (or slice), as one graph over all
-    stages."""
+    stages. `turn`: which of them it is of how many, for updates that count."""
     inputs, target = part
     index, last = place[0], len(model.stages) - 1
     lost: Any = None
@@ -97,7 +97,7 @@ def forward(
         if "state" in stage.asks:
             states[number] = tree.tree_map(detached, beside["state"])
         if stage.update is not None:
-            counted = {"index": index, "count": count} if stage.counts else {}
+            counted = dict(zip(("index", "count"), turn, strict=True)) if stage.counts else {}
             states[number] = stage.update(states[number], tree.tree_map(detached, beside.get("seen", x)), **counted)
     loss, counted, aux = lost
     return sum(losses, loss), counted, aux, values[-1][0], carried

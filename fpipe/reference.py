@@ -168,9 +168,10 @@ def over_parts(
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
+            turn = (index * sliced.slices + k, len(parts) * sliced.slices)
             with torch.enable_grad(), unchanged(piece, "a stage"):
                 before = [_versions(each) for each in own]
-                made = forward(model, own, readers, piece, states, taken, place, len(parts), key)
+                made = forward(model, own, readers, piece, states, taken, place, turn, key)
                 _refuse_changed(model, before, own)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter as Counted
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -712,3 +713,55 @@ def test_deferred_stages_of_one_module_still_take_turns():
     model, _, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
     first, last = (stage.forward for stage in fpipe.deferred_batch_norm(model).stages)
     assert first.lock is last.lock
+
+
+class Across(nn.Module):
+    """A batch norm over what is in dim 2, so that sequences can be sliced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("microbatches", "slices"), [(1, 2), (2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("trace", [True, False])
+def test_deferred_statistics_of_slices_are_the_full_batchs(microbatches: int, slices: int, trace: bool):
+    """Each slice counted as its whole microbatch: the first slices were forgotten, or it was KeyError('gathered')."""
+    net = nn.Sequential(nn.Linear(3, 3), Across(), nn.Linear(3, 3))
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=nn.functional.mse_loss)
+    model = fpipe.deferred_batch_norm(model)
+    batch = torch.randn(5, 7, 3) + 4, torch.randn(5, 7, 3)
+    program = fpipe.chain(fpipe.split(microbatches, slices=slices), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(params, batch, state=state).state[0]
+    assert fpipe.verify(program, model, params, batch, state=state).bitwise
+    net[1](net[0](batch[0]))
+    for name, held in net[1].norm.named_buffers():
+        torch.testing.assert_close(found[f"1.norm.{name}"], held)
+
+
+OTHERS: dict[str, Any] = {
+    "too few": (lambda held: held[:2], "found shape (2,)."),
+    "too many": (lambda held: held.repeat(2), "found shape (6,)."),
+    "one for all": (lambda held: held[0], "found shape ()."),
+    "none": (lambda held: None, "found NoneType."),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
+def test_statistics_of_other_channels_are_refused(other: str, deferred: bool, trace: bool | None):
+    """torch's update read and wrote past the end of those that were too few, without a word."""
+    change, found = OTHERS[other]
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    model = fpipe.deferred_batch_norm(model) if deferred else model
+    changed = ({name: change(held) if held.ndim else held for name, held in state[0].items()},)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    step = partial(fpipe.reference, model) if trace is None else fpipe.build(program, model, trace=trace)
+    sentence = f"state '1.running_mean' has a number for each of the 3 channels, {found} Hand in the state that"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        step(params, (torch.randn(6, 3), torch.randn(6, 3)), state=changed)
