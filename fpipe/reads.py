@@ -258,8 +258,10 @@ class _Flows:
         elif isinstance(target, ast.Name):
             self.flow(self.value(value), f"[{target.id}")
         elif isinstance(target, ast.Attribute) and base_of({}, target) == target.attr:
-            self.flow(self.value(value), target.attr)
-            self.loose |= set() if _is_fresh(value) else {target.attr}
+            sources = self.value(value)
+            self.flow(sources, target.attr)
+            # Only what is computed from itself is surely its own memory, and not another tensor's.
+            self.loose |= set() if _is_fresh(value) and target.attr in sources else {target.attr}
         else:
             self.change(target, self.value(value))
 

@@ -59,6 +59,7 @@ READ = {
     "written into a part": "self.b += 1\nx = x.clone()\nx[0] = self.b",
     "into a name that may be another": "held = x\nif x.dim() > 5:\n    held = self.c\nself.b += 1\nheld.add_(self.b)",
     "into what was assigned": "self.c = x\nself.b += 1\nself.c.add_(self.b)",
+    "into what was computed": "self.c = x.mean(0) * 2\nself.b += 1\nself.c.add_(self.b)",
     "kept elsewhere": "self.b += 1\nself.kept = self.b * 2",
     "in a list": "self.b += 1\nself.list.append(self.b)",
     "handed on": "self.b += 1\nhelper(self.b, x)",
