@@ -6,7 +6,7 @@ f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,10 @@ class ByPlace(ABC):
     @abstractmethod
     def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]) -> Any:
         """The stage's output as a function of all that it reads, in the order of names."""
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
+        return what()
 
     @abstractmethod
     def twin(self) -> Any:

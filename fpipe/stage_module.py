@@ -7,7 +7,8 @@ f(params, x, state=s) = modules(x), s'            and buffers too, where a modul
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -228,18 +229,36 @@ class StageModule(ByPlace):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> Any:
         """The stage's output, with its state or what its update needs, as a function of all that it reads."""
+        through, noting = partial(self._through, x), bool(self.norms or self.unread)
+        with self._untouched(), noted(self.norms, self.deferred) as notes:
+            given = buffers if self.held else None
+            made, new, tape = self._called(self._own(params, constants), given, through, noting, traced=True)
+        return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """Do something while these are in the modules' place, as `within`; what it would write is none of theirs."""
+        copies = {path: getattr(owner, name).detach().clone() for path, owner, name in self.remembered}
+        versions = [copy._version for copy in copies.values()]
+        with self._untouched(), noted(self.norms, self.deferred):
+            made, _, _ = self._called(self._own(params, constants) | copies, None, what, False)
+        changed = zip(copies.items(), versions, strict=True)
+        self._refuse_written([path for (path, copy), version in changed if copy._version != version])
+        return made
+
+    def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What a stage reads, under all its names."""
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
-        own |= {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
+        return own | {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
+
+    @contextmanager
+    def _untouched(self) -> Generator[None]:
+        """Whatever modules note while it lasts is without data: afterwards they are as they were."""
         with self.lock:
             self._refuse_changed()
             kept = [vars(module) | _kept(module) for _, module in self.modules]
             try:
-                with noted(self.norms, self.deferred) as notes:
-                    through, noting = partial(self._through, x), bool(self.norms or self.unread)
-                    given = buffers if self.held else None
-                    made, new, tape = self._called(own, given, through, noting, traced=True)
-                return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
-            finally:  # as it was: whatever a module notes now is without data
+                yield
+            finally:
                 for (_, module), attributes in zip(self.modules, kept, strict=True):
                     vars(module).clear()
                     vars(module).update(attributes)

@@ -20,7 +20,7 @@ from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, alias, apart, aval, inlined, same
 from fpipe.graphs.recent import Recent
-from fpipe.graphs.trace import outline, trace
+from fpipe.graphs.trace import Around, outline, trace
 from fpipe.kept import listening
 from fpipe.keys import TracedKey, fold_in, unseeding
 from fpipe.models import Model
@@ -177,7 +177,7 @@ class Traces:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
         of one are others for the next."""
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
-            return trace(self._flat(call, {}), dict(call.reads), seeds)
+            return trace(self._flat(call, {}), dict(call.reads), seeds, None, self._around(call))
         keys = [TracedKey(fold_in(0, which)) for which in range(2)]
         with unseeding():
             one, other = (trace(self._flat(call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
@@ -254,6 +254,18 @@ class Traces:
             store = _OF_MODELS.setdefault(self.model, Store()) if store is None else store
             self._stores[id(function)] = store, store.version(function)
         return self._stores[id(function)]
+
+    def _around(self, call: Call) -> Around | None:
+        """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
+        module = None if call.stage is None else self.model.stages[call.stage].forward
+        if not isinstance(module, ByPlace):
+            return None
+        order = _positions(self.model, module, call)
+
+        def around(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
+            return module.during([given[label][at] for label, at in order], given.get("const", []), what)
+
+        return around
 
     def _flat(
         self, call: Call, specs: dict[str, Spec], key: int = 0

@@ -527,3 +527,36 @@ def test_a_module_that_changes_what_its_own_stage_made_is_the_unsplit_module(pol
     for x, t in zip(*(half.tensor_split(3) for half in batch), strict=True):
         (nn.functional.mse_loss(net(x), t) * (2 / 6)).backward()
     assert all(torch.equal(found[name], leaf.grad) for name, leaf in net.named_parameters())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
+def test_a_module_that_is_called_again_in_the_backward_has_the_parameters_it_is_given(policy, trace):
+    """A trace once had the module's own parameters in what torch.utils.checkpoint computes again: of two equal stages,
+    which share their trace, the first had the gradients of the second's weights, and other params were not seen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Again(), nn.Tanh()) for _ in range(2)))
+    batch = torch.randn(6, 3), torch.randn(6, 3)
+    model, params, state = from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    step = build(chain(split(3), policy(), gpipe(2), merge())(training_step(model)), model, trace=trace)
+    for factor in (1.0, 1.5):
+        right = copy.deepcopy(net)
+        with torch.no_grad():
+            for leaf in right.parameters():
+                leaf.mul_(factor if leaf.requires_grad else 1)
+        for x, t in zip(*(half.tensor_split(3) for half in batch), strict=True):
+            (nn.functional.mse_loss(right(x), t) * (2 / 6)).backward()
+        given = tuple({name: leaf * factor for name, leaf in stage.items()} for stage in params)
+        found = join_params(model, step(given, batch, state=state).grads)
+        assert all(torch.equal(grad, right.get_parameter(name).grad) for name, grad in found.items())
+
+
+class Again(nn.Module):
+    """Computes a norm and a layer again, beside a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), frozen(nn.Linear(3, 3)))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)

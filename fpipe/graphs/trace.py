@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -29,6 +30,8 @@ Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
 Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 """A function of leaves by label (`params`, `x`, `x:1`, ...) to leaves by label (`y`, `loss`, ...)."""
+
+Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 
 Keys = Mapping[int, tuple[int, ...]]
 """Of a function that asks for its key: the numbers that follow from it so far, each with what was folded into it."""
@@ -90,7 +93,9 @@ def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str
     }
 
 
-def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None) -> Graph:
+def trace(
+    function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None, around: Around | None = None
+) -> Graph:
     """The function and its gradient as one graph.
 
     Args:
@@ -99,6 +104,8 @@ def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
         seeds: the avals of cotangents, `dy` for `y` and so on; None where there is none.
         keys: where the function asks for its key.
+        around: does something while what is read is where the function has it, as its gradient needs it where it calls
+            parts of the function again.
 
     Raises:
         Untraceable: the function looks at data, draws random numbers, or changes what it reads.
@@ -117,7 +124,7 @@ def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), streams or nullcontext():
-            shown[:] = _with_gradient(function, given, reads, seeds, before)
+            shown[:] = _with_gradient(function, given, reads, seeds, before, around or _just)
         return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
@@ -140,7 +147,12 @@ def trace(function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None
 
 
 def _with_gradient(
-    function: Flat, given: Mapping[str, list[Any]], reads: Groups, seeds: Groups, before: list[int]
+    function: Flat,
+    given: Mapping[str, list[Any]],
+    reads: Groups,
+    seeds: Groups,
+    before: list[int],
+    around: Around,
 ) -> Iterator[tuple[str, list[Any]]]:
     """What the function writes, then the gradients of what wants one; `before` is told how many calls come first."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -162,7 +174,8 @@ def _with_gradient(
         found: Iterator[Any] = iter([None] * len(wanted))
         if pairs and wanted:
             roots, cotangents = zip(*pairs, strict=True)
-            found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+            gradient: Any = partial(torch.autograd.grad, roots, wanted, cotangents, allow_unused=True)
+            found = iter(around({label: given[label] for label in reads}, gradient))
         for label in labels:
             name, *port = label.split(":")
             written = ":".join([_COTANGENT[name], *port])
@@ -175,6 +188,10 @@ def _in_this_thread() -> Generator[None]:
     and one that a stage takes within."""
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+def _just(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
+    return what()
 
 
 def _wants(leaf: Any) -> bool:
