@@ -42,6 +42,7 @@ from fpipe.watched import watching
 
 _TRACING = threading.local()
 _SEEDED = threading.local()
+_AMP: Any = torch.amp.autocast_mode
 _KEY = 0
 
 
@@ -114,7 +115,8 @@ def from_loss(
     names = _names(params)
     reached = modules_of(loss_fn)
     with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):
-        marked = Marked(_traced(watched, params, batch), names)
+        traced = _traced(watched, params, batch)
+        marked = Marked(traced, names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
     )
@@ -125,7 +127,7 @@ def from_loss(
     own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         with unwritten(reached):
-            _compare(loss_fn, params, batch, model, own, names)
+            _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
     return model, own
 
 
@@ -281,6 +283,14 @@ def _asked(guard: Any) -> bool:
     return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
 
 
+def _coarsest(graph: fx.Graph) -> float:
+    """The rounding of the coarsest autocast block: a weight that is used twice in one is cast once by loss_fn, so that
+    its gradients are added in that precision, where stages add them in the weight's own."""
+    blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
+    found = (block.args[1] for block in blocks if block.args[2])
+    return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
+
+
 def _compare(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
@@ -288,6 +298,7 @@ def _compare(
     model: Model,
     own: tuple[Any, ...],
     names: list[str],
+    coarsest: float,
 ) -> None:
     """The stages give the function's own loss and gradients on the example: a trace may have lost something, such as
     the backward of a custom `autograd.Function`."""
@@ -308,11 +319,11 @@ def _compare(
     for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
         expected = right.get(id(leaf))
         error = grad if expected is None else grad - expected
-        limit = 0.0 if expected is None else expected.norm() * torch.finfo(leaf.dtype).eps ** 0.5
+        limit = 0.0 if expected is None else expected.norm() * max(coarsest, torch.finfo(leaf.dtype).eps) ** 0.5
         if leaf.requires_grad and error.norm() > limit:
             raise ValueError(
-                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, say, or a hook, "
-                "whose backward no trace above autograd holds. Use from_functions."
+                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
+                "inference_mode, say, which no trace above autograd holds. Use no_grad for the last, or from_functions."
             )
 
 

@@ -222,7 +222,15 @@ def no_grad_in_the_loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor])
     return (weight * error.square()).mean()
 
 
+def tied_in_autocast(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cast once here, and so added up in bfloat16; in two stages added up in float32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.tanh(fpipe.boundary(torch.tanh(batch[0] @ params["a"])) @ params["b"]) @ params["a"]
+        return F.mse_loss(y @ params["c"], batch[1])
+
+
 BLOCKS = [
+    tied_in_autocast,
     autocast_over_all,
     autocast_over_marks,
     autocast_in_the_loss,
@@ -318,11 +326,15 @@ REFUSED = {
     ),
     "a hook": (
         simple(lambda y, w, t: (y.register_hook(lambda grad: grad * 2), (y @ w - t).square().mean())[1]),
-        "the stages give another gradient of w than loss_fn: a custom autograd.Function, say, or a hook, whose",
+        "the stages give another gradient of w than loss_fn: a custom autograd.Function, a hook or inference_mode, say",
+    ),
+    "inference mode": (
+        simple(lambda y, w, t: (y - torch.inference_mode()(lambda: y @ w)() - t).square().mean()),
+        r"a hook or inference_mode, say, which no trace above autograd holds\. Use no_grad for the last, or",
     ),
     "a custom backward": (
         simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()),
-        "the stages give another gradient of w than loss_fn: a custom autograd.Function, say",
+        "the stages give another gradient of w than loss_fn: a custom autograd.Function, a hook or inference_mode, say",
     ),
     "a generator of its own": (
         simple(lambda y, w, t: (y @ w * torch.rand(4, generator=torch.Generator()) - t).square().mean()),
