@@ -20,6 +20,7 @@ from fpipe import tree
 from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
 from fpipe.models import Source
+from fpipe.modes import PLAIN, Switch, modes_of, switches
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
 _LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
@@ -34,9 +35,6 @@ MARK: Any = torch.ops.fpipe.boundary.default
 """The operation that a mark is in a graph: it hands on what it is given."""
 
 _SIZE: Any = torch.ops.aten.sym_size.int
-_AMP: Any = torch.amp.autocast_mode
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 class Traced(NamedTuple):
@@ -67,7 +65,7 @@ class Marked:
         self.alias: dict[fx.Node, fx.Node] = {}
         self.at: dict[fx.Node, int] = {}
         self.last = self._place()
-        self.modes = _modes(traced.module.graph)
+        self.modes = modes_of(traced.module.graph)
         self.changed = {one: node for node in self.at for written in _written(node) for one in self._memory(written)}
         self.free = self._free()
         self.judged = self._judged()
@@ -123,7 +121,7 @@ class Marked:
                 stage += 1
                 handed = [self.root(one) for one in node.args[0]]
                 self.alias |= {user: handed[user.args[1]] for user in node.users}
-            elif node.op == "call_function" and node not in self.alias and not _switches(node):
+            elif node.op == "call_function" and node not in self.alias and not switches(node):
                 self.at[node] = stage
         if not self.at:
             raise ValueError("loss_fn computes nothing, so there is no stage to cut it into.")
@@ -269,12 +267,12 @@ class _Part:
             if (tensor, dim) not in asked:
                 asked[tensor, dim] = made.call_function(_SIZE, (now[tensor], dim))
             now[node] = asked[tensor, dim]
-        switch = _Switch(made)
+        switch = Switch(made)
         for node in self.nodes:
             if node not in now:
                 switch.to(whole.modes.get(node, switch.mode))
                 now[node] = made.node_copy(node, lambda one: now[whole.root(one)])
-        switch.to(_PLAIN)
+        switch.to(PLAIN)
         if self.stage is None:
             result = whole.traced.module.graph.output_node().args[0]
             made.output(fx.map_arg(result, lambda one: now[whole.root(one)]))
@@ -327,62 +325,6 @@ def _one_or_all(values: Sequence[Any]) -> Any:
 
 def _is(node: Any) -> bool:
     return isinstance(node, fx.Node)
-
-
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", "")
-
-
-class _Mode(NamedTuple):
-    """Whether gradients are on, and which autocast blocks are open, from the outermost in."""
-
-    grad: bool
-    casts: tuple[fx.Node, ...]
-
-
-_PLAIN = _Mode(True, ())
-
-
-def _modes(graph: fx.Graph) -> dict[fx.Node, _Mode]:
-    """The mode that each operation runs in. So each part runs its own in it, wherever the block began or ends."""
-    mode, modes = _PLAIN, dict[fx.Node, _Mode]()
-    for node in graph.nodes:
-        if not _switches(node):
-            if node.op == "call_function" and node.target is not _SIZE:
-                modes[node] = mode
-        elif _name(node) == "_set_grad_enabled":
-            mode = mode._replace(grad=bool(node.args[0]))
-        elif _name(node) == "_enter_autocast":
-            mode = mode._replace(casts=(*mode.casts, node))
-        else:
-            mode = mode._replace(casts=tuple(one for one in mode.casts if one is not node.args[0]))
-    return modes
-
-
-class _Switch:
-    """Switches modes in a graph that is made, where one operation runs in another than the one before."""
-
-    def __init__(self, made: fx.Graph) -> None:
-        self.made, self.mode, self.open = made, _PLAIN, list[fx.Node]()
-
-    def to(self, mode: _Mode) -> None:
-        """Go on in this mode."""
-        same = 0
-        for one, other in zip(self.mode.casts, mode.casts, strict=False):
-            if one is not other:
-                break
-            same += 1
-        while len(self.open) > same:
-            self.made.call_function(_AMP._exit_autocast, (self.open.pop(),))
-        for block in mode.casts[same:]:
-            self.open.append(self.made.node_copy(block))
-        if mode.grad != self.mode.grad:
-            self.made.call_function(_C._set_grad_enabled, (mode.grad,))
-        self.mode = mode
-
-
-def _switches(node: fx.Node) -> bool:
-    return node.op == "call_function" and _name(node) in _SWITCHES
 
 
 def _writes(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ FLOORS = {
         "reached",
         "watched",
         "marks",
+        "modes",
         "marked",
         "modules",
         "stage_module",
