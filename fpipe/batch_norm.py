@@ -73,11 +73,12 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
     for (path, module), calls in zip(norms, notes, strict=True):
         for x in calls:
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
+            single = not isinstance(module, _BatchNorm) and x.dim() == module._get_no_batch_dim()
+            rows = x.unsqueeze(0) if single else x
+            _refuse_others(path, (mean, var), rows.shape[1])
             if isinstance(module, _BatchNorm):
-                _refuse_others(path, (mean, var), x.shape[1])
-                torch.batch_norm_update_stats(x, mean, var, _count(path, module, made))
+                torch.batch_norm_update_stats(rows, mean, var, _count(path, module, made))
             else:
-                rows = x.unsqueeze(0) if x.dim() == module._get_no_batch_dim() else x
                 F.instance_norm(rows, mean, var, None, None, True, module.momentum or 0.0, module.eps)
     return made
 
@@ -107,7 +108,7 @@ def updated_at_the_end(
 
 
 def _refuse_others(path: str, held: tuple[Any, Any], channels: int) -> None:
-    """A ValueError for statistics of other channels: torch's own update does not look, and writes past their end."""
+    """A ValueError for statistics of other channels: torch's own update of a batch norm writes past their end."""
     for name, found in zip(STATISTICS, held, strict=False):
         shape = tuple(found.shape) if isinstance(found, Tensor) else None
         if shape != (channels,):

@@ -751,17 +751,18 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("norm", ["batch", "deferred", "instance"])
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
-def test_statistics_of_other_channels_are_refused(other: str, deferred: bool, trace: bool | None):
-    """torch's update read and wrote past the end of those that were too few, without a word."""
+def test_statistics_of_other_channels_are_refused(other: str, norm: str, trace: bool | None):
+    """A batch norm's update read and wrote past the end of those that were too few, without a word."""
     change, found = OTHERS[other]
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    own = nn.InstanceNorm1d(3, track_running_stats=True) if norm == "instance" else nn.BatchNorm1d(3)
+    net = nn.Sequential(nn.Conv1d(3, 3, 1), own)
     model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
-    model = fpipe.deferred_batch_norm(model) if deferred else model
+    model = fpipe.deferred_batch_norm(model) if norm == "deferred" else model
     changed = ({name: change(held) if held.ndim else held for name, held in state[0].items()},)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     step = partial(fpipe.reference, model) if trace is None else fpipe.build(program, model, trace=trace)
     sentence = f"state '1.running_mean' has a number for each of the 3 channels, {found} Hand in the state that"
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        step(params, (torch.randn(6, 3), torch.randn(6, 3)), state=changed)
+        step(params, (torch.randn(6, 3, 2), torch.randn(6, 3, 2)), state=changed)
