@@ -82,7 +82,7 @@ class _Heard(TorchDispatchMode):
         if func.namespace != "prim" and func not in _NOT_HEARD:
             self.ops.append(str(func))
         if draws(func, args, kwargs or {}):
-            self.unseeded.check()
+            self.unseeded.drew()
         return func(*args, **(kwargs or {}))
 
 
