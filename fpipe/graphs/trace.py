@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.fake import fake_mode
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, storage_of, without_repeated_views
+from fpipe.graphs.functional import changed_by, functional, refuse_changes
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -136,10 +137,10 @@ def trace(
         refuse_hidden(calls, before[0])
         without_fills(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        if any(map(_written, calls)):
-            _refuse_changes(traced)
+        if any(map(changed_by, calls)):
+            refuse_changes(traced)
             layouts = _rrelu_layouts(traced)
-            traced = _functional(traced, fakes)
+            traced = functional(traced, fakes)
             if _rrelu_layouts(traced) != layouts:
                 raise Untraceable("rrelu of transposed data draws in another order once nothing is changed in place")
         graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
@@ -277,83 +278,6 @@ def _reasons() -> Generator[None]:
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Untraceable(f"{type(error).__name__}: {reason}") from error
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op changes in place."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    target: Any = node.target
-    schema = target._schema.arguments
-    values = [*node.args, *(node.kwargs.get(a.name) for a in schema[len(node.args) :])]
-    if node.target in BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
-        return [value for value in values[3:5] if isinstance(value, fx.Node)]
-    changed = [v for a, v in zip(schema, values, strict=False) if a.alias_info is not None and a.alias_info.is_write]
-    flat = [one for value in changed for one in (value if isinstance(value, list | tuple) else [value])]
-    return [value for value in flat if isinstance(value, fx.Node)]
-
-
-BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
-
-
-def _refuse_changes(traced: Any) -> None:
-    """A function that writes what it was given, or what it holds on to, is not pure."""
-    nodes = traced.graph.nodes
-    given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
-    storages = {storage_of(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
-    for node in nodes:
-        for changed in _written(node) if node.op == "call_function" else ():
-            if changed in given or storage_of(changed.meta["val"]) in storages:
-                raise Untraceable(f"it changes what it is given in place ({node.target})")
-
-
-def _functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
-    """The same ops with none that changes a tensor: what autograd did in place, on tensors of its own, is a new one."""
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    for node in traced.graph.nodes:
-        if node.op == "call_function" and node.target in BATCH_NORMS and _written(node):
-            node.target = _aten._native_batch_norm_legit.default
-        elif node.op == "call_function" and _reorders(node):
-            with traced.graph.inserting_before(node):
-                made = traced.graph.call_function(_not_in_place(node), node.args, node.kwargs)
-                copy = traced.graph.call_function(_aten.copy_.default, (node.args[0], made))
-            node.replace_all_uses_with(copy)
-            traced.graph.erase_node(node)
-    traced.recompile()
-    again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and _written(node)), None)
-    if left is not None:
-        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
-    return again
-
-
-def _not_in_place(node: fx.Node) -> Any:
-    """The op that writes what this one leaves in its first argument, if there is one that takes the same."""
-    target: Any = node.target
-    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    kinds = [[str(argument.type) for argument in op._schema.arguments] for op in (target, found) if op is not None]
-    return found if len(kinds) == 2 and kinds[0] == kinds[1] else None
-
-
-def _reorders(node: fx.Node) -> bool:
-    """Whether an op in place keeps an order in memory that the other would not: masked_fill writes all in a row."""
-    target: Any = node.target
-    if _written(node) != [node.args[0]] or not target._schema.name.endswith("_") or _not_in_place(node) is None:
-        return False
-    before = _value(node.args[0])
-    if before.is_contiguous() or not _aten.is_non_overlapping_and_dense(before):
-        return False
-    with before.fake_mode:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-        made = _not_in_place(node)(*args, **kwargs)
-    return made.shape == before.shape and made.stride() != before.stride()
-
-
-def _value(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def _graph(
