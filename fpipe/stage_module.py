@@ -83,9 +83,8 @@ class StageModule(ByPlace):
         self.apart = [path for path, _, _ in self.unread]
         self.writes = [path for path, _, _ in self.remembered]
         self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
-        fixed += [
-            path for path, place in buffers if place not in own or path in self.apart
-        ]  # stand-ins are made of them
+        # What is not read is fixed too: stand-ins are made of it.
+        fixed += [path for path, place in buffers if place not in own or path in self.apart]
         self.fixed = [(path, *place) for path, place in self._places(fixed)]
         self.swapped = [[path for path, _ in self._places(leaf)] for leaf in names]
 

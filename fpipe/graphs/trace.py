@@ -126,7 +126,7 @@ def trace(
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), streams or nullcontext():
             shown[:] = _with_gradient(function, given, reads, seeds, before, around or _just)
-        return [leaf.detach() for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
         with fake_mode():
@@ -317,7 +317,8 @@ def _graph(
         names[node] = name
         value = node.meta.get("val", constants.get(name))
         if isinstance(value, Tensor):
-            facts[name] = fact(value.detach(), numbers)
+            known = fact(value, numbers)
+            facts[name] = known._replace(aval=known.aval._replace(wants=False))
     writes: dict[str, list[Any]] = {}
     found = iter(results)
     for label, leaves in shown:
