@@ -53,10 +53,9 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
 
 
 class Unseeded:
-    """Whether torch's own random numbers go on from those that there were: a function must not seed them itself.
+    """Whether torch's own random numbers are still those that there were, which a function must not seed itself.
 
-    Tensors without data draw nothing, so here each draw moves the generators on. One that starts anew was seeded, and
-    one that is where it was before a draw was put back (torch.random.fork_rng).
+    Tensors without data draw nothing, so a generator that starts anew was seeded; others that draw only move it on.
     """
 
     def __init__(self) -> None:
@@ -64,32 +63,25 @@ class Unseeded:
         if torch.cuda.is_initialized():
             self.generators += torch.cuda.default_generators
         with _disable_current_modes():
-            self.seeds = [each.initial_seed() for each in self.generators]
-            self.states = [[each.get_state()] for each in self.generators]
-
-    def drew(self) -> None:
-        """Move on, as a draw does."""
-        self.check()
-        with _disable_current_modes():
-            for generator, states in zip(self.generators, self.states, strict=True):
-                torch.rand(1, generator=generator, device=generator.device)
-                states.append(generator.get_state())
+            self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
 
     def check(self) -> None:
-        """Raise Untraceable if one was seeded, or put back."""
+        """Raise Untraceable if one was seeded."""
         with _disable_current_modes():
-            for generator, seed, states in zip(self.generators, self.seeds, self.states, strict=True):
-                now = generator.get_state()
-                if generator.initial_seed() == seed and torch.equal(now, states[-1]):
-                    continue
-                fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
-                if generator.initial_seed() != seed or any(torch.equal(now, each) for each in (fresh, *states)):
-                    raise Untraceable("it seeds torch's random numbers itself, or puts them back")
+            for generator, (seed, state) in zip(self.generators, self.before, strict=True):
+                if generator.initial_seed() != seed or (
+                    not torch.equal(now := generator.get_state(), state)
+                    and torch.equal(now, torch.Generator(generator.device).manual_seed(seed).get_state())
+                ):
+                    raise Untraceable("it seeds torch's random numbers itself")
 
     def restore(self) -> None:
-        """Put all back."""
-        for generator, states in zip(self.generators, self.states, strict=True):
-            generator.set_state(states[0])
+        """Undo what was seeded."""
+        try:
+            self.check()
+        except Untraceable:
+            for generator, (_, state) in zip(self.generators, self.before, strict=True):
+                generator.set_state(state)
 
 
 class Streams(TorchDispatchMode):

@@ -83,7 +83,7 @@ class _Heard(TorchDispatchMode):
         if func.namespace != "prim" and func not in _NOT_HEARD:
             self.ops.append(str(func))
         if draws(func, args, kwargs or {}):
-            self.unseeded.drew()
+            self.unseeded.check()
         return func(*args, **(kwargs or {}))
 
 
