@@ -86,6 +86,13 @@ def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[i
 
 
 @contextmanager
+def alone() -> Generator[None]:
+    """While it lasts no other stage draws from torch's own random numbers, nor seeds them."""
+    with _LOCK:
+        yield
+
+
+@contextmanager
 def drawing(seed: int | None, who: str) -> Generator[None]:
     """While it lasts torch's own random numbers start from a seed; afterwards they are as they were found.
 

@@ -74,13 +74,24 @@ def _hooked(module: nn.Module) -> bool:
     return bool(vars(module)["_forward_pre_hooks"] or vars(module)["_forward_hooks"] or "forward" in vars(module))
 
 
-def _found_in(module: nn.Module) -> list[Found]:
-    return [_found(code, module.training) for code in codes_of(module)]
+def _found_in(module: nn.Module, training: bool | None = None) -> list[Found]:
+    mode = module.training if training is None else training
+    return [_found(code, mode) for code in codes_of(module)]
 
 
-def asks_for_mode(module: nn.Module) -> bool:
-    """Whether what its code shows holds in the mode that it is in."""
-    return any(found.asks for found in _found_in(module))
+def asks_for_mode(module: nn.Module, written: Collection[tuple[nn.Module, str]]) -> bool:
+    """Whether what its code does with these buffers is another matter in the other mode."""
+    if not _concerns(module, written):
+        return False
+    names = {name for _, name in written} | {ANY}
+    shown = [
+        [
+            (names.intersection(found.changes), {flow for flow in found.flows if names.intersection(flow)})
+            for found in each
+        ]
+        for each in (_found_in(module, True), _found_in(module, False))
+    ]
+    return shown[0] != shown[1]
 
 
 def changes_others(modules: Collection[nn.Module], written: Collection[tuple[nn.Module, str]]) -> bool:
@@ -96,11 +107,10 @@ def changes_others(modules: Collection[nn.Module], written: Collection[tuple[nn.
 
 class Found(NamedTuple):
     """What the code of a function shows in a mode: what flows where, the attributes that it changes in place (`ANY`
-    where it may be another tensor), and whether it asks for the mode."""
+    where it may be another tensor)."""
 
     flows: frozenset[Flow]
     changes: frozenset[str]
-    asks: bool
 
 
 @lru_cache(maxsize=4096)
@@ -108,9 +118,9 @@ def _found(code: CodeType, training: bool) -> Found:
     tree = None if code.co_name == "<lambda>" else text_of(code)  # its text is that of all around it
     if tree is None:  # whatever it names it may read
         names = frozenset((name, None) for name in (ANY, *code.co_names))
-        return Found(names, frozenset({ANY}), False)
+        return Found(names, frozenset({ANY}))
     flows = _Flows(tree, training)
-    return Found(frozenset(flows.found()), frozenset(flows.changes()), flows.asks)
+    return Found(frozenset(flows.found()), frozenset(flows.changes()))
 
 
 _METADATA = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"))
@@ -137,7 +147,7 @@ class _Flows:
     """
 
     def __init__(self, tree: ast.Module, training: bool) -> None:
-        self.training, self.asks = training, False
+        self.training = training
         self.flows: set[Flow] = set()
         self.changed: set[Flow] = set()  # flows into a tensor that is written in place
         self.others = False  # whether one is that is no attribute
@@ -211,7 +221,6 @@ class _Flows:
             found = self.mode(test.operand)
             return None if found is None else not found
         if isinstance(test, ast.Attribute) and test.attr == "training" and _is_self(test.value, self.itself):
-            self.asks = True
             return self.training
         return None
 

@@ -77,7 +77,7 @@ class StageModule(ByPlace):
             turning += [module for module in each if isinstance(module, _NormBase)]
         elif reads:
             self.unread = [(path, *place) for path, place in buffers if place in reads]
-            turning += [module for module in each if asks_for_mode(module)]
+            turning += [module for module in each if asks_for_mode(module, reads)]
         self.copying = bool(self.unread) and changes_others(each, reads)
         self.holds = [path for path, _, _ in self.held]
         self.apart = [path for path, _, _ in self.unread]

@@ -455,3 +455,22 @@ def test_who_may_have_drawn_is_said_where_there_are_other_threads():
         fpipe.reference(model, ({"w": torch.eye(4)},), batch)
     over.set()
     thread.join()
+
+
+def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
+    """Torch's generator was put back after a trace, and with it what others had drawn meanwhile."""
+    drawn: list[Tensor] = []
+
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread.start()
+        thread.join()
+        return x @ p["w"]
+
+    torch.manual_seed(0)
+    wanted = [torch.rand(2) for _ in range(9)]
+    torch.manual_seed(0)
+    fpipe.linearize(stage, {"w": torch.eye(3)}, torch.ones(2, 3))
+    drawn.append(torch.rand(2))
+    assert len(drawn) > 2
+    assert all(map(torch.equal, drawn, wanted))

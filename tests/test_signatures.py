@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
+from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import ambient
 from fpipe.tree import leaves, tree_map
 
@@ -403,3 +404,18 @@ def test_a_step_that_saw_no_data_first_is_traced_for_data(traced: list[str]):
     assert not traced
     step(params, batch)
     assert traced
+
+
+def test_helpers_under_a_decorator_are_looked_at_once():
+    """Each was spelt out once for each way that leads to it: thirty took minutes."""
+    text = ["from functools import wraps", "def plain(f):", "    return wraps(f)(lambda x: f(x))"]
+    for number in range(30, -1, -1):
+        sum_of = f"f{number + 1}(x) + f{number + 2}(x)" if number < 29 else "x * factor"
+        text += ["@plain", f"def f{number}(x):", f"    return {sum_of}"]
+    around = {"__name__": "helpers", "factor": 2}
+    exec("\n".join(text), around)
+    function: Any = around["f0"]
+    before = alike(function)
+    assert alike(function) == before
+    around["factor"] = 3
+    assert alike(function) != before

@@ -391,3 +391,59 @@ def test_a_reading_that_the_code_does_not_show_is_refused(use: Any, sentence: st
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
     assert not net[1].total.any()
+
+
+class Sometimes(nn.Module):
+    """Counts, and normalises batches of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.norm(x) if len(x) == 3 else x
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
+    """Such an update was taken for one of the counter alone, and met the deferred norm's int."""
+    net = nn.Sequential(nn.Linear(4, 4), Sometimes(), nn.Linear(4, 2))
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=nn.functional.mse_loss)
+    model = fpipe.deferred_batch_norm(model)
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    made = fpipe.build(program, model, trace=trace)(params, batch, state=state).state
+    wanted = fpipe.reference(model, params, batch, microbatches=3, state=state).state
+    assert made is not None
+    assert made[0]["1.count"] == 3
+    assert [each.keys() for each in made] == [each.keys() for each in wanted or ()]
+    assert all(torch.equal(held, (wanted or ())[0][name]) for name, held in made[0].items() if "gathered" not in name)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+
+class Tally(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+def test_a_module_beside_a_counter_may_turn_to_eval():
+    """It was refused as if it remembered."""
+    net = nn.Sequential(nn.Linear(4, 4), Tally(), Doubles())
+    model, params, state = fpipe.from_sequential(net, sizes=[3], loss=nn.functional.mse_loss)
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    for training in (True, False):
+        net.train(training)
+        outputs = torch.cat([net[2](net[0](x)) for x in batch[0].tensor_split(2)])
+        assert torch.equal(step(params, batch, state=state).outputs, outputs)

@@ -2,7 +2,7 @@
 
     def f(x): return x * k        k = 2: alike(f) == alike(f)        k = 3: not alike(f) as it was
 
-Of all else a thing is only like itself.
+Of all else a thing is only like itself, with the numbers and words that are its attributes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ def alike(value: Any, odd: list[Any] | None = None) -> Any:
     >>> alike([1, 0.0]) == alike([True, -0.0]), alike({"a": (1,)}) == alike({"a": (1,)})
     (False, True)
     """
-    return _alike(value, [] if odd is None else odd, ())
+    return _alike(value, [] if odd is None else odd, (), {})
 
 
-def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
+Known = dict[tuple[int, bool], int]
+"""The functions that were spelt out, and whether what is odd in them was noted: each is spelt out once."""
+
+
+def _alike(value: Any, odd: list[Any] | None, within: tuple[int, ...], known: Known) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, float | complex):
@@ -39,26 +43,34 @@ def _alike(value: Any, odd: list[Any], within: tuple[int, ...]) -> Any:
         return "above", within.index(id(value))
     inner = (*within, id(value))
     if isinstance(value, list | tuple):
-        return type(value), tuple(_alike(one, odd, inner) for one in value)
+        return type(value), tuple(_alike(one, odd, inner, known) for one in value)
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(_alike(one, odd, inner) for one in value)
+        return type(value), frozenset(_alike(one, odd, inner, known) for one in value)
     if isinstance(value, Mapping):
-        return type(value), tuple((_alike(key, odd, inner), _alike(one, odd, inner)) for key, one in value.items())
-    if isinstance(value, FunctionType):
-        named = ((name, one) for name, one in _named(value) if id(one) not in inner)
-        reached = (
-            (name, _function(one, [], inner) if isinstance(one, FunctionType) else _alike(one, [], inner))
-            for name, one in named
+        return type(value), tuple(
+            (_alike(key, odd, inner, known), _alike(one, odd, inner, known)) for key, one in value.items()
         )
-        return *_function(value, odd, inner), *reached
+    if isinstance(value, FunctionType):
+        if _is_known(value, odd, known):
+            return "known", known[id(value), odd is None]
+        own = _function(value, odd, inner, known)
+        reached: list[Any] = []
+        for name, one in _named(value):
+            if not isinstance(one, FunctionType):
+                reached.append((name, _alike(one, None, inner, known)))
+            elif _is_known(one, None, known):
+                reached.append((name, known[id(one), True]))
+            else:
+                reached.append((name, _function(one, None, inner, known)))
+        return *own, *reached
     if isinstance(value, MethodType):
-        return MethodType, _alike(value.__func__, odd, inner), _alike(value.__self__, odd, inner)
+        return MethodType, _alike(value.__func__, odd, inner, known), _alike(value.__self__, odd, inner, known)
     if isinstance(value, partial):
-        return partial, *(_alike(part, odd, inner) for part in (value.func, value.args, value.keywords))
-    if not isinstance(value, type | BuiltinFunctionType):
+        return partial, *(_alike(part, odd, inner, known) for part in (value.func, value.args, value.keywords))
+    if odd is not None and not isinstance(value, type | BuiltinFunctionType):
         odd.append(value)
     attributes = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
-    plain = ((name, _alike(one, [], inner)) for name, one in attributes.items() if isinstance(one, _NUMBERS))
+    plain = ((name, _alike(one, None, inner, known)) for name, one in attributes.items() if isinstance(one, _NUMBERS))
     return Same(value), *plain
 
 
@@ -66,11 +78,17 @@ _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, CodeType
 _NUMBERS = (*_PLAIN, float, complex)
 
 
-def _function(value: FunctionType, odd: list[Any], inner: tuple[int, ...]) -> tuple[Any, ...]:
+def _is_known(value: FunctionType, odd: list[Any] | None, known: Known) -> bool:
+    """Whether a function was spelt out; from now on it was."""
+    before = len(known)
+    return known.setdefault((id(value), odd is None), before) != before
+
+
+def _function(value: FunctionType, odd: list[Any] | None, inner: tuple[int, ...], known: Known) -> tuple[Any, ...]:
     """A function without the globals that it names."""
     cells = [_content(cell) for cell in value.__closure__ or ()]
     parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
-    return Same(value), *(_alike(part, odd, inner) for part in parts)
+    return Same(value), *(_alike(part, odd, inner, known) for part in parts)
 
 
 def _named(function: FunctionType) -> list[tuple[str, Any]]:

@@ -26,6 +26,7 @@ from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, w
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.functional import changed_by, functional, refuse_changes
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+from fpipe.keys import alone
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -59,7 +60,7 @@ def outline(
     """
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
-    with _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
+    with alone(), _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         unseeded = Unseeded()
         try:

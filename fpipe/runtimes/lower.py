@@ -263,9 +263,10 @@ class _Writer:
             if all(part is not None for part in plan):
                 return self.call(at, slicing(plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
-        if op.kind == "U" and things[1].leaves and isinstance(things[1].leaves[0], Tape):
+        module: Any = self.shapes.model.stages[op.stage or 0].forward
+        noted = things[1].leaves if op.kind == "U" else ()
+        if noted and isinstance(noted[0], Tape) and not module.norms:  # norms that did not run have an update too
             names: dict[str, int] = tree.unflatten(things[0].spec, range(len(things[0].leaves)))
-            module: Any = self.shapes.model.stages[op.stage or 0].forward
             return self.call(at, partial(by_tape, [names[name] for name in module.apart]), op.reads, op.writes)
         run = partial(by_rule, op, [*map(container, things)], self.shapes.run, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
