@@ -148,7 +148,8 @@ def _check_function(loss_fn: Any) -> None:
     except TypeError:
         hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
         raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}") from None
-    inner: Any = getattr(loss_fn, "func", loss_fn)  # of functools.partial
+    # A partial that was handed a function, as torch.utils.checkpoint is, may call it.
+    inner: Any = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     home = type(inner) if isinstance(inner, nn.Module) else inner
     if (getattr(home, "__module__", None) or "").partition(".")[0] in ("torch", "builtins"):
         name = getattr(home, "__name__", type(inner).__name__)

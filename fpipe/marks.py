@@ -3,8 +3,8 @@
     embed  MARK  block  MARK  head  loss(target)        -->        [embed]  [block]  [head]  loss
 
 An operation belongs to the stage that the marks above it say, and runs as in the block (no_grad, autocast) that it is
-in, wherever that began. What needs no tensor of anybody (a mask, a size) is made
-anew by each stage that reads it, and no stage hands it on.
+in, wherever that began. What needs no tensor of anybody (a mask, a size) is made anew by each stage that reads it, and
+no stage hands it on.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ class Marked:
         self.outs = [dict.fromkeys(sorted(outs, key=order.__getitem__)) for outs in self.outs]
         self.groups = [*(_by_readers(outs, parts) for outs in self.outs[:-1]), [list(self.outs[-1])]]
         ports = ((stage, at, node) for stage, gs in enumerate(self.groups) for at, g in enumerate(gs) for node in g)
-        self.port = {
-            node: at for stage, at, node in ports if self.at.get(node) == stage
-        }  # the last hands on others' too
+        # The last stage hands on outputs of other stages too.
+        self.port = {node: at for stage, at, node in ports if self.at.get(node) == stage}
         self.sources: tuple[Source | tuple[Source, ...], ...] = tuple(part.sources for part in parts)
         readers = {name: [s for s, part in enumerate(parts) if name in part.params] for name in names}
         self.owned = [[n for n, read in readers.items() if min(read, default=0) == s] for s in range(len(parts))]

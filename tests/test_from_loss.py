@@ -863,3 +863,19 @@ def test_modules_made_meanwhile_and_what_is_lent_to_modules_are_nobodys_state(mo
     assert all(torch.equal(*pair) for pair in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True))
     assert hidden.seen is seen
     assert seen == 0
+
+
+def test_a_function_of_torch_that_was_handed_the_loss_function_is_cut():
+    """It was refused as a function of other things."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(batch[0] @ params["a"]) @ params["b"], batch[1])
+
+    params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 2)}, (torch.randn(6, 4), torch.randn(6, 2))
+    recomputed = functools.partial(torch.utils.checkpoint.checkpoint, loss_fn, use_reentrant=False)
+    model, own = fpipe.from_loss(recomputed, params, batch)
+    plain, _ = fpipe.from_loss(loss_fn, params, batch)
+    assert len(model.stages) == 2
+    one, other = (fpipe.reference(each, own, batch, microbatches=2) for each in (model, plain))
+    assert torch.equal(one.loss, other.loss)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True) for name in a)
