@@ -60,7 +60,16 @@ def read_buffers(
     read = {source for source, end in flows if end not in names}
     while more := {source for source, end in flows if end in read} - read:
         read |= more
-    return {(owner, name) for owner, name in written if name in read}
+    return {(owner, name) for owner, name in written if name in read or _is_asked(owner, concerned)}
+
+
+def _is_asked(owner: nn.Module, modules: Collection[nn.Module]) -> bool:
+    """Whether a module around it names what only its class has, a property or a method, which may read for that module:
+    `x - self.ema.average`. The flows of the module itself show no more than what its forward runs."""
+    own = {name for kind in type(owner).__mro__ if not issubclass(nn.Module, kind) for name in vars(kind)}
+    own = {name for name in own if not name.startswith("__")} - {"forward"}
+    around = (one for one in modules if one is not owner and any(owner is inner for inner in one.modules()))
+    return any(not own.isdisjoint(code.co_names) for one in around for code in codes_of(one))
 
 
 def _concerns(module: nn.Module, written: Collection[tuple[nn.Module, str]]) -> bool:

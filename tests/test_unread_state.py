@@ -447,3 +447,49 @@ def test_a_module_beside_a_counter_may_turn_to_eval():
         net.train(training)
         outputs = torch.cat([net[2](net[0](x)) for x in batch[0].tensor_split(2)])
         assert torch.equal(step(params, batch, state=state).outputs, outputs)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x
+
+    @property
+    def average(self) -> Any:
+        return self.mean
+
+    def doubled(self) -> Any:
+        return self.mean * 2
+
+
+class ByProperty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = Mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ema(x) - self.ema.average
+
+
+class ByMethod(ByProperty):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ema(x) - self.ema.doubled()
+
+
+@pytest.mark.parametrize("kind", [ByProperty, ByMethod])
+def test_what_a_module_around_reads_by_a_property_or_method_counts_as_read(kind: type[nn.Module]):
+    """It was taken for unread, and then refused as the module ran."""
+    net = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 2))
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=nn.functional.mse_loss)
+    assert "state" in model.stages[0].asks
+    batch = torch.randn(6, 4), torch.randn(6, 2)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    made = fpipe.build(program, model)(params, batch, state=state)
+    outputs = torch.cat([net(x) for x in batch[0].tensor_split(3)])
+    assert torch.equal(made.outputs, outputs)
+    assert made.state is not None
+    assert torch.equal(made.state[0]["1.ema.mean"], net.get_buffer("1.ema.mean"))
