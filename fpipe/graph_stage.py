@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.by_place import ByPlace
 from fpipe.graphs.alike import Same, alike
+from fpipe.modes import as_found
 from fpipe.symbols import in_words
 
 
@@ -52,7 +53,8 @@ class GraphStage(ByPlace):
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
         if self.rows is not None:
             self.rows.check(given[0])
-        return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes])
+        with as_found():
+            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes])
 
     def twin(self) -> Any:
         """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that

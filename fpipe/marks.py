@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
 from fpipe.models import Source
-from fpipe.modes import PLAIN, Switch, modes_of, switches
+from fpipe.modes import PLAIN, Switch, as_found, modes_of, switches
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
 _LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
@@ -294,7 +294,8 @@ class _Part:
         def loss(y: Any, target: Any) -> Any:
             leaves, made = tree.leaves(target), tree.leaves(y)
             checked.check(leaves)
-            return run(*[leaves[place] for place in self.batch.values()], *[made[place] for place in places])
+            with as_found():
+                return run(*[leaves[place] for place in self.batch.values()], *[made[place] for place in places])
 
         return loss
 

@@ -5,6 +5,8 @@ autocast: [a  MARK  b]        -->        autocast: [a]    autocast: [b]
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,34 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Mode]:
         else:
             mode = mode._replace(casts=tuple(one for one in mode.casts if one is not node.args[0]))
     return modes
+
+
+@contextmanager
+def as_found() -> Generator[None]:
+    """Blocks that an error leaves open are closed: what runs next would run inside of them."""
+    before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    cached, grad, depth = torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), _depth()
+    try:
+        yield
+    except BaseException:
+        for device, on, dtype in before:
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_grad_enabled(grad)
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        raise
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _depth() -> int:
+    """How many autocast blocks are open."""
+    found = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return found
 
 
 class Switch:

@@ -879,3 +879,24 @@ def test_a_function_of_torch_that_was_handed_the_loss_function_is_cut():
     one, other = (fpipe.reference(each, own, batch, microbatches=2) for each in (model, plain))
     assert torch.equal(one.loss, other.loss)
     assert all(torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_an_error_inside_of_a_block_closes_it(trace: bool):
+    """Whatever ran after it ran in bfloat16, in silence."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            h = batch[0] @ params["a"]
+        return F.mse_loss(fpipe.boundary(h.float() @ params["b"]), batch[1])
+
+    params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 2)}, (torch.randn(6, 4), torch.randn(6, 2))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        step(({**own[0], "a": torch.randn(5, 4)}, *own[1:]), batch)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
