@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from fpipe.graphs.ambient import without_data
+
 _ALL = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _LOCK = threading.RLock()
 _OWN = threading.local()
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 def fold_in(key: int, *ints: int) -> int:
@@ -99,7 +100,7 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
     Raises:
         ValueError: there is no seed, and numbers were drawn.
     """
-    if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:  # tensors without data draw nothing
+    if without_data():  # such tensors draw nothing
         yield
         return
     with _LOCK:  # there is one such generator for all threads

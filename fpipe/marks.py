@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
 from fpipe.models import Source
-from fpipe.modes import PLAIN, Switch, as_found, modes_of, switches
+from fpipe.modes import PLAIN, SIZE, Switch, as_found, modes_of, switches
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
 _LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
@@ -33,8 +33,6 @@ def _handed_on(values: list[Tensor]) -> list[Tensor]:
 _LIBRARY.impl("boundary", _handed_on, "CompositeImplicitAutograd")
 MARK: Any = torch.ops.fpipe.boundary.default
 """The operation that a mark is in a graph: it hands on what it is given."""
-
-_SIZE: Any = torch.ops.aten.sym_size.int
 
 
 class Traced(NamedTuple):
@@ -210,7 +208,7 @@ class _Part:
             if node in found:
                 continue
             found.add(node)
-            if node.target is _SIZE:
+            if node.target is SIZE:
                 self.sizes.append(node)
             elif node in whole.name_of and stage is not None:
                 self.params[whole.name_of[node]] = node
@@ -264,7 +262,7 @@ class _Part:
         asked: dict[tuple[fx.Node, int], fx.Node] = {}  # each size once and first: so do equal stages
         for node, (tensor, dim) in self.size_of.items():
             if (tensor, dim) not in asked:
-                asked[tensor, dim] = made.call_function(_SIZE, (now[tensor], dim))
+                asked[tensor, dim] = made.call_function(SIZE, (now[tensor], dim))
             now[node] = asked[tensor, dim]
         switch = Switch(made)
         for node in self.nodes:

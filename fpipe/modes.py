@@ -14,7 +14,7 @@ from torch import fx
 
 _AMP: Any = torch.amp.autocast_mode
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_SIZE: Any = torch.ops.aten.sym_size.int
+SIZE: Any = torch.ops.aten.sym_size.int
 _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
@@ -33,7 +33,7 @@ def modes_of(graph: fx.Graph) -> dict[fx.Node, Mode]:
     mode, modes = PLAIN, dict[fx.Node, Mode]()
     for node in graph.nodes:
         if not switches(node):
-            if node.op == "call_function" and node.target is not _SIZE:
+            if node.op == "call_function" and node.target is not SIZE:
                 modes[node] = mode
         elif getattr(node.target, "__name__", "") == "_set_grad_enabled":
             mode = mode._replace(grad=bool(node.args[0]))

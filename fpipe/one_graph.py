@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.graph import is_plain
 from fpipe.keys import drawing, seed_of
 from fpipe.models import Model, who_draws
 from fpipe.returned import loss_of, outputs_of, taken_apart
@@ -112,8 +113,7 @@ def _of(values: list[Any], source: Any) -> Any:
 def _alias(leaf: Any) -> Any:
     """The same tensor once more. A view of it would not do: where there is one of something, as one row, it has other
     strides, by which torch picks other kernels. A sparse or nested one has no alias."""
-    known = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-    return torch.ops.aten.alias.default(leaf) if known else leaf
+    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and is_plain(leaf) else leaf
 
 
 def leaf_of(leaf: Any) -> Any:
