@@ -322,11 +322,34 @@ def seeding_last() -> Tensor:
     return found
 
 
+def putting_back() -> Tensor:
+    with torch.random.fork_rng():
+        found = torch.rand(4)
+    return found * torch.rand(4)
+
+
+def reading_the_seed() -> Tensor:
+    return torch.full((4,), float(torch.initial_seed() % 7))
+
+
+SEEDED = "it seeds torch's random numbers itself"
+
+
 @pytest.mark.parametrize("outside", [3, 5])
-@pytest.mark.parametrize("how", [seeding, forking, seeding_last])
-def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, outside: int):
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (seeding, SEEDED),
+        (forking, SEEDED),
+        (seeding_last, SEEDED),
+        (putting_back, "it draws once more from a state of torch's random numbers that it put back"),
+        (reading_the_seed, "it reads the seed of torch's random numbers"),
+    ],
+)
+def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, why: str, outside: int):
     """Its trace drew from the key where the stage draws what follows from its own seed, without a word, and torch's
-    generator stayed seeded by it."""
+    generator stayed seeded by it. After a fork it went on where the stage draws the same once more, and the seed that
+    it read was that of the first step for ever."""
 
     def stage(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
         return F.dropout(x @ p["w"] * how(), 0.5)
@@ -338,12 +361,37 @@ def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, outside: int):
     torch.manual_seed(outside)
     torch.rand(7)
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="it seeds torch's random numbers itself"):
+    with pytest.warns(UserWarning, match=re.escape(why)):
         results = [step(params, batch, key=KEY) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), before)
     for result in results:
         assert torch.equal(result.loss, loss)
         assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+
+
+def late_draw(y: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        z = y * 2
+    return F.dropout(z, 0.5) * torch.rand(4)
+
+
+def strides_asked(y: Tensor) -> Tensor:
+    return F.dropout(F.hardtanh(F.dropout(y, 0.25).T).T, 0.5)
+
+
+@pytest.mark.parametrize("how", [late_draw, strides_asked])
+def test_what_leaves_the_numbers_as_they_are_is_traced(how: Any):
+    """A fork before anything was drawn, and the fork in which the tracer itself asked an op for its strides."""
+
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return how(x @ p["w"])
+
+    model, params, batch = asking(stage)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    loss, grads = right(lambda p, x, key: stage(p, x), params, batch, KEY)
+    result = fpipe.build(program, model)(params, batch, key=KEY)
+    assert torch.equal(result.loss, loss)
+    assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
 
 
 def test_without_a_key_the_module_that_draws_is_named():

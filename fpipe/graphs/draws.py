@@ -7,6 +7,7 @@ A generator that was seeded as torch would be gives the numbers that torch would
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import (
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
 from fpipe.keys import drawing
+
+_random: Any = torch.random
 
 LABEL = "rng"
 """What a graph that draws reads beside tensors: a generator for each device, by `Name("rng_cpu")` and so on."""
@@ -53,9 +56,10 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
 
 
 class Unseeded:
-    """Whether torch's own random numbers are still those that there were, which a function must not seed itself.
+    """Whether torch's own random numbers go on as they do by themselves, which is all that a trace can tell of them.
 
-    Tensors without data draw nothing, so a generator that starts anew was seeded; others that draw only move it on.
+    Tensors without data draw nothing, so a generator that starts anew was seeded; others that draw only move it on. And
+    a state that is put back leaves it as it was: that is seen by watching torch's functions for it.
     """
 
     def __init__(self) -> None:
@@ -64,6 +68,32 @@ class Unseeded:
             self.generators += torch.cuda.default_generators
         with _disable_current_modes():
             self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
+        self.drew = self.again = False
+
+    def __enter__(self) -> Unseeded:
+        _random.default_generator = _Watched(torch.default_generator, self._asked)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Undo what was seeded."""
+        _random.default_generator = torch.default_generator
+        try:
+            self.check()
+        except Untraceable:
+            for generator, (_, state) in zip(self.generators, self.before, strict=True):
+                generator.set_state(state)
+
+    def _asked(self, method: str) -> None:
+        if method == "initial_seed":
+            raise Untraceable("it reads the seed of torch's random numbers")
+        self.again = self.again or (method == "set_state" and self.drew)
+
+    def draw(self) -> None:
+        """Raise Untraceable if what is drawn now does not come after what was drawn before."""
+        self.check()
+        if self.again:
+            raise Untraceable("it draws once more from a state of torch's random numbers that it put back")
+        self.drew = True
 
     def check(self) -> None:
         """Raise Untraceable if one was seeded."""
@@ -75,13 +105,19 @@ class Unseeded:
                 ):
                     raise Untraceable("it seeds torch's random numbers itself")
 
-    def restore(self) -> None:
-        """Undo what was seeded."""
-        try:
-            self.check()
-        except Untraceable:
-            for generator, (_, state) in zip(self.generators, self.before, strict=True):
-                generator.set_state(state)
+
+class _Watched:
+    """The generator by which `torch.random` does what it does, and which of its methods this thread asks for."""
+
+    def __init__(self, generator: torch.Generator, asked: Callable[[str], None]) -> None:
+        self.generator = generator
+        self.asked = asked
+        self.thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() == self.thread:
+            self.asked(name)
+        return getattr(self.generator, name)
 
 
 class Streams(TorchDispatchMode):

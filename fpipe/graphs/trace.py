@@ -62,18 +62,16 @@ def outline(
     cached = torch.is_autocast_cache_enabled()
     with alone(), _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
-        unseeded = Unseeded()
-        try:
+        with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys):
                 made = function({label: [*leaves] for label, leaves in given.items()})
             unseeded.check()
-        finally:
-            unseeded.restore()
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops)
 
 
 class _Heard(TorchDispatchMode):
-    """Notes which ops run, and refuses those that draw after the function has seeded torch's generator itself."""
+    """Notes which ops run, and refuses those that draw after the function has seeded torch's generator, or put it
+    back."""
 
     def __init__(self, unseeded: Unseeded) -> None:
         super().__init__()
@@ -84,7 +82,7 @@ class _Heard(TorchDispatchMode):
         if func.namespace != "prim" and func not in _NOT_HEARD:
             self.ops.append(str(func))
         if draws(func, args, kwargs or {}):
-            self.unseeded.check()
+            self.unseeded.draw()
         return func(*args, **(kwargs or {}))
 
 
