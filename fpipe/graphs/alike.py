@@ -27,6 +27,8 @@ def alike(value: Any, odd: list[Any] | None = None) -> Any:
     >>> alike([1, 0.0]) == alike([True, -0.0]), alike({"a": (1,)}) == alike({"a": (1,)})
     (False, True)
     """
+    if isinstance(value, _PLAIN):  # as most of what is asked for is
+        return type(value), value
     return _alike(value, [] if odd is None else odd, (), {})
 
 
@@ -42,6 +44,8 @@ def _alike(value: Any, odd: list[Any] | None, within: tuple[int, ...], known: Kn
     if id(value) in within:
         return "above", within.index(id(value))
     inner = (*within, id(value))
+    if isinstance(value, _CONTAINERS) and not value:
+        return type(value), ()
     if isinstance(value, list | tuple):
         return type(value), tuple(_alike(one, odd, inner, known) for one in value)
     if isinstance(value, set | frozenset):
@@ -76,6 +80,7 @@ def _alike(value: Any, odd: list[Any] | None, within: tuple[int, ...], known: Kn
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, CodeType)
 _NUMBERS = (*_PLAIN, float, complex)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def _is_known(value: FunctionType, odd: list[Any] | None, known: Known) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -150,8 +150,13 @@ def alias(leaf: Any) -> Any:
 
 def apart(known: Aval) -> Fact:
     """A tensor in memory of its own."""
-    size = 1 + sum((n - 1) * step for n, step in zip(known.shape, known.stride, strict=True))
-    return Fact(known, fresh_storage(), 0 if 0 in known.shape else size * known.dtype.itemsize)
+    return Fact(known, fresh_storage(), _span(known.shape, known.stride) * known.dtype.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many places in memory a tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def renamed(args: Any, names: Mapping[Name, Any]) -> Any:

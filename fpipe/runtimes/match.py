@@ -23,16 +23,16 @@ def check_match(program: Program, model: Model) -> None:
             f"the program has {program.stages} stages and the model {len(model.stages)}; start from "
             f"fpipe.program(model)."
         )
-    own = {(op.kind, op.stage): op for op in program_of(model).ops}
+    own = {(op.kind, op.stage): (op, _read(op)) for op in program_of(model).ops}
     judged = any(value.name == "loss" for op in parts_of(program.ops) for value in op.writes)
     for op in parts_of(program.ops):
-        mine = own.get(("B" if op.kind == "I" else op.kind, op.stage))
+        mine, taken = own.get(("B" if op.kind == "I" else op.kind, op.stage), (None, []))
         if mine is None:
             continue
-        if op.kind in "FBI" and _read(mine) != _read(op):
+        if op.kind in "FBI" and taken != (found := _read(op)):
             raise ValueError(
-                f"stage {op.stage} of the model takes {' '.join(_read(mine))}, in the program {op.cell} takes "
-                f"{' '.join(_read(op))}; start from fpipe.program(model)."
+                f"stage {op.stage} of the model takes {' '.join(map(str, taken))}, in the program {op.cell} takes "
+                f"{' '.join(map(str, found))}; start from fpipe.program(model)."
             )
         gives, written = _given(mine), _given(op)
         if op.kind == "F" and not (gives if judged else set()) <= written <= gives:
@@ -47,12 +47,16 @@ def check_match(program: Program, model: Model) -> None:
             )
 
 
-def _read(op: Op) -> list[str]:
+def _read(op: Op) -> list[Value]:
     """What an op reads, whichever the microbatch and wherever the copy; not what a SPLIT or a slice adds."""
-    words = {"x": "inputs", "t": "target"}
-    whole = (value._replace(microbatch=None, slice=None, at="") for value in op.reads)
-    named = (Value(words[v.name]) if v.name in words else v for v in whole)
-    return [str(value) for value in named if value.name not in ("carry", "dcarry", "w")]
+    return [
+        Value(_WHOLE[value.name]) if value.name in _WHOLE else Value(value.name, value.stage, port=value.port)
+        for value in op.reads
+        if value.name not in ("carry", "dcarry", "w")
+    ]
+
+
+_WHOLE = {"x": "inputs", "t": "target"}
 
 
 def _given(op: Op) -> set[str]:

@@ -24,7 +24,7 @@ from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_stora
 from fpipe.program import Op, Value
 from fpipe.runtimes.abstract import abstractly, rounded
 from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.things import Thing, aval_of, described, placed, wanting_fact
+from fpipe.runtimes.things import Places, Thing, aval_of, described, wanting_fact
 from fpipe.traces import Call, Outline, Traces, wants
 
 Place = tuple[int | None, int | None, int | None]
@@ -76,6 +76,7 @@ class Shapes:
         self.seed = fresh_storage()
         self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
+        self.copies: dict[Value, list[Value]] = {}  # the other way round
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
@@ -89,7 +90,8 @@ class Shapes:
                 raise error.of(op.stage or 0, f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
         elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             for read, written in zip(op.reads, op.writes, strict=True):
-                self.origin[written] = self.origin.get(read, read)
+                source = self.origin[written] = self.origin.get(read, read)
+                self.copies.setdefault(source, []).append(written)
                 if read in self.things:  # what a forward leaves is known when its backward is
                     self.things[written] = rounded(op, self.things[read], self.fake) if op.how else self.things[read]
         elif op.kind != "W":
@@ -120,16 +122,17 @@ class Shapes:
     def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
         """What a call writes, each tensor in memory of its own or in that of what is given."""
         outline = self.traces.outline(call)
-        places = {
-            known.storage: leaf.storage
+        places = Places(
+            (known.storage, leaf.storage)
             for label, leaves in outline.reads.items()
             for known, leaf in zip(leaves, given[label].leaves, strict=True)
             if isinstance(leaf, Fact)
-        }
-        return {
-            label: Thing(tuple(placed(leaf, places) for leaf in leaves), outline.specs[label])
-            for label, leaves in outline.writes.items()
-        }
+        )
+
+        def thing(leaves: Sequence[Any], spec: Any) -> Thing:
+            return Thing(tuple(places.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec)
+
+        return {label: thing(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
 
     def call(self, op: Op) -> Call:
         """How an F or R calls its stage."""
@@ -244,28 +247,27 @@ class Shapes:
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
-        graph = cut.graph  # and places: storages of the graph -> of this microbatch
-        self.constant.update(graph.facts[name].storage for name in graph.constants)
-        places = {graph.facts[name].storage: graph.facts[name].storage for name in graph.constants}
+        graph, facts = cut.graph, cut.graph.facts  # and places: storages of the graph -> of this microbatch
+        constants = [facts[name].storage for name in graph.constants]
+        self.constant.update(constants)
+        places = Places(zip(constants, constants, strict=True))
         given = {label: self.things[value] for label, value in self.labels(first).items()}
         given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
         given |= self.constants(op.stage)
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            places[graph.facts[name].storage] = self.seed
+            places[facts[name].storage] = self.seed
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
-                    places[graph.facts[name].storage] = leaf.storage
+                    places[facts[name].storage] = leaf.storage
         for value in first.writes:  # what F or R writes, it may keep too
             names = graph.writes.get(label_of(value), ())  # none for residuals
             for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
                 if isinstance(name, Name):
-                    places.setdefault(graph.facts[name].storage, leaf.storage)
+                    places.setdefault(facts[name].storage, leaf.storage)
 
         def thing(leaves: Sequence[Any]) -> Thing:
-            return Thing(
-                tuple(placed(graph.facts[leaf] if isinstance(leaf, Name) else leaf, places) for leaf in leaves)
-            )
+            return Thing(tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
 
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
         gradients = [value for value in gradients if label_of(value) in graph.writes]
@@ -274,7 +276,7 @@ class Shapes:
         made |= {"res": thing(cut.residuals)} | ({"wres": thing(cut.weight_residuals)} if op.kind == "I" else {})
         read = next(value for value in op.reads if value.name == "res")
         source = self.origin.get(read, read)
-        residuals = [source, *(copy for copy, original in self.origin.items() if original == source)]
+        residuals = [source, *self.copies.get(source, ())]
         self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
 
 

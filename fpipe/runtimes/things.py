@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fpipe import tree
@@ -39,19 +40,27 @@ def described(groups: Mapping[str, Thing]) -> tuple[Any, Any]:
     return reads, tuple((label, thing.spec) for label, thing in groups.items())
 
 
-def placed(leaf: Any, places: dict[int, int]) -> Any:
-    """A fact in the memory that `places` has for its own."""
-    if not isinstance(leaf, Fact):
-        return leaf
-    aval, storage, size, offset, lazy = leaf
-    if storage not in places:
-        places[storage] = fresh_storage()
-    return Fact(aval, places[storage], size, offset, lazy)
+class Places(dict[int, int]):
+    """Which storage of a step each storage of a trace stands for: one that it has not met yet, for a new one."""
+
+    def __missing__(self, storage: int) -> int:
+        new = self[storage] = fresh_storage()
+        return new
+
+    def moved(self, fact: Fact) -> Fact:
+        """A fact in the memory that its own stands for."""
+        aval, storage, size, offset, lazy = fact
+        return Fact(aval, self[storage], size, offset, lazy)
 
 
 def dense(fact: Fact) -> bool:
     """Whether a tensor fills its memory, each place once."""
-    steps = sorted((step, n) for n, step in zip(fact.aval.shape, fact.aval.stride, strict=True) if n != 1)
+    return _fills(fact.aval.shape, fact.aval.stride)
+
+
+@lru_cache(maxsize=1024)
+def _fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
     expected = 1
     for step, n in steps:
         if step != expected:
