@@ -23,5 +23,6 @@ def _bits(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.to_dense() if leaf.layout is not torch.strided else leaf
-    data = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = leaf.detach().resolve_conj().resolve_neg().flatten()
+    data = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one number may have any stride
     return leaf.dtype, tuple(leaf.shape), bytes(data.tolist())
