@@ -21,7 +21,7 @@ import torch
 from torch._ops import OpOverload
 
 from fpipe.graphs.draws import LABEL, drawn
-from fpipe.graphs.graph import Graph, Name, Node
+from fpipe.graphs.graph import Aval, Graph, Name, Node
 from fpipe.kept import ALL_BUT
 
 _KNOWN = ("params", "const")  # what every part is given anew
@@ -79,7 +79,7 @@ class Cut:
         known = {name for leaves in given.values() for name in leaves if name is not None}
         drawn = self._drawn if LABEL in given else []  # a forward draws all its numbers, whoever reads them
         ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
-        nodes = _narrowed([node for node in graph.nodes if node.name in ops])
+        nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
         if self.saved is not None and any(label in _SEEDS for label in reads):
             nodes = _when_needed(nodes, self._forward_ops)
         return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
@@ -123,7 +123,11 @@ class Cut:
         Those of an op that can be asked again for the rest are left to whoever reads them.
         """
         written = {node.name: node for node in self.graph.nodes}
-        parts = (node for node in self.graph.nodes if node.op is getitem and _mask_of(written[node.args[0]]) is None)
+        parts = (
+            node
+            for node in self.graph.nodes
+            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is None
+        )
         for node in parts:
             ops |= {node.name} if node.args[0] in ops else set()
         return ops
@@ -136,7 +140,7 @@ class Cut:
         written = {node.name: node for node in self.graph.nodes}
         for name in [*ops]:
             node = written[name]
-            if node.op is getitem and _mask_of(written[node.args[0]]) is not None:
+            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is not None:
                 ops |= {node.args[0]}
         return ops
 
@@ -242,7 +246,7 @@ def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
     return order
 
 
-def _narrowed(nodes: list[Node]) -> list[Node]:
+def _narrowed(nodes: list[Node], graph: Graph) -> list[Node]:
     """Ops that take a mask of the results they should make: only those that somebody reads."""
     used: dict[Name, set[int]] = {}
     for node in nodes:
@@ -250,7 +254,7 @@ def _narrowed(nodes: list[Node]) -> list[Node]:
             used.setdefault(node.args[0], set()).add(node.args[1])
     made: list[Node] = []
     for node in nodes:
-        at = _mask_of(node)
+        at = _mask_of(node, graph)
         if at is not None and node.name in used:
             mask = [wanted and place in used[node.name] for place, wanted in enumerate(node.args[at])]
             node = node._replace(args=(*node.args[:at], mask, *node.args[at + 1 :]))
@@ -258,15 +262,22 @@ def _narrowed(nodes: list[Node]) -> list[Node]:
     return made
 
 
-def _mask_of(node: Node) -> int | None:
-    """Where an op's mask of results stands among its arguments, if it has one."""
-    if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE:
+def _mask_of(node: Node, graph: Graph) -> int | None:
+    """Where an op's mask of results stands among its arguments, if it has one and can do without any of them."""
+    if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE or not isinstance(node.args[-1], list):
         return None
-    return len(node.args) - 1 if isinstance(node.args[-1], list) else None
+    if node.op is _GROUP_NORM and not _in_rows(graph.facts[node.args[1]].aval):
+        return None
+    return len(node.args) - 1
+
+
+def _in_rows(known: Aval) -> bool:
+    """Whether a tensor lies in memory row by row, and in no other order that its sizes allow as well."""
+    return known.stride == torch.empty(known.shape, device="meta").stride()
 
 
 _aten: Any = torch.ops.aten
-# With a mask these compute each result apart from the others, to the same bits; tests/test_linearize.py looks.
+# With a mask these compute each result apart from the others, to the same bits; tests/test_layers.py looks.
 _SEPARABLE = tuple(
     getattr(_aten, name).default
     for name in (
@@ -278,3 +289,5 @@ _SEPARABLE = tuple(
     )
     if hasattr(_aten, name)
 )
+# Of channels-last data this one writes the input's gradient unasked, to memory that is not there (torch 2.13).
+_GROUP_NORM = _aten.native_group_norm_backward.default
