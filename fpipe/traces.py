@@ -83,12 +83,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, and its ops."""
+    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, its ops, and
+    whether its gradient is partly Python."""
 
     reads: Mapping[str, Sequence[Any]]
     writes: Mapping[str, Sequence[Any]]
     specs: Mapping[str, Spec]
     ran: tuple[str, ...]
+    python: bool
 
     def avals(self, label: str) -> tuple[Any, ...]:
         """The avals of what is written under a label, other leaves as they are."""
@@ -146,8 +148,8 @@ class Traces:
                 self._refuse_new()
                 specs: dict[str, Spec] = {}
                 root = TracedKey(0)
-                reads, writes, ran = outline(self._flat(call, specs, root), dict(call.reads), root.known)
-                made = store.outlines[key] = Outline(reads, writes, specs, ran)
+                reads, writes, ran, python = outline(self._flat(call, specs, root), dict(call.reads), root.known)
+                made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
             self._outlines[call] = made
         return self._outlines[call]
 
@@ -193,10 +195,12 @@ class Traces:
         """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
 
         So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
         """
         if call not in self._shared:
             other = call.differentiable()
-            self._shared[call] = other if self.outline(other).ran == self.outline(call).ran else call
+            same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
+            self._shared[call] = other if same_ops else call
         return self._shared[call]
 
     def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:

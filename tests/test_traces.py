@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
@@ -111,6 +112,47 @@ def test_functions_share_their_traces_across_models(traced: list[str]):
         if traced:
             first = len(traced)
     assert len(traced) == first
+
+
+class Asking(torch.autograd.Function):
+    """A product whose weight gradient is another one where no gradient of the input is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return (dy @ w.t(), x.t() @ dy) if ctx.needs_input_grad[0] else (None, x.t() @ dy * 3)
+
+
+def asking(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(Asking.apply(x, p["w"]))
+
+
+def checkpointed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.tanh(x @ p["w"]), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("stage", "traces"), [(asking, 2), (checkpointed, 1)])
+@pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)])
+def test_a_gradient_that_may_ask_what_is_wanted_is_traced_as_it_is_wanted(stage, traces, steps, traced: list[str]):
+    """The stage that takes the batch had the trace of those behind it, whose inputs want a gradient."""
+    params, batch = tuple({"w": torch.randn(8, 8)} for _ in range(3)), (torch.randn(8, 8), torch.randn(8, 8))
+    model = fpipe.from_functions([lambda p, x: stage(p, x)] * 3, loss=lambda y, target: squares(y, target))
+    step = fpipe.build(program(model, *steps), model)
+    result = step(params, batch)
+    assert traced.count("trace") == traces + 1  # the loss
+    sums: Any = None
+    for x, target in zip(*(each.tensor_split(4) for each in batch), strict=True):
+        own = [{"w": leaf["w"].clone().requires_grad_()} for leaf in params]
+        share = squares(stage(own[2], stage(own[1], stage(own[0], x))), target) * 0.25
+        found = torch.autograd.grad(share, [leaf["w"] for leaf in own])
+        sums = found if sums is None else [one + other for one, other in zip(sums, found, strict=True)]
+    assert all(map(torch.equal, leaves(result.grads), sums))
+    assert same(result, fpipe.reference(model, params, batch, microbatches=4))
 
 
 # What a module is when the step runs, not when it was traced.

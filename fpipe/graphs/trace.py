@@ -44,15 +44,16 @@ _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 
 def outline(
     function: Flat, reads: Groups, keys: Keys | None = None
-) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...]]:
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
     """What a function reads and writes, by running it on tensors without data.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
-        storage number share their memory. And the ops that ran, by name.
+        storage number share their memory. The ops that ran, by name. And whether its gradient is partly Python, which
+        may ask what is wanted of it.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
-    >>> reads, writes, ran = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> reads, writes, ran, _ = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
     >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
     float32[3, 2] True
     >>> ran
@@ -66,7 +67,23 @@ def outline(
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys):
                 made = function({label: [*leaves] for label, leaves in given.items()})
             unseeded.check()
-        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops)
+        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), _partly_python(made)
+
+
+def _partly_python(made: Mapping[str, list[Any]]) -> bool:
+    """Whether a `torch.autograd.Function` of somebody's own is on the way back; torch's own ask for nothing."""
+    todo = [leaf.grad_fn for leaves in made.values() for leaf in leaves if isinstance(leaf, Tensor)]
+    seen: set[Any] = {None}
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [behind for behind, _ in node.next_functions]
+        module = str(getattr(getattr(node, "_forward_cls", None), "__module__", "torch."))
+        if not module.startswith("torch.") or module.startswith("torch._library"):
+            return True
+    return False
 
 
 class _Heard(TorchDispatchMode):
