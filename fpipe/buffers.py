@@ -56,13 +56,13 @@ class Buffers:
         written = self.places.put_back()
         for name, owner, buffer, version, before in self.copies:
             told = buffer._version == version and not (owner.training and buffer.is_floating_point())
-            if not (told or _equal(buffer, before)):
+            if not (told or same_numbers(buffer, before)):
                 written.append(name)
                 with torch.no_grad():
                     buffer.copy_(before)
         return written
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def same_numbers(one: Tensor, other: Tensor) -> bool:
     """Equal numbers, NaN for NaN."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe import tree
+from fpipe.buffers import same_numbers
 from fpipe.by_place import ByPlace
 from fpipe.program import Op
 
@@ -336,9 +337,17 @@ def who_draws(model: Model, number: int) -> str:
     return f"{who}: {', '.join(modules)}" if modules else who
 
 
+def _odd(leaf: Tensor) -> bool:
+    """Whether a tensor has no numbers to compare, or none that lie by sizes and strides."""
+    return type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or leaf.is_nested or leaf.layout != torch.strided
+
+
 @contextmanager
 def unchanged(values: Any, who: str) -> Generator[None]:
-    """Refuse a change in place of what a caller handed in, and put it back as it was."""
+    """Refuse a change in place of what a caller handed in, and put it back as it was.
+
+    Versions tell most changes. What goes by `.data` makes no new one, so numbers are compared too.
+    """
     tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     # Autograd itself refuses to change a leaf that wants a gradient, before it does; the others need a copy.
     before = [(leaf._version, None if leaf.requires_grad else leaf.clone()) for leaf in tensors]
@@ -352,7 +361,11 @@ def unchanged(values: Any, who: str) -> Generator[None]:
         if "leaf Variable that requires grad" in str(error):
             raise RuntimeError(sentence) from error
         raise
-    changed = [(leaf, copy) for leaf, (version, copy) in zip(tensors, before, strict=True) if leaf._version != version]
+    changed = [
+        (leaf, copy)
+        for leaf, (version, copy) in zip(tensors, before, strict=True)
+        if leaf._version != version or not (copy is None or _odd(leaf) or same_numbers(leaf, copy))
+    ]
     with torch.no_grad():
         for leaf, copy in changed:
             if copy is not None:

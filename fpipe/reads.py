@@ -53,11 +53,14 @@ def read_buffers(
     ['seen', 'twice']
     """
     concerned = [module for module in modules if _concerns(module, written)]
-    flows = {flow for module in concerned for found in _found_in(module) for flow in found.flows}
+    each = [found for module in concerned for found in _found_in(module)]
+    flows = {flow for found in each for flow in found.flows}
     names = {name for _, name in written}
     if (ANY, None) in flows:
         return set(written)
     read = {source for source, end in flows if end not in names}
+    lent, changes = {name for found in each for name in found.lent}, {name for found in each for name in found.changes}
+    read |= lent if ANY in changes else lent & changes  # what is changed is another tensor too
     while more := {source for source, end in flows if end in read} - read:
         read |= more
     return {(owner, name) for owner, name in written if name in read or _is_asked(owner, concerned)}
@@ -116,10 +119,11 @@ def changes_others(modules: Collection[nn.Module], written: Collection[tuple[nn.
 
 class Found(NamedTuple):
     """What the code of a function shows in a mode: what flows where, the attributes that it changes in place (`ANY`
-    where it may be another tensor)."""
+    where it may be another tensor), and those whose .data it assigns, so that they may be in another's memory."""
 
     flows: frozenset[Flow]
     changes: frozenset[str]
+    lent: frozenset[str]
 
 
 @lru_cache(maxsize=4096)
@@ -127,9 +131,9 @@ def _found(code: CodeType, training: bool) -> Found:
     tree = None if code.co_name == "<lambda>" else text_of(code)  # its text is that of all around it
     if tree is None:  # whatever it names it may read
         names = frozenset((name, None) for name in (ANY, *code.co_names))
-        return Found(names, frozenset({ANY}))
+        return Found(names, frozenset({ANY}), frozenset())
     flows = _Flows(tree, training)
-    return Found(frozenset(flows.found()), frozenset(flows.changes()))
+    return Found(frozenset(flows.found()), frozenset(flows.changes()), frozenset(flows.lent))
 
 
 _METADATA = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"))
@@ -163,6 +167,7 @@ class _Flows:
         self.alias: dict[str, str] = {}
         self.bases: dict[str, set[str | None]] = {}  # all that a local name is bound to
         self.loose: set[str] = set()  # attributes that may be in the memory of another tensor
+        self.lent: set[str] = set()  # those that .data was assigned of, and so that memory
         self.itself: set[str] = set()  # what the module itself is called
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
@@ -280,6 +285,11 @@ class _Flows:
             self.flow(sources, target.attr)
             # Only what is computed from itself is surely its own memory, and not another tensor's.
             self.loose |= set() if _is_fresh(value) and target.attr in sources else {target.attr}
+        elif isinstance(target, ast.Attribute) and target.attr == "data":
+            sources, ends = self.value(value), self.places(target)
+            for end in ends:
+                self.flow(sources, end)
+            self.lent |= set() if _is_fresh(value) else {end for end in ends if end is not None}
         else:
             self.change(target, self.value(value))
 
@@ -287,8 +297,7 @@ class _Flows:
         """A tensor is written in place."""
         for index in [target.slice] if isinstance(target, ast.Subscript) else []:
             sources = sources | self.value(index)
-        base = base_of({name: f"[{name}" for name in self.bases}, target)
-        for one in self.bases[base[1:]] if base is not None and base.startswith("[") else {base}:
+        for one in self.places(target):
             if one is None:
                 self.others = True
                 self.flow(sources, None)
@@ -296,6 +305,11 @@ class _Flows:
                 self.changed |= {(source, one) for source in {*sources, one}}
         if isinstance(target, ast.Name):
             self.flow(sources, f"[{target.id}")
+
+    def places(self, target: ast.expr) -> set[str | None]:
+        """The attributes in whose memory an expression may be; None for what is none."""
+        base = base_of({name: f"[{name}" for name in self.bases}, target)
+        return self.bases[base[1:]] if base is not None and base.startswith("[") else {base}
 
     def value(self, node: ast.AST) -> set[str]:
         """What the value of an expression may come from."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Casts, casting, casts, plainly
+from fpipe.graphs.graph import storage_of
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -120,6 +121,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.given: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
+        self.lent: set[Any] = set()  # the memory of copies that stands for another tensor's
         self.count = 0
 
     def stand_ins(self, buffers: Iterable[Tensor]) -> list[Tensor]:
@@ -178,6 +180,10 @@ class Recorder:
         versions = [leaf._version for leaf in others]
         names = frozenset[str]().union(*(one.inside.names for one in taken))
         word = _word(function)
+        if word == "data =" and others:
+            function = _lend
+            self.versions += [(one, one._version) for one in others if self.copying]
+        held = [(one.inside.copy, one.inside.copy._version) for one in taken]
         # What is noted is noted before: an op may write it.
         refs = () if word in _METADATA else tuple(self._leaf(leaf) for leaf in leaves)
         with _C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -190,6 +196,10 @@ class Recorder:
             self.refuse(names, f"{word} draws random numbers by it")
         if versions != [leaf._version for leaf in others]:
             self.refuse(names, f"{word} writes it into another tensor")
+        if function is _lend:
+            self.lent.add(storage_of(held[0][0]))
+        elif any(copy._version != version and storage_of(copy) in self.lent for copy, version in held):
+            self.refuse(names, f"{word} writes the memory of what its .data was assigned, too")
         if not all(isinstance(leaf, Tensor | NoneType) for leaf in tree.leaves(made)):
             self.refuse(names, f"{word} asks for its numbers")
         plain = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
@@ -251,9 +261,16 @@ def _first(given: Any) -> Inside:
 
 
 def _word(function: Any) -> str:
-    """What a function is called, or the attribute that it gets."""
+    """What a function is called, or the attribute that it gets, or sets ("data =")."""
     name = getattr(function, "__name__", type(function).__name__)
-    return getattr(function.__self__, "__name__", name) if name == "__get__" else name
+    if name not in ("__get__", "__set__"):
+        return name
+    return getattr(function.__self__, "__name__", name) + " =" * (name == "__set__")
+
+
+def _lend(buffer: Tensor, value: Tensor) -> None:
+    """Assign the .data of a buffer, but for the memory: what is done to the buffer must not reach the value."""
+    buffer.data = value.clone()
 
 
 def draws_numbers(word: str) -> bool:

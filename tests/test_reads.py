@@ -41,6 +41,8 @@ UNREAD = {
     "a compared one": "self.b += (x > 0).float().mean(0)\nself.c.copy_(self.b > 0.5)",
     "a batch norm that nobody takes": "F.batch_norm(x, self.b, self.c + 1, training=True)",
     "what is not written": "self.b += 1\nreturn x * self.d",
+    "by its data": "self.b.data = x.detach()[0]",
+    "by its data, new": "self.b.data = self.b + x.detach()[0]\nself.b.mul_(2)",
 }
 READ = {
     "returned": "self.b += 1\nreturn x * self.b",
@@ -89,6 +91,10 @@ READ = {
     "a part of what a function gives": "self.b += 1\nx = x + torch.abs(self.b)[:3].flip(0)",
     "a batch norm": "return F.batch_norm(x, self.b, self.c + 1, training=True)",
     "in training": "self.b += 1\nif self.training:\n    x = x - self.b",
+    "in the memory of another": "self.b.data = x\nself.b.mul_(2)",
+    "in it by name": "held = self.b\nheld.data = x\nheld.mul_(2)",
+    "in it, which is changed": "self.b.data = x\nx.mul_(2)",
+    "in it, changed elsewhere": "self.b.data = x[0]\nself.method(x[1])",
 }
 
 

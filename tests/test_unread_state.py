@@ -2,8 +2,10 @@
 
 import copy
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -353,6 +355,12 @@ class Hidden(nn.Module):
         return self.use(y, self.read())
 
 
+def lent(y: Tensor, total: Tensor) -> Tensor:
+    total.data = y[0]
+    total.mul_(2)
+    return y
+
+
 def added_to(y: Tensor, total: Tensor) -> Tensor:
     y += total
     return y
@@ -374,6 +382,7 @@ HIDDEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "into another": (added_to, READ.format("add_ writes it into another tensor")),
     "at random": (lambda y, total: y + 0 * total.normal_(), READ.format("normal_ draws random numbers by it")),
     "below Python": (unheard, READ.format("aten.mul.Tensor reads it")),
+    "other memory": (lent, READ.format("mul_ writes the memory of what its .data was assigned, too")),
     "a change": (
         lambda y, total: y.relu_(),
         "stage 0 changed a tensor in place that the update of its buffers '1.total' reads, and the code of its modules "
@@ -391,6 +400,68 @@ def test_a_reading_that_the_code_does_not_show_is_refused(use: Any, sentence: st
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
     assert not net[1].total.any()
+
+
+class Lent(nn.Module):
+    """Remembers its input, or what it makes of it, in the same memory."""
+
+    last: Tensor
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1 if self.own else x
+        self.last.data = y.detach()
+        return y * 1
+
+
+class Doubling(Lent):
+    """Changes what it remembers, and so what it goes on with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1 if self.own else x
+        self.last.data = y.detach()
+        self.last.mul_(2)
+        return y * 1
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("kind", [Lent, Doubling])
+def test_what_is_remembered_by_its_data_is_the_unsplit_modules(kind: type[Lent], trace: bool):
+    """What was done to the buffer reached the output later, or never: the trace, and the tape, saw two tensors in one
+    memory as two."""
+    net = nn.Sequential(nn.Linear(8, 8), kind(own=True), nn.Linear(8, 8))
+    model, params, state = fpipe.from_sequential(net, sizes=[3], loss=nn.functional.mse_loss)
+    assert ("state" in model.stages[0].asks) is (kind is Doubling)
+    right, outputs = one_by_one(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it assigns the .data of a buffer that is read, which no trace sees
+        step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+        found = step(params, ROWS, state=state)
+    assert found.state is not None
+    assert torch.equal(found.state[0]["1.last"], right.get_buffer("1.last"))
+    assert torch.equal(found.outputs, outputs)
+    grads = fpipe.join_params(model, found.grads)
+    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("kind", [Lent, Doubling])
+def test_a_batch_in_whose_memory_a_module_remembers_stays_as_it_is(kind: type[Lent], trace: bool):
+    """It was twice what it had been, in silence."""
+    batch = tuple(half.clone() for half in ROWS)
+    net = nn.Sequential(kind(own=False), nn.Linear(8, 8))
+    model, params, state = fpipe.from_sequential(net, sizes=[2], loss=nn.functional.mse_loss)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    refused = pytest.raises(RuntimeError, match=re.escape("stage 0 (0, 1) changed what it was given in place; a stage"))
+    with refused if kind is Doubling else nullcontext():
+        found = step(params, batch, state=state).state
+        assert found is not None
+        found[0]["0.last"].zero_()
+    assert all(map(torch.equal, batch, ROWS))
 
 
 class Sometimes(nn.Module):
