@@ -14,7 +14,6 @@ What is drawn at random belongs to the stage where it is drawn, and follows from
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from fpipe.kept import written_down
 from fpipe.keys import drawing, seed_of
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
-from fpipe.models import Model, Reduction, refuse_inference_mode
+from fpipe.models import Model, Reduction, odd_signature, refuse_inference_mode
 from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
@@ -139,15 +138,10 @@ def _check_function(loss_fn: Any) -> None:
         raise TypeError(f"{wanted}, found {found}.")
     if hasattr(loss_fn, "_torchdynamo_orig_callable"):
         raise TypeError(f"{wanted}, found one that torch.compile made; hand in the function that it was made from.")
-    taken = None
-    try:
-        taken = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-        taken.bind(None, None)
-    except ValueError:  # some functions written in C do not tell
-        pass
-    except TypeError:
+    taken = odd_signature(loss_fn)
+    if taken is not None:
         hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
-        raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}") from None
+        raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}")
     # A partial that was handed a function, as torch.utils.checkpoint is, may call it.
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
     home = type(inner) if isinstance(inner, nn.Module) else inner

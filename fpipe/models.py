@@ -109,7 +109,9 @@ class Model:
         if isinstance(self.loss, type):
             raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
         if self.loss is not None:
-            _refuse_odd_loss(self.loss)
+            taken = odd_signature(self.loss)
+            if taken is not None:
+                raise ValueError(f"loss is a function loss(y, target), found one of {taken}.")
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
@@ -141,16 +143,22 @@ class Model:
         return tuple(found)
 
 
-def _refuse_odd_loss(loss: Callable[..., Any]) -> None:
-    """A loss is called with the last stage's output and the target."""
+def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a loss that cannot be called with two things, as each is; None of one that can, or that does not
+    tell, as some functions written in C.
+
+    >>> print(odd_signature(lambda y: y), odd_signature(lambda y, target, weight=None: y))
+    (y) None
+    """
     try:
-        taken = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except ValueError:  # some functions written in C do not tell
-        return
+        taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:
+        return None
     try:
         taken.bind(None, None)
     except TypeError:
-        raise ValueError(f"loss is a function loss(y, target), found one of {taken}.") from None
+        return taken
+    return None
 
 
 def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:

@@ -280,18 +280,8 @@ def draws_numbers(word: str) -> bool:
 
 _DRAW = frozenset(
     (
-        *(
-            "normal",
-            "multinomial",
-            "binomial",
-            "poisson",
-            "gumbel_softmax",
-            "svd_lowrank",
-            "pca_lowrank",
-            "lstm",
-            "gru",
-        ),
-        *("rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "multi_head_attention_forward"),
+        *("normal", "multinomial", "binomial", "poisson", "gumbel_softmax", "svd_lowrank", "pca_lowrank"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "multi_head_attention_forward"),
         *("normal_", "uniform_", "cauchy_", "exponential_", "geometric_", "log_normal_", "trunc_normal_", "sparse_"),
         *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_", "orthogonal_"),
     )
