@@ -147,13 +147,16 @@ def _read_code(code: CodeType) -> Read:
     changes = any(in_place(name) or name in _NORMS for name in code.co_names)
     changes |= any(op.opname == "BINARY_OP" and op.argrepr.endswith("=") for op in ops)  # held += 1
     out = any(isinstance(words, tuple) and "out" in words for words in code.co_consts)
-    if changes or out or any(op.opname == "STORE_SUBSCR" for op in ops):
+    if changes or out or any(op.opname in _STORES for op in ops):
         writes |= loaded
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             more = _read_code(inner)
             writes, loaded = writes | {*more.writes}, loaded | {*more.names}
     return Read(dict.fromkeys(writes, "training" in loaded), dict.fromkeys(loaded, "training" in loaded))
+
+
+_STORES = ("STORE_SUBSCR", "STORE_SLICE")  # the second is how Python 3.12 stores to x[1:]
 
 
 def in_place(name: str) -> bool:
