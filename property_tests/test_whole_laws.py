@@ -21,7 +21,7 @@ from fpipe.schedules.registry import about
 from property_tests.bits import bits
 from property_tests.chains import Chain, chains
 from property_tests.strategies import few
-from property_tests.whole_models import Cut, Whole, cuts, plain_step, wholes
+from property_tests.whole_models import NORMS, Cut, Whole, cuts, plain_step, wholes
 
 IN_ORDER = ("gpipe", "one_f_one_b", "zb_h1")
 
@@ -85,7 +85,8 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "a dict with integers and None": lambda run: "many" in run.whole.kinds,
     "tied": lambda run: run.whole.layers.count("tied") > 1,
     "used again": lambda run: "twice" in run.whole.kinds or run.whole.layers.count("reused") > 1,
-    "batch norm": lambda run: run.whole.remembers,
+    "batch norm": lambda run: run.whole.training and not run.whole.kinds.isdisjoint(NORMS),
+    "buffers of its own": lambda run: run.whole.training and "counting" in run.whole.kinds,
     "dropout": lambda run: run.whole.draws,
     "frozen": lambda run: bool(run.whole.still),
     "loss of a middle stage": lambda run: bool(run.whole.losses),
@@ -203,11 +204,12 @@ APART = {
     ("a published schedule", "an order of its own"),
     ("asks for its microbatch", "modules"),
     ("batch norm", "eval"),
+    ("buffers of its own", "eval"),
     ("dropout", "eval"),
     ("functions", "modules"),
     ("loss of a middle stage", "modules"),
     ("slices", "whole and Chunk(1) leaves"),
-    *((name, "one loss function") for name in ("batch norm", "eval", "functions", "modules")),
+    *((name, "one loss function") for name in ("batch norm", "buffers of its own", "eval", "functions", "modules")),
     *((name, "one loss function") for name in ("asks for its microbatch", "loss of a middle stage")),
     *(("one loss function", name) for name in ("ragged lengths", "slices", "whole and Chunk(1) leaves")),
 }
