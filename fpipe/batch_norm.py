@@ -77,6 +77,7 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
             rows = x.unsqueeze(0) if single else x
             _refuse_others(path, (mean, var), rows.shape[1])
             if isinstance(module, _BatchNorm):
+                _refuse_dtypes(path, (mean, var), rows.dtype)
                 torch.batch_norm_update_stats(rows, mean, var, _count(path, module, made))
             else:
                 F.instance_norm(rows, mean, var, None, None, True, module.momentum or 0.0, module.eps)
@@ -116,6 +117,18 @@ def _refuse_others(path: str, held: tuple[Any, Any], channels: int) -> None:
             raise ValueError(
                 f"state '{path}.{name}' has a number for each of the {channels} channels, found {what}. Hand in the "
                 "state that from_sequential gave, or Result.state."
+            )
+
+
+def _refuse_dtypes(path: str, held: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """A ValueError for statistics that torch does not update from rows of this dtype, in the module neither."""
+    wanted = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)
+    words = " or ".join(map(str, wanted))
+    for name, found in zip(STATISTICS, held, strict=False):
+        if found.dtype not in wanted:
+            raise ValueError(
+                f"state '{path}.{name}' of a batch norm that is given {dtype} is {words}, found {found.dtype}. Hand in "
+                "the state that from_sequential gave, or cast the net too."
             )
 
 

@@ -167,7 +167,7 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
     To clip: multiply each gradient by `min(1, limit / norm)`.
 
     Args:
-        grads: any pytree of gradients; None has none.
+        grads: any pytree of gradients, dense, sparse or nested; None has none.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
 
     Returns:
@@ -189,8 +189,18 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
                 f"global_norm takes a pytree of gradients, each a tensor or None; found {type(leaf).__name__}{where}."
                 f"{hint}"
             )
-    found = [leaf for leaf in tree.leaves(grads) if leaf is not None]
+    found = [_numbers(leaf) for leaf in tree.leaves(grads) if leaf is not None]
     return torch.nn.utils.get_total_norm(found, norm_type)
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """The numbers of a gradient: of a sparse one those that are not zero, of a nested one those of its parts."""
+    if grad.is_nested:
+        return torch.cat([part.flatten() for part in grad.unbind()])
+    if grad.layout == torch.strided:
+        return grad
+    values = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.values()
+    return values if values.numel() else values.new_zeros(1)  # of no numbers there is no largest
 
 
 def same_keys(

@@ -113,3 +113,18 @@ def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
         name = f" ({model.stages[stage].name})" if model.stages[stage].name else ""
         raise TypeError(f"stage {stage}{name} returns a tuple of {many} outputs, which others take; found {found}.")
     return y  # pyright: ignore[reportUnknownVariableType]
+
+
+def scaled(weight: float, scale: float, dtype: torch.dtype) -> float:
+    """The cotangent of a loss of this dtype: its microbatch's weight in the mean, times `loss_scale`.
+
+    Raises:
+        ValueError: it is not finite there: each gradient would be infinite, or NaN.
+    """
+    made = weight * scale
+    if scale != 1.0 and made > torch.finfo(dtype).max:
+        raise ValueError(
+            f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {made!r} (the most "
+            f"there is {torch.finfo(dtype).max!r}). Build with a smaller one, or return the loss in a wider dtype."
+        )
+    return made

@@ -421,6 +421,23 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     assert (lost, kept) == (0.0, 2.0**-14)
 
 
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "start"), [(torch.float32, 1e300, 5e299), (torch.float16, 2.0**17, 2.0**16)], ids=str
+)
+def test_a_scale_that_no_gradient_can_start_with_is_refused(dtype, scale: float, start: float, trace: bool):
+    """torch said "value cannot be converted to type float without overflow"; in float16 gradients were NaN."""
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).mean())
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    given, half = ({"w": torch.ones(1, dtype=dtype)},), torch.ones(4, 1, dtype=dtype)
+    words = f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {start!r} (the most"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.build(program, model, trace=trace, loss_scale=scale)(given, (half, half))
+    most = torch.finfo(dtype).max
+    found = fpipe.build(program, model, trace=trace, loss_scale=most)(given, (half, half))
+    assert found.grads[0]["w"].isfinite().all()
+
+
 @pytest.mark.parametrize("reduction", LOSSES)
 def test_two_steps_added_are_exactly_twice_one(reduction: str):
     model = model_of(reduction)
@@ -461,3 +478,28 @@ def test_a_tied_leaf_counts_once_in_the_norm():
     given = ({"e": torch.eye(3)}, {})
     grads = fpipe.build(fpipe.program(model), model)(given, batch()).grads
     assert torch.equal(fpipe.global_norm(grads), grads[0]["e"].norm())
+
+
+def halves(dense: Tensor) -> Tensor:
+    """A sparse tensor that says each of its numbers as two to be added."""
+    at = dense.nonzero().t().repeat(1, 2)
+    return torch.sparse_coo_tensor(at, dense[dense != 0].repeat(2) / 2, dense.shape, check_invariants=True)
+
+
+LAYOUTS = {
+    "coo": lambda dense: dense.to_sparse(),
+    "not added up": halves,
+    "csr": lambda dense: dense.to_sparse_csr(),
+    "jagged": lambda dense: torch.nested.as_nested_tensor([dense[:1], dense[1:]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_norm_of_sparse_gradients_is_that_of_their_numbers(layout: str, kind: float):
+    """torch said "Could not run 'aten::linalg_vector_norm' with arguments from the 'SparseCPU' backend"."""
+    dense = torch.tensor([[3.0, 0.0, -4.0], [0.0, 12.0, 0.0]])
+    found = fpipe.global_norm(({"w": LAYOUTS[layout](dense)}, {"w": torch.full((2,), 84.0)}), kind)
+    torch.testing.assert_close(found, torch.cat([dense.flatten(), torch.full((2,), 84.0)]).norm(kind))
+    assert fpipe.global_norm({"w": LAYOUTS[layout](torch.zeros(2, 3))}, kind) == 0

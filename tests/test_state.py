@@ -470,6 +470,41 @@ def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, t
     assert {name: None for name, _ in net.named_buffers()} == dict.fromkeys(before)
 
 
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "held", "wanted"),
+    [
+        (torch.float32, torch.float64, "torch.float32"),
+        (torch.float32, torch.bfloat16, "torch.float32"),
+        (torch.bfloat16, torch.float16, "torch.bfloat16 or torch.float32"),
+    ],
+)
+def test_statistics_of_another_dtype_are_refused(rows: torch.dtype, held: torch.dtype, wanted: str, trace: bool):
+    """torch said "mixed dtype (CPU): expect parameter to have scalar type of Float", of no parameter."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(rows)
+    model, params, state = fpipe.from_sequential(net, 1, loss=nn.functional.mse_loss)
+    wide = tuple({name: one.to(held) if one.is_floating_point() else one for name, one in own.items()} for own in state)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    batch = torch.ones(4, 4, dtype=rows), torch.ones(4, 4, dtype=rows)
+    sentence = f"state '1.running_mean' of a batch norm that is given {rows} is {wanted}, found {held}. Hand in the"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            step(params, batch, state=wide)
+        step(params, batch, state=state)
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_statistics_may_be_wider_than_rows(held: torch.dtype):
+    norm = nn.BatchNorm1d(4, affine=False)
+    model, params, state = fpipe.from_sequential(nn.Sequential(norm), 1, loss=nn.functional.mse_loss)
+    batch = torch.randn(4, 4).bfloat16(), torch.randn(4, 4).bfloat16()
+    own = {name: one.to(held) if one.is_floating_point() else one for name, one in state[0].items()}
+    found = fpipe.build(fpipe.program(model), model)(params, batch, state=(own,)).state
+    norm.to(held)(batch[0])
+    assert found is not None
+    assert all(torch.equal(found[0][f"0.{name}"], one) for name, one in norm.named_buffers())
+
+
 def test_a_buffer_whose_data_is_assigned_is_told():
     """A trace does not see it, and once kept what the buffer was."""
     model, params, state = fpipe.from_sequential(

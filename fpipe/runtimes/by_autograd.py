@@ -21,7 +21,7 @@ from fpipe.graphs.graph import alias
 from fpipe.keys import drawing, seed_of
 from fpipe.models import Model, Stage, trained, unchanged, who_draws
 from fpipe.program import Op
-from fpipe.returned import loss_of, outputs_of, refuse_odd_output, taken_apart
+from fpipe.returned import loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
 
 Leaves = list[Any]
 
@@ -187,7 +187,10 @@ def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     if isinstance(residuals, Inputs):
         first = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
         (residuals,) = forward(first, residuals.args, run)
-    weight = (named.get("w", 1.0) if run.model.reduction == "mean" else 1.0) * run.loss_scale
+    weight = 1.0
+    if residuals.loss is not None:
+        weight = named.get("w", 1.0) if run.model.reduction == "mean" else 1.0
+        weight = scaled(weight, run.loss_scale, residuals.loss.dtype)
     pairs = zip(op.reads, args, strict=True)
     cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
     roots = _roots(residuals, cotangents, named.get("dcarry"), weight)

@@ -25,6 +25,7 @@ from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.program import Op, Program, Value, building
+from fpipe.returned import scaled
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.calls import (
     add,
@@ -245,8 +246,8 @@ class _Writer:
         weight = 1.0
         if self.shapes.model.reduction == "mean":
             weight = next((self.things[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
-        weight *= self.shapes.run.loss_scale
         known = self.shapes.loss_of(op)
+        weight = scaled(weight, self.shapes.run.loss_scale, known.dtype)
         slot = ("weight", weight, known)
         if slot not in self.slots:
             self.constants[self.slot(slot)] = [torch.full(known.shape, weight, dtype=known.dtype, device=known.device)]
