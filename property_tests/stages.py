@@ -262,6 +262,12 @@ def sum_with_turned(p: Params, h: Tensor) -> Tensor:
     return h + (p["w"] + p["w"].T)[0] * p["w"].sum()
 
 
+@layer(w=NN)
+def by_the_largest(p: Params, h: Tensor) -> Tensor:
+    """What is not the largest weight has the gradient 0, and not -0."""
+    return h - p["w"].max() * p["w"].median()
+
+
 @layer(w=NN, b=N)
 def frozen(p: Params, h: Tensor) -> Tensor:
     return F.linear(h, p["w"].detach(), p["b"])

@@ -656,6 +656,13 @@ def extremes(p, x):
     return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.std(1) + torch.linalg.vector_norm(y, 3, dim=1) + whole
 
 
+@pattern("max, min, median of a whole parameter", weights((8, 8), (8, 8), (8, 8)), rows(4, 8))
+def extremes_of_all(p, x):
+    """What is not the largest has the gradient 0, and not 0 times the cotangent: -0, or NaN of an infinite one."""
+    edge = (p["w0"].max() - p["w0"].max().detach()).sqrt()
+    return x.exp() * -(p["w1"].t().min() + p["w2"].median()), edge.expand(len(x))
+
+
 @pattern(
     "prod, cumprod",
     weights((8, 8)),
@@ -715,6 +722,20 @@ def fft(p, x):
 @pattern("a loss inside: cross_entropy", weights((8, 8)), lambda: (torch.randn(4, 8), torch.randint(8, (4,))))
 def entropy(p, x):
     return F.cross_entropy(x[0] @ p["w0"], x[1], reduction="none", label_smoothing=0.1), x[0] @ p["w0"]
+
+
+IGNORED = torch.arange(120).remainder(7)
+
+
+@pattern(
+    "cross_entropy with weights, label_smoothing and targets to ignore",
+    weights((8, 7)),
+    lambda: (torch.randn(120, 8), torch.where(IGNORED == 3, -100, IGNORED)),
+    rounding="autograd adds up the weights of targets that count, a trace, which cannot pick them, a 0 for each other",
+    step=False,
+)
+def smoothed(p, x):
+    return F.cross_entropy(x[0] @ p["w0"], x[1], weight=torch.linspace(0.3, 1.7, 7), label_smoothing=0.1)
 
 
 @pattern("losses: nll, bce, huber, smooth_l1, kl_div", weights((8, 8)), rows(4, 8))

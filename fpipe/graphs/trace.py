@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
+from fpipe.graphs.evenly import evenly
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.functional import changed_by, functional, refuse_changes
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
@@ -152,6 +153,7 @@ def trace(
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         refuse_hidden(calls, before[0])
         without_fills(traced)
+        evenly(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(changed_by, calls)):
             refuse_changes(traced)
