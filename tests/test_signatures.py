@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe.graphs.alike import alike
@@ -153,6 +156,69 @@ def test_hooks_on_what_autograd_saves_see_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(step(PARAMS, BATCH), plain)
+
+
+class TwiceTanh(TorchFunctionMode):
+    """Twice the tanh, as torch's function for it is called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.tanh else made
+
+
+def test_a_mode_of_torchs_functions_has_its_way_and_leaves_no_trace_of_it():
+    """Its trace went on without the mode, and the one from before went on in it."""
+    model, step = built(lambda p, x: smooth(p, x))
+    for _ in range(2):
+        with TwiceTanh():
+            with pytest.warns(
+                UserWarning, match=r"every stage under autograd: a TorchFunctionMode is on \(TwiceTanh\)"
+            ):
+                found = step(PARAMS, BATCH)
+            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+        plain = step(PARAMS, BATCH)
+        assert same(plain, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+        assert not same(plain, found)
+
+
+class TwiceTheOp(TorchDispatchMode):
+    """The same one floor below, where it sees the ops of a trace too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.ops.aten.tanh.default else made
+
+
+@pytest.mark.parametrize("mode", [TwiceTheOp, partial(FlopCounterMode, display=False)])
+def test_what_a_mode_makes_of_ops_it_makes_of_a_steps_and_not_of_the_trace(mode: Callable[[], Any]):
+    """FlopCounterMode takes the gradient of SiLU apart: a step that was first counted had those bits for good."""
+    model, step = built(lambda p, x: F.silu(smooth(p, x)))
+    for _ in range(2):
+        with mode():
+            found = step(PARAMS, BATCH)
+            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+        assert same(step(PARAMS, BATCH), fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+
+
+def test_detect_anomaly_finds_what_is_no_number():
+    _, step = built(lambda p, x: torch.log(x @ p["w"] - 100))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled|Error detected in")
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan values"):
+            step(PARAMS, BATCH)
+
+
+def test_a_number_that_torch_may_take_for_zero_is_taken_for_what_it_is():
+    """It was a tensor before the step ran: 0 for good, if torch flushed such numbers as the step was first run."""
+    model, step = built(lambda p, x: smooth(p, x) * 1e-40 * 1e30)
+    try:
+        for flushes in (True, False):
+            assert torch.set_flush_denormal(flushes)
+            found = step(PARAMS, BATCH)
+            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+            assert (found.outputs == 0).all() == flushes
+    finally:
+        torch.set_flush_denormal(False)
 
 
 # What a function is.

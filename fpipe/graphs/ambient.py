@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_OVERRIDES: Any = overrides
 _BACKENDS: Any = torch.backends
 _EINSUM = _BACKENDS.opt_einsum
 _FLAGS = tuple(
@@ -59,10 +61,16 @@ def ambient() -> tuple[Any, ...]:
     """All of that as a value.
 
     Raises:
-        Untraceable: there are hooks on the tensors that autograd saves: a trace, which saves none, would not call them.
+        Untraceable: something looks at what autograd does, or changes what torch's functions do: a trace, which calls
+            neither, would pass it by.
     """
     if _C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise Untraceable("saved_tensors_hooks are on, which see only what autograd saves")
+    if torch.is_anomaly_enabled():
+        raise Untraceable("detect_anomaly is on, which looks at what autograd computes")
+    for mode in _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ():
+        if not isinstance(mode, _device.DeviceContext):
+            raise Untraceable(f"a TorchFunctionMode is on ({type(mode).__name__}), which sees only torch's functions")
     defaults = torch.get_default_dtype(), _device.CURRENT_DEVICE
     # What was assigned to this flag, or else what its own functions set: its attribute takes four times as long.
     einsum = vars(_EINSUM).get("enabled", _EINSUM.m.enabled)

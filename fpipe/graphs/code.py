@@ -116,14 +116,15 @@ def _with_ready_numbers(graph: Graph) -> Graph:
 def _ready(node: Node, graph: Graph) -> Tensor | None:
     """The number in a node as the tensor that torch would make of it.
 
-    Not for dtypes of fewer bits than float32: with those torch computes with the number as it was written.
+    Not for dtypes of fewer bits than float32: with those torch computes with the number as it was written. Nor for
+    numbers so small that torch may be told to take them for 0 (`torch.set_flush_denormal`).
     """
     if node.op not in _ARITHMETIC or len(node.args) != 2 or node.kwargs or node.args[0] not in graph.facts:
         return None
     known, number = graph.facts[node.args[0]].aval, node.args[1]
     if not known.shape or known.dtype not in (torch.float32, torch.float64) or type(number) not in (int, float):
         return None
-    if type(number) is int and abs(number) > _EXACT:
+    if (type(number) is int and abs(number) > _EXACT) or 0 < abs(number) < torch.finfo(known.dtype).tiny:
         return None
     with _disable_current_modes():  # the caller may be under one that makes tensors without data
         return torch.tensor(number, dtype=torch.float64, device="cpu").to(known.dtype)

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
@@ -287,9 +290,10 @@ _TRACING = threading.RLock()  # torch traces for one thread at a time
 
 @contextmanager
 def _reasons() -> Generator[None]:
-    """Whatever stops a trace is the reason why there is none."""
+    """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
+    those of a step and not these."""
     try:
-        with _TRACING:
+        with _TRACING, _disable_current_modes():
             yield
     except Untraceable:
         raise
