@@ -40,17 +40,27 @@ _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward
 
 
 @contextmanager
-def noted(norms: Norms, deferred: bool) -> Generator[list[tuple[Any, ...]]]:
+def noted(
+    norms: Norms, deferred: bool, copying: bool = False, who: str = "a forward"
+) -> Generator[list[tuple[Any, ...]]]:
     """While it lasts these norms have no buffers, and what their updates need of each call is noted in their order.
 
-    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too.
+    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too. An input is noted as it is,
+    and the forward must not change it later on; with `copying` it may, where autograd does not keep the input as well.
     """
     notes: list[tuple[Any, ...]] = [() for _ in norms]
+    versions: list[tuple[str, Tensor, int]] = []
 
     def meet(place: int, module: Any, x: Tensor) -> None:
         type(module)._check_input_dim(module, x)
-        later = deferred and isinstance(module, _BatchNorm)
-        notes[place] = (*notes[place], statistics(x.detach()) if later else x.detach())
+        if deferred and isinstance(module, _BatchNorm):
+            note: Any = statistics(x.detach())
+        elif copying and not _is_saved(module, x):
+            note = x.detach().clone()
+        else:
+            note = x.detach()
+            versions.append((norms[place][0], x, x._version))
+        notes[place] = (*notes[place], note)
 
     kept = [{name: module._buffers[name] for name in STATISTICS} for _, module in norms]
     tracks = [module.track_running_stats for _, module in norms]
@@ -60,11 +70,24 @@ def noted(norms: Norms, deferred: bool) -> Generator[list[tuple[Any, ...]]]:
             module.track_running_stats = False  # SyncBatchNorm insists on its buffers otherwise
             vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
+        changed = next((path for path, x, version in versions if x._version != version), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"{who} changed the input of norm {changed!r} in place after the norm ran, whose backward or update of "
+                "running statistics reads it. Change a copy."
+            )
     finally:
         for (_, module), buffers, tracked in zip(norms, kept, tracks, strict=True):
             module._buffers.update(buffers)
             module.track_running_stats = tracked
             vars(module).pop("_check_input_dim", None)
+
+
+def _is_saved(module: Any, x: Tensor) -> bool:
+    """Whether autograd keeps the input of a norm, and so refuses that it is changed. Instance norms may keep a copy."""
+    leaves = (x, module.weight, module.bias)
+    trained = any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    return trained and torch.is_grad_enabled() and isinstance(module, _BatchNorm)
 
 
 def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:

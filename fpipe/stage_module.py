@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class StageModule(ByPlace):
         elif reads:
             self.unread = [(path, *place) for path, place in buffers if place in reads]
             turning += [module for module in each if asks_for_mode(module, reads)]
-        self.copying = bool(self.unread) and changes_others(each, reads)
+        self.copying = bool(self.unread or self.norms) and changes_others(each, reads)
         self.holds = [path for path, _, _ in self.held]
         self.apart = [path for path, _, _ in self.unread]
         self.writes = [path for path, _, _ in self.remembered]
@@ -134,7 +134,7 @@ class StageModule(ByPlace):
             before = Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
-                with noted(self.norms, self.deferred) as notes:
+                with self._noted() as notes:
                     made, new, tape = self._called(own, buffers, what, noting)
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
@@ -142,6 +142,10 @@ class StageModule(ByPlace):
                 written = before.put_back()
         self._refuse_written(written)
         return (made, self._seen(notes, tape)) if noting else (made, new) if buffers is not None else made
+
+    def _noted(self) -> AbstractContextManager[Any]:
+        """While it lasts, what the updates of norms need is noted."""
+        return noted(self.norms, self.deferred, self.copying, f"stage {self.number}")
 
     def _seen(self, notes: Any, tape: Any) -> Any:
         """What the updates need, of norms and of others."""
@@ -229,7 +233,7 @@ class StageModule(ByPlace):
     ) -> Any:
         """The stage's output, with its state or what its update needs, as a function of all that it reads."""
         through, noting = partial(self._through, x), bool(self.norms or self.unread)
-        with self._untouched(), noted(self.norms, self.deferred) as notes:
+        with self._untouched(), self._noted() as notes:
             given = buffers if self.held else None
             made, new, tape = self._called(self._own(params, constants), given, through, noting, traced=True)
         return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
@@ -238,7 +242,7 @@ class StageModule(ByPlace):
         """Do something while these are in the modules' place, as `within`; what it would write is none of theirs."""
         copies = {path: getattr(owner, name).detach().clone() for path, owner, name in self.remembered}
         versions = [copy._version for copy in copies.values()]
-        with self._untouched(), noted(self.norms, self.deferred):
+        with self._untouched(), self._noted():
             made, _, _ = self._called(self._own(params, constants) | copies, None, what, False)
         changed = zip(copies.items(), versions, strict=True)
         self._refuse_written([path for (path, copy), version in changed if copy._version != version])

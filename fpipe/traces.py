@@ -198,9 +198,11 @@ class Traces:
         A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
         """
         if call not in self._shared:
+            self._shared[call] = call
             other = call.differentiable()
-            same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
-            self._shared[call] = other if same_ops else call
+            with suppress(Untraceable):  # what autograd would keep may be changed in place while nobody wants it
+                same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
+                self._shared[call] = other if same_ops else call
         return self._shared[call]
 
     def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:

@@ -801,3 +801,68 @@ def test_statistics_of_other_channels_are_refused(other: str, norm: str, trace: 
     sentence = f"state '1.running_mean' has a number for each of the 3 channels, {found} Hand in the state that"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         step(params, (torch.randn(6, 3, 2), torch.randn(6, 3, 2)), state=changed)
+
+
+class Shifted(nn.Module):
+    """Changes what its norm has normalised, which autograd allows where it does not keep it."""
+
+    def __init__(self, norm: nn.Module, frozen: bool = False, change: Any = None) -> None:
+        super().__init__()
+        self.norm, self.frozen, self.change = norm, frozen, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            y = self.norm(h)
+        if self.change is not None:
+            self.change(h)
+        else:
+            h += y
+        return h
+
+
+class Transposed(Shifted):
+    """Of data that torch copies before it normalises it, so that autograd keeps the copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(1, (2, 4)).transpose(1, 2)).flatten(1)
+
+
+SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
+    "nothing trains before it": lambda: nn.Sequential(Shifted(nn.BatchNorm1d(8, affine=False)), nn.Linear(8, 8)),
+    "without a gradient": lambda: nn.Sequential(nn.Linear(8, 8), Shifted(nn.BatchNorm1d(8), frozen=True)),
+    "of a copy": lambda: nn.Sequential(
+        nn.Linear(8, 8), Transposed(nn.InstanceNorm1d(4, affine=True, track_running_stats=True))
+    ),
+}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", SHIFTED)
+def test_what_a_norm_has_seen_may_be_changed_in_place_later(name: str, policy: str, trace: bool):
+    """The update read what it had been changed to: a running variance of twice the size, without a word."""
+    net = SHIFTED[name]()
+    model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=nn.functional.mse_loss)
+    pipeline = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    result = fpipe.build(pipeline(fpipe.program(model)), model, trace=trace)(params, ROWS, state=state)
+    for part in ROWS[0].tensor_split(4):
+        net(part)
+    right = dict(net.named_buffers())
+    assert all(torch.equal(held, right[name]) for stage in result.state for name, held in stage.items())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_a_norm_keeps_is_not_changed_in_place(trained: bool, trace: bool):
+    """Torch refuses what it keeps in the backward; a change that the code does not show, and a loss that does not come
+    from the norm, went through."""
+    norm = Shifted(nn.BatchNorm1d(8), change=None if trained else partial(torch.Tensor.add_, other=1))
+    model, params, state = fpipe.from_sequential(
+        nn.Sequential(nn.Linear(8, 8), norm), stages=1, loss=nn.functional.mse_loss
+    )
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    sentence = "stage 0 changed the input of norm '1.norm' in place after the norm ran, whose backward or update of run"
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+    assert not norm.norm.num_batches_tracked
