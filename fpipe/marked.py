@@ -31,7 +31,7 @@ from fpipe.kept import written_down
 from fpipe.keys import drawing, seed_of
 from fpipe.marks import MARK, Marked, Traced
 from fpipe.microbatch import check_batch
-from fpipe.models import Model, Reduction, odd_signature, refuse_inference_mode
+from fpipe.models import Model, Reduction, odd_signature, refuse_odd_modes
 from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
@@ -110,7 +110,7 @@ def from_loss(
     """
     _check_function(loss_fn)
     check_batch(batch)
-    refuse_inference_mode()
+    refuse_odd_modes()
     names = _names(params)
     reached = modules_of(loss_fn)
     with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):

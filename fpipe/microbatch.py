@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
+from fpipe.graphs.graph import is_plain, layout_of
 from fpipe.specs import Chunk, Sum, What, cut_along, in_our_words, spread
 
 _BATCH = ("inputs", "target")
@@ -36,7 +37,7 @@ def rows(tree: Any, spec: Any = None, *, what: What = _BATCH) -> int:
                 f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
             )
         if dim is not None:
-            found[place] = leaf.shape[dim]
+            found[place] = leaf.size(dim)
     if not found:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
@@ -85,10 +86,8 @@ def cut(
                 f"{n} rows cannot fill {count} microbatches; use split({count}, rows={n}, allow_fewer=True)."
             )
         start, length = index * (n // count) + min(index, n % count), n // count + (index < n % count)
-    leaves, containers = trees.flatten(tree)
-    dims = cut_along(tree, spec)
-    parts = [leaf if dim is None else leaf.narrow(dim, start, length) for leaf, dim in zip(leaves, dims, strict=True)]
-    return trees.unflatten(containers, parts), length
+    way = "hand in a list of microbatches, to split(m, presplit=True)"
+    return _part(tree, cut_along(tree, spec), start, length, what, way), length
 
 
 def cut_sequence(
@@ -125,9 +124,25 @@ def cut_sequence(
     if length < count:
         raise ValueError(f"the sequence of {first} has {length} positions, too few for {count} slices.")
     start, size = index * (length // count) + min(index, length % count), length // count + (index < length % count)
+    way = "pad it, or leave slices out"
+    return _part(tree, dims, start, size, what, way), size / length
+
+
+def _part(tree: Any, dims: Sequence[int | None], start: int, length: int, what: What, way: str) -> Any:
+    """So many rows or positions of each leaf, as views; those leaves whole that have no such dimension."""
     leaves, containers = trees.flatten(tree)
-    parts = [leaf if d is None else leaf.narrow(d, start, size) for leaf, d in zip(leaves, dims, strict=True)]
-    return trees.unflatten(containers, parts), size / length
+    parts = list[Any]()
+    for at, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None or (not is_plain(leaf) and leaf.size(dim) == length):
+            parts.append(leaf)
+        elif is_plain(leaf):
+            parts.append(leaf.narrow(dim, start, length))
+        else:
+            raise ValueError(
+                f"{_named(tree, what)[at][0]} is a {layout_of(leaf)}, of which torch has no part as a view: {way}. Or "
+                "say Replicate() for what goes whole to each."
+            )
+    return trees.unflatten(containers, parts)
 
 
 def _sequence_dims(tree: Any, dim: int, spec: Any, row_spec: Any) -> list[int | None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fpipe import tree
 from fpipe.buffers import same_numbers
 from fpipe.by_place import ByPlace
+from fpipe.graphs.graph import is_plain
 from fpipe.program import Op
 
 Source = int | Literal["batch"] | tuple[int, int]
@@ -331,10 +332,17 @@ def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int
     )
 
 
-def refuse_inference_mode() -> None:
-    """There are no gradients in inference mode, only zeros in their place."""
+def refuse_odd_modes() -> None:
+    """There are no gradients in inference mode, only zeros in their place. A transform of torch.func gets zeros too, of
+    gradients that are taken inside it, or tensors without memory."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("fpipe computes gradients, which torch.inference_mode() switches off; leave it first.")
+    around = _C._functorch.peek_interpreter_stack()
+    if around is not None and around.key() != _C._functorch.TransformType.Functionalize:
+        raise RuntimeError(
+            f"fpipe computes gradients itself, and torch.func.{around.key().name.lower()} around it does not see them. "
+            "Call it for one after the other; or transform what torch alone computes, by torch.func.functional_call."
+        )
 
 
 def who_draws(model: Model, number: int) -> str:
@@ -347,7 +355,7 @@ def who_draws(model: Model, number: int) -> str:
 
 def _odd(leaf: Tensor) -> bool:
     """Whether a tensor has no numbers to compare, or none that lie by sizes and strides."""
-    return type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or leaf.is_nested or leaf.layout != torch.strided
+    return type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta or not is_plain(leaf)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from fpipe.models import (
     Model,
     check_params,
     check_state,
-    refuse_inference_mode,
+    refuse_odd_modes,
     the_model,
     unchanged,
     with_ties,
@@ -146,7 +146,7 @@ def over_parts(
 ) -> Result:
     """The same for a batch that is cut already: `parts` are the microbatches, each with rows."""
     sliced, joined = sliced or Sliced(), joined or Joined()
-    refuse_inference_mode()
+    refuse_odd_modes()
     whole = sum(size for _, size in parts)
     states = list(state) if state is not None else [None] * len(model.stages)
     losses: list[Tensor] = []

@@ -1,6 +1,8 @@
 """What a step hands back, and what it leaves alone: results share memory with nothing, and nothing is silently zero."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,6 +71,26 @@ def test_inference_mode_is_refused_instead_of_giving_zeros():
     for run in (step, lambda *given: fpipe.reference(model, *given)):
         with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
             run(params(), batch())
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda run, w: torch.vmap(run)(torch.stack([w, w])),
+    "grad": lambda run, w: torch.func.grad(run)(w),
+    "jvp": lambda run, w: torch.func.jvp(run, (w,), (w,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_of_torch_around_a_step_is_refused(name: str):
+    """grad gave zeros, the others words of torch's own."""
+    model, given, rows = two(), params(), batch()
+    step = fpipe.build(fpipe.program(model), model)
+    step(given, rows)
+    words = f"fpipe computes gradients itself, and torch.func.{name} around it does not see them. Call it for one"
+    for run in (step, partial(fpipe.reference, model)):
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            TRANSFORMS[name](lambda w, run=run: run(({"w": w}, *given[1:]), rows).loss, given[0]["w"])
 
 
 def test_no_grad_around_a_step_changes_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -461,6 +462,50 @@ def test_tensors_of_another_layout_flow_between_stages_under_autograd(odd: Any, 
         results = [step(params, batch), step(params, batch)]
     expected = fpipe.reference(model, params, batch, microbatches=2)
     assert all(same(result, expected) for result in results)
+
+
+def in_parts(layout: torch.layout) -> Any:
+    return lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+
+
+LAYOUTS: dict[str, tuple[Any, Any, str]] = {
+    "sparse": (Tensor.to_sparse, torch.sparse.mm, "tensor of layout torch.sparse_coo"),
+    "csr": (Tensor.to_sparse_csr, torch.sparse.mm, "tensor of layout torch.sparse_csr"),
+    "jagged": (in_parts(torch.jagged), lambda x, w: (x @ w).values(), "nested tensor"),
+    "nested": (
+        in_parts(torch.strided),
+        lambda x, w: torch.nn.functional.linear(x, w).to_padded_tensor(0.0).sum((0, 1)),
+        "nested tensor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_batch_of_another_layout_is_cut_already_or_goes_whole(name: str):
+    """It ended in "narrow(): not supported for NestedTensor", or "doesn't support strides. Please file an issue"."""
+    make, product, kind = LAYOUTS[name]
+    model = fpipe.from_functions([lambda p, x: product(x, p["w"])], lambda y, t: (y * t.sum()).sum(), reduction="sum")
+    params, xs = ({"w": torch.randn(4, 4)},), torch.randn(2, 3, 4)
+    ts = torch.randn(2, make(xs[0]).size(0))
+    whole = fpipe.split(2, (fpipe.Replicate(), fpipe.Chunk()))
+    cases = {
+        "cut already": (fpipe.split(2, presplit=True), [(make(x), t) for x, t in zip(xs, ts, strict=True)]),
+        "whole": (whole, (make(xs[0]), ts.flatten())),
+    }
+    for split, batch in cases.values():
+        step = fpipe.build(fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(model)), model)
+        with pytest.warns(UserWarning, match=f"it is handed a {kind}"):
+            found = step(params, batch)
+        w = params[0]["w"].clone().requires_grad_()
+        pairs = batch if isinstance(batch, list) else [(batch[0], t) for t in ts]
+        for x, t in pairs:
+            (product(x, w) * t.sum()).sum().backward()
+        assert torch.equal(found.grads[0]["w"], w.grad)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=False)
+    words = f"inputs is a {kind}, of which torch has no part as a view: hand in a list of microbatches, to split(m, pre"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step(params, (make(xs[0]), ts[0]))
 
 
 def test_what_torch_func_saves_cannot_be_counted():

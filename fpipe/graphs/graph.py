@@ -124,6 +124,11 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def layout_of(tensor: Tensor) -> str:
+    """What a tensor is called that is not."""
+    return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+
+
 def aval(tensor: Tensor) -> Aval:
     """What would have to be known of this tensor before it exists."""
     return Aval(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)

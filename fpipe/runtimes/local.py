@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, casts, plainly, without_data
-from fpipe.graphs.graph import Fact, fact, is_plain
+from fpipe.graphs.graph import Fact, fact, is_plain, layout_of
 from fpipe.graphs.recent import Recent
 from fpipe.keys import needs_key
 from fpipe.microbatch import streams
-from fpipe.models import Model, refuse_inference_mode, taken_gradients, trained, who_draws
+from fpipe.models import Model, refuse_odd_modes, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book
@@ -68,7 +68,7 @@ def local(
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
-        refuse_inference_mode()
+        refuse_odd_modes()
         if without_data():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key)
         given = params, batch, state
@@ -304,7 +304,7 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_plain(leaf):
-        raise Untraceable(f"it is handed a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}")
+        raise Untraceable(f"it is handed a {layout_of(leaf)}")
     known = fact(leaf, storages)
     device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))

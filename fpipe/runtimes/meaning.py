@@ -46,7 +46,8 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         if "presplit" in how:
             part, size = arg[how["index"]], run.sizes[how["index"]]
         else:
-            part, size = cut(arg, how["index"], how["count"], spec, size=how.get("size"), total=run.rows)
+            how_many = {"size": how.get("size"), "total": run.rows}
+            part, size = cut(arg, how["index"], how["count"], spec, what=value.name, **how_many)
         if "slices" in how:
             along = spec_of(how.get("sequence"))
             along = along[value.name == "target"] if isinstance(along, tuple) else along

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import ambient
+from fpipe.graphs.ambient import Untraceable, ambient
+from fpipe.graphs.graph import layout_of
 from fpipe.models import Model
 from fpipe.stage_module import StageModule
 
@@ -85,7 +86,10 @@ _looks = attrgetter("shape", "dtype", "device")
 def _known(leaf: Any) -> Any:
     """What of a leaf the traces depend on."""
     if isinstance(leaf, Tensor):
-        return leaf.stride(), *_looks(leaf)
+        try:
+            return leaf.stride(), *_looks(leaf)
+        except RuntimeError:
+            raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 

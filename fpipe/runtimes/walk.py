@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.models import Model, refuse_inference_mode, taken_gradients
+from fpipe.models import Model, refuse_odd_modes, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
@@ -45,7 +45,7 @@ def walk(
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
-        refuse_inference_mode()
+        refuse_odd_modes()
         check_handed(program, model, params, state)
         batch, sizes = batch_of(program, batch)
         run = Run(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
