@@ -38,6 +38,7 @@ FLOORS = {
         "impure",
         "writers",
         "reads",
+        "flows",
         "tapes",
         "twins",
         "params",
