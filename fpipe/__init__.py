@@ -15,7 +15,8 @@ from fpipe.functions import from_functions
 from fpipe.kept import keep
 from fpipe.keys import fold_in
 from fpipe.linearize import Linearized, linearize
-from fpipe.marked import boundary, from_loss
+from fpipe.loss_graph import boundary
+from fpipe.marked import from_loss
 from fpipe.models import Model, Stage
 from fpipe.modules import deferred_batch_norm, from_sequential
 from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params

@@ -14,12 +14,9 @@ What is drawn at random belongs to the stage where it is drawn, and follows from
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,47 +24,17 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.functions import from_functions
-from fpipe.kept import written_down
-from fpipe.keys import drawing, seed_of
-from fpipe.marks import MARK, Marked, Traced
+from fpipe.loss_graph import KEY, loss_graph, seeding
+from fpipe.marks import Marked
 from fpipe.microbatch import check_batch
 from fpipe.models import Model, Reduction, odd_signature, refuse_odd_modes
 from fpipe.params import join_params
 from fpipe.reached import modules_of, unwritten
 from fpipe.reference import reference
 from fpipe.returned import loss_apart
-from fpipe.symbols import in_words, symbols_in
 from fpipe.watched import watching
 
-_TRACING = threading.local()
-_SEEDED = threading.local()
 _AMP: Any = torch.amp.autocast_mode
-_KEY = 0
-
-
-def boundary(values: Any) -> Any:
-    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
-
-    Args:
-        values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
-
-    Returns:
-        The same pytree.
-
-    >>> boundary({"x": torch.ones(2)})
-    {'x': tensor([1., 1.])}
-    """
-    if hasattr(_SEEDED, "stage"):
-        _SEEDED.stage += 1
-        torch.manual_seed(seed_of(_KEY, _SEEDED.stage, 0))
-    if not hasattr(_TRACING, "on"):
-        return values
-    leaves, containers = tree.flatten(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise ValueError("boundary() marks a pytree of tensors, found none in it.")
-    made = iter(MARK(tensors))
-    return tree.unflatten(containers, [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def from_loss(
@@ -114,7 +81,7 @@ def from_loss(
     names = _names(params)
     reached = modules_of(loss_fn)
     with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):
-        traced = _traced(watched, params, batch)
+        traced = loss_graph(watched, params, batch)
         marked = Marked(traced, names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
@@ -178,106 +145,6 @@ def _names(params: Any) -> list[str]:
     return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
 
 
-def _traced(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> Traced:
-    """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
-    # Imported when first needed: they would take a third of the time that importing fpipe takes.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-    sizes = ShapeEnv(specialize_zero_one=False)
-    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
-
-    def fake(leaf: Any, rows: bool) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        each = [DimDynamic.DUCK if rows and dim == 0 else DimDynamic.STATIC for dim in range(leaf.ndim)]
-        if rows and leaf.ndim and len(leaf) == 1:  # of one row a trace takes 1 for the rows of all others
-            leaf = leaf.new_empty((2, *leaf.shape[1:]))
-        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
-        return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
-
-    given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
-    leaves, containers = tree.flatten(given)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def flat(*tensors: Tensor) -> Any:
-        proxies = iter(tensors)
-        return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
-
-    _TRACING.on = True
-    try:
-        with drawing(_KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]):
-            module = make_fx(flat, pre_dispatch=True)(*tensors)
-        _make_literals_pure(module.graph)
-        _refuse_lost(module)
-    finally:
-        del _TRACING.on
-    fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
-    if fixed is not None:
-        raise ValueError(
-            "loss_fn holds for one number of rows only, that of the example: it compares or fixes it, as len(x) does; "
-            "x.shape[0] keeps it open."
-        )
-    guards = tuple(
-        (guard.expr, symbol) for guard in sizes.guards if _asked(guard) for symbol in guard.expr.free_symbols
-    )
-    nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
-    named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    return Traced(module, tree.leaves(named[0]), named[1], batch, guards)
-
-
-def _make_literals_pure(graph: fx.Graph) -> None:
-    """torch.tensor(4) is written down as a copy that is then detached in place: a write, though nothing is written."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
-        (copy,) = node.args
-        if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
-            node.replace_all_uses_with(copy)
-            graph.erase_node(node)
-
-
-def _refuse_lost(module: fx.GraphModule) -> None:
-    """A tensor without data that no operation has made: the trace does not know where it comes from."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    for node in module.graph.find_nodes(op="get_attr"):
-        lost = getattr(module, str(node.target))
-        if isinstance(lost, FakeTensor):
-            raise ValueError(
-                f"a tensor of shape {in_words(tuple(lost.shape))} comes from where the trace sees nothing: "
-                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or what an earlier call left behind. "
-                "Stages of from_functions may do that."
-            )
-
-
-@contextmanager
-def _explained(batch: tuple[Any, Any]) -> Generator[None]:
-    """What torch refuses meanwhile says what was asked of it, and what its symbols for numbers of rows are."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    try:
-        yield
-    except GuardOnDataDependentSymNode as error:
-        raise ValueError(
-            "loss_fn decides by a number that it computes (if loss > 0, say), which is not known while it is cut. "
-            "Choose by torch.where, or use from_functions."
-        ) from error
-    except Exception as error:
-        error.add_note("loss_fn was called on tensors without data, as from_loss does to cut it.")
-        halves = zip(("inputs", "target"), batch, strict=True)
-        leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
-        rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
-        for symbol in sorted(symbols_in(str(error)) & rows.keys()):
-            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss leaves open.")
-        raise
-
-
-def _asked(guard: Any) -> bool:
-    """Whether the function itself asked about a size; torch asks too, for a layout that each stage finds out anew."""
-    where = guard.sloc.framework_loc
-    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
-
-
 def _coarsest(graph: fx.Graph) -> float:
     """The rounding of the coarsest autocast block: a weight that is used twice in one is cast once by loss_fn, so that
     its gradients are added in that precision, where stages add them in the weight's own."""
@@ -299,12 +166,12 @@ def _compare(
     the backward of a custom `autograd.Function`."""
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    with torch.enable_grad(), _seeding():
+    with torch.enable_grad(), seeding():
         loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
         )
-    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch, key=_KEY)
+    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch, key=KEY)
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
@@ -320,17 +187,6 @@ def _compare(
                 f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
                 "inference_mode, say, which no trace above autograd holds. Use no_grad for the last, or from_functions."
             )
-
-
-@contextmanager
-def _seeding() -> Generator[None]:
-    """Each stage draws what a step's would for the first microbatch."""
-    _SEEDED.stage = 0
-    try:
-        with drawing(seed_of(_KEY, 0, 0), "loss_fn"):
-            yield
-    finally:
-        del _SEEDED.stage
 
 
 def _alone(model: Model) -> Callable[[Any, Any], Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,31 +19,9 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
+from fpipe.loss_graph import MARK, Traced
 from fpipe.models import Source
 from fpipe.modes import PLAIN, SIZE, Switch, as_found, modes_of, switches
-
-_LIBRARY = torch.library.Library("fpipe", "DEF")
-_LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
-
-
-def _handed_on(values: list[Tensor]) -> list[Tensor]:
-    return [torch.ops.aten.alias.default(value) for value in values]
-
-
-_LIBRARY.impl("boundary", _handed_on, "CompositeImplicitAutograd")
-MARK: Any = torch.ops.fpipe.boundary.default
-"""The operation that a mark is in a graph: it hands on what it is given."""
-
-
-class Traced(NamedTuple):
-    """A function as a graph: its module, which of its inputs are parameters and which are the batch (a pair of trees,
-    (inputs, target)), the example batch, and what was found out about the number of rows."""
-
-    module: fx.GraphModule
-    params: list[fx.Node]
-    batch: tuple[Any, Any]
-    example: tuple[Any, Any]
-    guards: tuple[Any, ...]
 
 
 class Marked:

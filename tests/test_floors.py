@@ -27,6 +27,7 @@ FLOORS = {
         "kept",
         "reached",
         "watched",
+        "loss_graph",
         "marks",
         "modes",
         "marked",
