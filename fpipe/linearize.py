@@ -20,12 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
+from fpipe.call import Call, Spec, wanting, wants
 from fpipe.graphs.ambient import Untraceable, plainly, without_data
 from fpipe.graphs.code import compiled, source
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
 from fpipe.models import Model, Stage
-from fpipe.traces import Call, Spec, Traces, wanting, wants
+from fpipe.traces import Traces
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ FLOORS = {
         "linearize",
         "graphs",
         "keys",
+        "call",
         "traces",
         "custom",
         "check",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.by_place import ByPlace
+from fpipe.call import Call, wants
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
@@ -25,7 +26,7 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.abstract import abstractly, rounded
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.things import Places, Thing, aval_of, described, wanting_fact
-from fpipe.traces import Call, Outline, Traces, wants
+from fpipe.traces import Outline, Traces
 
 Place = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
