@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graph_stage import GraphStage, Rows
 from fpipe.graphs.draws import draws
+from fpipe.graphs.functional import changed_by
 from fpipe.loss_graph import MARK, Traced
 from fpipe.models import Source
 from fpipe.modes import PLAIN, SIZE, Switch, as_found, modes_of, switches
@@ -42,7 +43,7 @@ class Marked:
         self.at: dict[fx.Node, int] = {}
         self.last = self._place()
         self.modes = modes_of(traced.module.graph)
-        self.changed = {one: node for node in self.at for written in _written(node) for one in self._memory(written)}
+        self.changed = {one: node for node in self.at for written in changed_by(node) for one in self._memory(written)}
         self.free = self._free()
         self.judged = self._judged()
         self._refuse_odd()
@@ -308,24 +309,13 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """What an operation writes."""
-    target: Any = node.target
-    return _lent(node, target._schema.arguments, writes=True) if _writes(node) else []
-
-
 def _viewed(node: fx.Node) -> list[fx.Node]:
     """What an operation returns a view of, or the same again."""
     schema: Any = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     if schema is None or all(one.alias_info is None for one in schema.returns):
         return []
-    return _lent(node, schema.arguments, writes=False)
-
-
-def _lent(node: fx.Node, arguments: Sequence[Any], *, writes: bool) -> list[fx.Node]:
-    """What an operation is given whose memory it writes, or returns."""
-    given = [*zip((one.name for one in arguments), node.args, strict=False), *node.kwargs.items()]
-    lent = {one.name for one in arguments if one.alias_info is not None and (one.alias_info.is_write or not writes)}
+    given = [*zip((one.name for one in schema.arguments), node.args, strict=False), *node.kwargs.items()]
+    lent = {one.name for one in schema.arguments if one.alias_info is not None}
     values = [arg if isinstance(arg, list | tuple) else (arg,) for name, arg in given if name in lent]
     return [one for many in values for one in many if isinstance(one, fx.Node)]
 
