@@ -18,6 +18,9 @@ import torch
 
 from fpipe.graphs.ambient import without_data
 
+TORCHS: torch.Generator = torch.default_generator
+"""Torch's own random numbers on the CPU, whatever stands under their name while a stage is traced."""
+
 _ALL = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _LOCK = threading.RLock()
@@ -104,7 +107,7 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
         yield
         return
     with _LOCK:  # there is one such generator for all threads
-        generators = [torch.default_generator]
+        generators = [TORCHS]
         if torch.cuda.is_initialized():
             generators += torch.cuda.default_generators
         before = [generator.get_state() for generator in generators]

@@ -328,8 +328,20 @@ def putting_back() -> Tensor:
     return found * torch.rand(4)
 
 
+def putting_back_by_hand() -> Tensor:
+    generator = torch.default_generator
+    before = generator.get_state()
+    found = torch.rand(4)
+    generator.set_state(before)
+    return found * torch.rand(4)
+
+
 def reading_the_seed() -> Tensor:
     return torch.full((4,), float(torch.initial_seed() % 7))
+
+
+def reading_the_generators_seed() -> Tensor:
+    return torch.full((4,), float(torch.default_generator.initial_seed() % 7))
 
 
 SEEDED = "it seeds torch's random numbers itself"
@@ -343,7 +355,9 @@ SEEDED = "it seeds torch's random numbers itself"
         (forking, SEEDED),
         (seeding_last, SEEDED),
         (putting_back, "it draws once more from a state of torch's random numbers that it put back"),
+        (putting_back_by_hand, "it draws once more from a state of torch's random numbers that it put back"),
         (reading_the_seed, "it reads the seed of torch's random numbers"),
+        (reading_the_generators_seed, "it reads the seed of torch's random numbers"),
     ],
 )
 def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, why: str, outside: int):
@@ -510,7 +524,7 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
     drawn: list[Tensor] = []
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2, generator=torch.default_generator)))
         thread.start()
         thread.join()
         return x @ p["w"]
@@ -518,7 +532,9 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
     torch.manual_seed(0)
     wanted = [torch.rand(2) for _ in range(9)]
     torch.manual_seed(0)
+    before = torch.default_generator, vars(torch)["__getattr__"]
     fpipe.linearize(stage, {"w": torch.eye(3)}, torch.ones(2, 3))
+    assert (vars(torch)["default_generator"], vars(torch)["__getattr__"]) == before
     drawn.append(torch.rand(2))
     assert len(drawn) > 2
     assert all(map(torch.equal, drawn, wanted))

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import (
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
-from fpipe.keys import drawing
+from fpipe.keys import TORCHS, drawing
 
+_torch: Any = torch
 _random: Any = torch.random
 
 LABEL = "rng"
@@ -63,7 +64,7 @@ class Unseeded:
     """
 
     def __init__(self) -> None:
-        self.generators: list[torch.Generator] = [torch.default_generator]
+        self.generators: list[torch.Generator] = [TORCHS]
         if torch.cuda.is_initialized():
             self.generators += torch.cuda.default_generators
         with _disable_current_modes():
@@ -71,12 +72,23 @@ class Unseeded:
         self.drew = self.again = False
 
     def __enter__(self) -> Unseeded:
-        _random.default_generator = _Watched(torch.default_generator, self._asked)
+        """`torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other,
+        which might hand it to an op."""
+        watched, self.others = TorchsGenerator(TORCHS, self._asked), vars(torch)["__getattr__"]
+
+        def found(name: str) -> Any:
+            if name != _NAME:
+                return self.others(name)
+            return watched if threading.get_ident() == watched.thread else TORCHS
+
+        _random.default_generator, _torch.__getattr__ = watched, found
+        delattr(torch, _NAME)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo what was seeded."""
-        _random.default_generator = torch.default_generator
+        setattr(torch, _NAME, TORCHS)
+        _random.default_generator, _torch.__getattr__ = TORCHS, self.others
         try:
             self.check()
         except Untraceable:
@@ -106,7 +118,10 @@ class Unseeded:
                     raise Untraceable("it seeds torch's random numbers itself")
 
 
-class _Watched:
+_NAME = "default_generator"
+
+
+class TorchsGenerator:
     """The generator by which `torch.random` does what it does, and which of its methods this thread asks for."""
 
     def __init__(self, generator: torch.Generator, asked: Callable[[str], None]) -> None:
@@ -278,7 +293,7 @@ class Lent:
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
         """The op, on the numbers that the generator would give."""
         device = generator.device
-        torchs = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        torchs = TORCHS if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         with drawing(0, ""):
             torchs.set_state(generator.get_state())
             made = self.op(*args, **kwargs)
