@@ -9,9 +9,12 @@ statistics of the whole batch, as one device does on a batch that is not cut.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
+_SYS: Any = sys
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]
 """For each norm what its update needs of its calls. By place, since equal stages share a trace, and no names."""
@@ -37,6 +41,35 @@ def remembers(module: nn.Module) -> bool:
 
 
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+_KINDS = (_NormBase, _BatchNorm, _InstanceNorm, nn.SyncBatchNorm)
+_OWN = {one.__code__ for kind in _KINDS for one in vars(kind).values() if isinstance(one, FunctionType)}
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class _Away(dict[str, Any]):
+    """The buffers of a norm without its statistics, which its own forward asks for, and then does without."""
+
+    def __getitem__(self, name: str) -> Any:
+        reader = _reader() if name in STATISTICS else None
+        if reader is not None:
+            raise RuntimeError(
+                f"{reader} reads {name!r} of a norm in training, and no module's code shows that it does: it is not "
+                f"there while a stage runs. Read it in a module's forward, as self.norm.{name}: then it is module "
+                "state that the stage reads."
+            )
+        return super().__getitem__(name)
+
+
+def _reader() -> str | None:
+    """Who asks for an attribute of a module, if it is not a norm itself. A tracer may ask on behalf of either."""
+    asked = _SYS._getframe(2)
+    if asked.f_code.co_name == "__getattr__":
+        while asked.f_code.co_filename.startswith(_TORCH):
+            if asked.f_code in _OWN:
+                return None
+            asked = asked.f_back
+        return asked.f_code.co_name
+    return None
 
 
 @contextmanager
@@ -62,11 +95,11 @@ def noted(
             versions.append((norms[place][0], x, x._version))
         notes[place] = (*notes[place], note)
 
-    kept = [{name: module._buffers[name] for name in STATISTICS} for _, module in norms]
+    kept = [module._buffers for _, module in norms]
     tracks = [module.track_running_stats for _, module in norms]
     try:
         for place, (_, module) in enumerate(norms):
-            module._buffers.update(dict.fromkeys(STATISTICS))
+            vars(module)["_buffers"] = _Away(module._buffers | dict.fromkeys(STATISTICS))
             module.track_running_stats = False  # SyncBatchNorm insists on its buffers otherwise
             vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
@@ -78,7 +111,7 @@ def noted(
             )
     finally:
         for (_, module), buffers, tracked in zip(norms, kept, tracks, strict=True):
-            module._buffers.update(buffers)
+            vars(module)["_buffers"] = buffers
             module.track_running_stats = tracked
             vars(module).pop("_check_input_dim", None)
 

@@ -11,12 +11,15 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fpipe.flows import ANY, Found, found_in
+from fpipe.graphs.alike import named_in
 from fpipe.writers import codes_of
 
 
@@ -54,6 +57,15 @@ def read_buffers(
     while more := {source for source, end in flows if end in read} - read:
         read |= more
     return {(owner, name) for owner, name in written if name in read or _is_asked(owner, concerned)}
+
+
+def names_any(modules: Iterable[nn.Module], names: Collection[str]) -> bool:
+    """Whether the code of modules, torch's own aside, names one of these attributes, whosever it is."""
+    codes = (code for module in modules for code in codes_of(module) if not code.co_filename.startswith(_TORCH))
+    return any(not {*names}.isdisjoint(named_in(code)) for code in codes)
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _is_asked(owner: nn.Module, modules: Collection[nn.Module]) -> bool:

@@ -23,7 +23,7 @@ from fpipe.graphs.alike import Same
 from fpipe.graphs.graph import storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
-from fpipe.reads import asks_for_mode, changes_others, read_buffers
+from fpipe.reads import asks_for_mode, changes_others, names_any, read_buffers
 from fpipe.skips import Skips, through
 from fpipe.tapes import Recorder, updated_with
 from fpipe.twins import twin
@@ -64,13 +64,14 @@ class StageModule(ByPlace):
         trained = {name for leaf in names for name in leaf}
         fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
         own = {(norm, name) for _, norm in self.norms for name, _ in norm.named_buffers(recurse=False)}
-        odd = [norm for _, norm in modules if tracks(norm) and not remembers(norm)]
+        each = [module for _, module in modules]
+        asked = bool(self.norms) and names_any(each, STATISTICS)  # of a norm by another module, or by a hook
+        odd = [norm for norm in each if tracks(norm) and (asked or not remembers(norm))]
         reads = {(norm, name) for norm in odd for name, _ in norm.named_buffers(recurse=False)}
         reads |= {(write.owner, write.name) for write in writes if write.now}
         own |= reads
         buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         self.remembered = [(path, *place) for path, place in buffers if place in own]
-        each = [module for _, module in modules]
         self.unread: list[tuple[str, nn.Module, str]] = []
         if reads and (odd or read_buffers(each, reads)):
             self.held, self.norms = self.remembered, []

@@ -394,6 +394,39 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
+class Asking(nn.Module):
+    """Looks at what a norm inside it remembers, if it does."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm = kind(8, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x.T[None])[0].T if isinstance(self.norm, nn.InstanceNorm1d) else self.norm(x)
+        return y if self.norm.running_mean is None else y - self.norm.running_mean * 3
+
+
+class AskedBeside(nn.Module):
+    """Asks by a function of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return beside(self.norm, self.norm(x))
+
+
+def beside(norm: Any, y: Tensor) -> Tensor:
+    return y if norm.running_var is None else y * norm.running_var
+
+
+def scaled_by_hook() -> nn.Module:
+    norm = nn.BatchNorm1d(8)
+    norm.register_forward_hook(lambda module, x, y: y * getattr(module, "running_var", 1.0))
+    return norm
+
+
 def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_pre_hook(pre_hook)
     return module.eval()
@@ -428,6 +461,9 @@ READERS: dict[str, Callable[[], nn.Sequential]] = {
     "inside": lambda: twice(Outer),
     "no text": lambda: twice(nameless),
     "a batch norm beside": lambda: twice(lambda: nn.Sequential(Centred("in place"), nn.BatchNorm1d(8))),
+    "a batch norm that is asked": lambda: twice(lambda: Asking(nn.BatchNorm1d)),
+    "an instance norm that is asked": lambda: twice(lambda: Asking(nn.InstanceNorm1d)),
+    "a batch norm that its hook asks": lambda: twice(scaled_by_hook),
     "not in the state_dict": lambda: twice(lambda: Centred("in place", persistent=False)),
 } | {
     how: functools.partial(twice, functools.partial(Centred, how))
@@ -503,6 +539,17 @@ def test_statistics_may_be_wider_than_rows(held: torch.dtype):
     norm.to(held)(batch[0])
     assert found is not None
     assert all(torch.equal(found[0][f"0.{name}"], one) for name, one in norm.named_buffers())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_what_a_norm_remembers_is_not_read_in_silence(trace: bool):
+    """There was none while a stage ran, and who asked whether there was went on without it."""
+    model, params, state = fpipe.from_sequential(twice(AskedBeside), sizes=[3, 3], loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    with pytest.raises(RuntimeError, match=r"beside reads 'running_var' of a norm in training, and no module's code"):
+        fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+    with pytest.raises(RuntimeError, match=r"Read it in a module's forward, as self.norm.running_var: then it is"):
+        fpipe.reference(model, params, ROWS, microbatches=4, state=state)
 
 
 def test_a_buffer_whose_data_is_assigned_is_told():

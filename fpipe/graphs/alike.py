@@ -105,7 +105,7 @@ def _named(function: FunctionType) -> list[tuple[str, Any]]:
         around = one.__globals__
         if str(around.get("__name__")).partition(".")[0] == "torch":
             continue
-        for name in _names(one.__code__):
+        for name in named_in(one.__code__):
             if name not in around or id(around[name]) in seen:
                 continue
             found.append((name, around[name]))
@@ -115,11 +115,14 @@ def _named(function: FunctionType) -> list[tuple[str, Any]]:
     return found
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def named_in(code: CodeType) -> Iterator[str]:
+    """What code names, that of functions in it too: attributes, globals, and words, of which some are for getattr."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from named_in(inner)
+        elif isinstance(inner, str):
+            yield inner
 
 
 def _content(cell: CellType) -> Any:
