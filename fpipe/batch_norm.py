@@ -37,7 +37,12 @@ def tracks(module: nn.Module) -> bool:
 
 def remembers(module: nn.Module) -> bool:
     """Whether it does so as torch's own norms do, whose output does not read them. A forward of one's own may."""
-    return tracks(module) and "forward" not in vars(module) and type(module).forward in _FORWARDS
+    return tracks(module) and has_torchs_forward(module)
+
+
+def has_torchs_forward(module: nn.Module) -> bool:
+    """Whether a norm's forward is torch's, and not one of somebody's own."""
+    return "forward" not in vars(module) and type(module).forward in _FORWARDS
 
 
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.parameter import is_lazy
 
 from fpipe.balance import balance
+from fpipe.batch_norm import has_torchs_forward
 from fpipe.by_place import Names
 from fpipe.functions import from_functions
 from fpipe.impure import refuse_impure
@@ -248,9 +249,10 @@ def _deferred(stage: Stage) -> Stage:
         norm = taken[0].rpartition(".")[0]
         other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
         if other is None:
+            who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
             raise ValueError(
-                f"batch norm {norm!r} ({type(taken[1]).__name__}) has a forward of its own, which may read what it "
-                "writes; only torch's own batch norms can be deferred."
+                f"batch norm {norm!r} ({type(taken[1]).__name__}) has {who}, which may read what it writes; only "
+                "torch's own batch norms that nobody asks can be deferred."
             )
         raise ValueError(
             f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "

@@ -258,11 +258,21 @@ def test_a_norm_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     fpipe.from_sequential(net.eval(), stages=2)
 
 
-def test_a_batch_norm_with_a_forward_of_its_own_cannot_be_deferred():
-    model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), Scaled(4)), stages=2)
-    sentence = (
-        "batch norm '1' (Scaled) has a forward of its own, which may read what it writes; only torch's own batch norms "
-        "can be deferred."
-    )
+def asked_by_hook() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(lambda module, x, y: y * module.running_var.mean())
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("make", "who"),
+    [
+        (lambda: Scaled(4), "batch norm '1' (Scaled) has a forward of its own"),
+        (asked_by_hook, "batch norm '1' (BatchNorm2d) has another module or a hook that asks it"),
+    ],
+)
+def test_a_batch_norm_that_is_read_as_it_runs_cannot_be_deferred(make: Callable[[], nn.Module], who: str):
+    model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), make()), stages=2)
+    sentence = f"{who}, which may read what it writes; only torch's own batch norms that nobody asks can be deferred."
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.deferred_batch_norm(model)
