@@ -14,6 +14,7 @@ from fpipe import tree
 from fpipe.graphs.graph import is_plain
 from fpipe.keys import drawing, seed_of
 from fpipe.models import Model, who_draws
+from fpipe.reached import closed_over
 from fpipe.returned import loss_of, outputs_of, taken_apart
 
 
@@ -89,9 +90,11 @@ def forward(
         seed = None if key is None else seed_of(key, number, *place)
         said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
         with drawing(seed, who_draws(model, number)):
-            made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
+            with closed_over(stage.forward, f"stage {number} ({stage.name})" if stage.name else f"stage {number}"):
+                made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
             y, beside = taken_apart(stage, made)
-            lost = loss_of(model, y, target) if number == last else None
+            with closed_over(model.loss if number == last else None, "the loss"):
+                lost = loss_of(model, y, target) if number == last else None
         values.append(outputs_of(model, number, y))
         carried.append(beside.get("carry"))
         losses += [beside["loss"]] if "loss" in beside else []

@@ -1,4 +1,4 @@
-"""Find the modules that a function reaches without being handed them, and see that it writes none of their buffers.
+"""Find what a function reaches without being handed it, and see that it writes none of it, least of all buffers.
 
 net = Sequential(...)
 def loss_fn(params, batch): ... functional_call(net, params, batch[0]) ...        --> net, and the modules inside
@@ -12,16 +12,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
-from fpipe.buffers import Buffers
+from fpipe.buffers import Buffers, own_buffers
+from fpipe.by_place import ByPlace
 
 
-def modules_of(function: Any) -> list[tuple[str, nn.Module]]:
+def modules_of(function: Any, called: str = "loss_fn") -> list[tuple[str, nn.Module]]:
     """The modules that a function closes over or finds among its globals, as do those it calls, each by a name.
 
     >>> net = nn.Sequential(nn.Linear(2, 2))
@@ -29,25 +31,30 @@ def modules_of(function: Any) -> list[tuple[str, nn.Module]]:
     ['net', 'net.0']
     """
     found: dict[int, tuple[str, nn.Module]] = {}
-    seen: dict[int, Any] = {}  # the objects too, so that none made meanwhile has the id of another
-    todo: list[tuple[str, Any]] = [("loss_fn", function)]
-    while todo:
-        name, one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
+    for name, one in _all(function, called):
         if isinstance(one, nn.Module):
             for path, module in one.named_modules():
                 found.setdefault(id(module), (f"{name}.{path}" if path else name, module))
-        todo += _inside(name, one)
     return list(found.values())
+
+
+def _all(function: Any, called: str) -> Iterator[tuple[str, Any]]:
+    """All that a function reaches, each once."""
+    seen: dict[int, Any] = {}  # the objects too, so that none made meanwhile has the id of another
+    todo: list[tuple[str, Any]] = [(called, function)]
+    while todo:
+        name, one = todo.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            yield name, one
+            todo += _inside(name, one)
 
 
 def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     """What is reached from an object at once, each by a name."""
     if isinstance(one, FunctionType):
         if _searched(one.__module__):
-            yield from _named(one)
+            yield from _named(name, one)
     elif isinstance(one, MethodType):
         yield from ((name, one.__func__), (name, one.__self__))
     elif isinstance(one, staticmethod | classmethod):
@@ -82,7 +89,7 @@ def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{key}", getattr(one, key)
 
 
-def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _named(called: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What the names in a function stand for; of a Python module what it names too is meant."""
     codes = [function.__code__]
     for code in codes:  # it grows
@@ -94,7 +101,7 @@ def _named(function: FunctionType) -> Iterator[tuple[str, Any]]:
             known.append((name, cell.cell_contents))
         except ValueError:  # a local that is assigned later
             continue
-    known += [("loss_fn", value) for value in function.__defaults__ or ()]
+    known += [(called, value) for value in function.__defaults__ or ()]
     known += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
     opened: set[str] = set()
     for name, one in known:  # it grows
@@ -111,8 +118,10 @@ def _searched(module: str | None) -> bool:
 
 
 @contextmanager
-def unwritten(modules: Sequence[tuple[str, nn.Module]]) -> Generator[None]:
-    """Put buffers back that are written meanwhile, and say so.
+def unwritten(
+    modules: Sequence[tuple[str, nn.Module]], who: str = "loss_fn", of_a_stage: bool = False
+) -> Generator[None]:
+    """Put buffers back that are written meanwhile, by a loss_fn or by a stage or a loss of its own, and say so.
 
     Raises:
         ValueError: some were.
@@ -125,14 +134,70 @@ def unwritten(modules: Sequence[tuple[str, nn.Module]]) -> Generator[None]:
         failed = error
     written = before.put_back()
     if written:
-        raise ValueError(what_it_remembers(f"the buffer {written[0]!r} of a module")) from failed
+        raise ValueError(what_it_remembers(f"the buffer {written[0]!r} of a module", who, of_a_stage)) from failed
     if failed is not None:
         raise failed
 
 
-def what_it_remembers(what: str) -> str:
-    """Why a loss function may not write it."""
-    return (
-        f"loss_fn writes {what} that it closes over (it is put back): what a module remembers is state, and a loss "
-        "function has none. Call .eval() on the module, or cut the net by from_sequential."
-    )
+@contextmanager
+def closed_over(function: Any, who: str) -> Generator[None]:
+    """The same while a stage or a loss runs, for all tensors that it reaches. What it reaches is looked for once.
+
+    Raises:
+        ValueError: it writes a buffer.
+        RuntimeError: it changes another tensor.
+    """
+    if isinstance(function, ByPlace):  # it looks after what it has
+        yield
+        return
+    modules, tensors = _found(function, who.split(" (")[0])
+    versions = [one._version for _, one in tensors]
+    with unwritten(modules, who, of_a_stage=True) if modules else nullcontext():
+        yield
+    pairs = zip(tensors, versions, strict=True)
+    changed = next((name for (name, one), version in pairs if one._version != version), None)
+    if changed is not None:
+        raise RuntimeError(
+            f"{who} changed {changed!r} in place, a tensor that it closes over, and it stays so; a stage and a loss "
+            "are pure functions. Hand it in, among params or as state."
+        )
+
+
+def _found(function: Any, called: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, Tensor]]]:
+    """The modules that a function reaches, and the tensors that are no buffers of theirs."""
+    found = _FOUND.get(function) if _lasts(function) else None
+    if found is None:
+        modules = modules_of(function, called)
+        buffers = {id(one) for _, module in modules for one in own_buffers(module).values()}
+        each = ((name, one) for name, one in _all(function, called) if isinstance(one, Tensor))
+        tensors = [(_said(name), one) for name, one in each if id(one) not in buffers and not one.is_inference()]
+        found = [(name, ref(one)) for name, one in (*modules, *tensors)]
+        if _lasts(function):
+            _FOUND[function] = found
+    alive = [(name, one()) for name, one in found]
+    modules = [(name, one) for name, one in alive if isinstance(one, nn.Module)]
+    return modules, [(name, one) for name, one in alive if isinstance(one, Tensor)]
+
+
+# Weakly, since what a function reaches may hold the function.
+_FOUND: WeakKeyDictionary[Any, list[tuple[str, ref[Any]]]] = WeakKeyDictionary()
+
+
+def _said(name: str) -> str:
+    return name.replace("._modules", "").replace("._parameters", "")
+
+
+def _lasts(function: Any) -> bool:
+    """Whether nothing else is equal to it, and it is there as long as its model."""
+    return isinstance(function, FunctionType | functools.partial | nn.Module)
+
+
+def what_it_remembers(what: str, who: str = "loss_fn", of_a_stage: bool = False) -> str:
+    """Why a function may not write it."""
+    said = f"{who} writes {what} that it closes over (it is put back): what a module remembers is state, "
+    if of_a_stage:
+        return said + (
+            "which a stage is handed and returns. Call .eval() on the module, cut the net by from_sequential, or ask "
+            "for state."
+        )
+    return said + "and a loss function has none. Call .eval() on the module, or cut the net by from_sequential."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -21,6 +21,7 @@ from fpipe.graphs.recent import Recent
 from fpipe.graphs.trace import Around, outline, trace
 from fpipe.keys import TracedKey, fold_in, unseeding
 from fpipe.models import Model
+from fpipe.reached import closed_over
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Traces:
                 self._refuse_new()
                 specs: dict[str, Spec] = {}
                 root = TracedKey(0)
-                reads, writes, ran, python = outline(flat(self.model, call, specs, root), dict(call.reads), root.known)
+                with self._pure(call):
+                    function = flat(self.model, call, specs, root)
+                    reads, writes, ran, python = outline(function, dict(call.reads), root.known)
                 made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
             self._outlines[call] = made
         return self._outlines[call]
@@ -110,7 +113,8 @@ class Traces:
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            found = self._written_down(call, seeds)
+            with self._pure(call):
+                found = self._written_down(call, seeds)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
@@ -128,6 +132,16 @@ class Traces:
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one
+
+    @contextmanager
+    def _pure(self, call: Call) -> Generator[None]:
+        """What a function closes over stays as it is."""
+        function = self.model.loss if call.stage is None else self.model.stages[call.stage].forward
+        try:
+            with closed_over(function, "it"):
+                yield
+        except (ValueError, RuntimeError) as error:
+            raise Untraceable(str(error)) from error
 
     def _refuse_new(self) -> None:
         if self.known_only:

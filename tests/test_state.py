@@ -913,3 +913,91 @@ def test_what_a_norm_keeps_is_not_changed_in_place(trained: bool, trace: bool):
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
     assert not norm.norm.num_batches_tracked
+
+
+def called(net: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    return lambda p, x: torch.func.functional_call(net, p, (x,))
+
+
+def trained(net: nn.Module) -> dict[str, Tensor]:
+    return {name: leaf.detach() for name, leaf in net.named_parameters()}
+
+
+@pytest.mark.parametrize("run", ["traced", "by autograd", "reference", "verify", "example"])
+@pytest.mark.parametrize("where", ["stage", "loss"])
+def test_a_function_leaves_what_the_modules_it_closes_over_remember(where: str, run: str):
+    """The first step counted each microbatch twice, and `verify` once more: its gradients were all right."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    mse = nn.functional.mse_loss
+    if where == "stage":
+        model = fpipe.from_functions([called(net)], mse)
+        sentence = "stage 0 (<lambda>) writes the buffer 'net.1.running_mean' of a module that it closes over (it is "
+    else:
+        model = fpipe.from_functions([called(net[0])], lambda y, t: mse(net[1](y), t))
+        sentence = "the loss writes the buffer 'net.1.running_mean' of a module that it closes over (it is put back): "
+    params = (trained(net if where == "stage" else net[0]),)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    before = copy.deepcopy(net.state_dict())
+    runs: dict[str, Callable[[], Any]] = {
+        "traced": lambda: fpipe.build(program, model)(params, ROWS),
+        "example": lambda: fpipe.build(program, model, example=(params, ROWS))(params, ROWS),
+        "by autograd": lambda: fpipe.build(program, model, trace=False)(params, ROWS),
+        "reference": lambda: fpipe.reference(model, params, ROWS, microbatches=3),
+        "verify": lambda: fpipe.verify(program, model, params, ROWS),
+    }
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        runs[run]()
+    assert all(torch.equal(before[name], held) for name, held in net.state_dict().items())
+    net.eval()
+    assert fpipe.verify(program, model, params, ROWS).bitwise
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_function_that_asks_for_state_hands_it_to_its_module(trace: bool):
+    """The way out that the refusal names."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def stage(p: Any, x: Tensor, *, state: dict[str, Tensor]) -> Any:
+        new = {name: held.clone() for name, held in state.items()}
+        return torch.func.functional_call(net, {**p, **new}, (x,)), new
+
+    model = fpipe.from_functions([stage], nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    state = ({name: held.clone() for name, held in net.named_buffers()},)
+    result = fpipe.build(program, model, trace=trace)((trained(net),), ROWS, state=state)
+    for part in ROWS[0].tensor_split(3):
+        net(part)
+    assert all(torch.equal(held, result.state[0][name]) for name, held in net.named_buffers())
+
+
+@pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
+@pytest.mark.parametrize("where", ["a tensor", "in a list", "a weight", "by the loss"])
+def test_a_function_changes_no_tensor_that_it_closes_over(where: str, run: str):
+    """It counted the microbatches of the first step twice, and its output depended on their order."""
+    count, held, net = torch.zeros(()), [torch.zeros(())], nn.Linear(8, 8)
+    changes: dict[str, tuple[str, Callable[[], Any]]] = {
+        "a tensor": ("count", lambda: count.add_(1)),
+        "in a list": ("held.0", lambda: held[0].add_(1)),
+        "a weight": ("net.weight", lambda: torch.nn.init.zeros_(net.weight)),
+        "by the loss": ("count", lambda: count.add_(1)),
+    }
+    name, change = changes[where]
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        change()
+        return x @ p["w"] * count
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        change()
+        return nn.functional.mse_loss(y, t)
+
+    by_loss = where == "by the loss"
+    stages = [lambda p, x: x @ p["w"]] if by_loss else [stage]
+    model = fpipe.from_functions(stages, loss if by_loss else nn.functional.mse_loss)
+    params = ({"w": torch.eye(8)},)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    who = "the loss" if by_loss else "stage 0 (stage)"
+    sentence = f"{who} changed '{name}' in place, a tensor that it closes over, and it stays so; a stage and a loss are"
+    step = fpipe.build(program, model, trace=run == "traced")
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.reference(model, params, ROWS, microbatches=3) if run == "reference" else step(params, ROWS)

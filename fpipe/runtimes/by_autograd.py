@@ -21,6 +21,7 @@ from fpipe.graphs.graph import alias
 from fpipe.keys import drawing, seed_of
 from fpipe.models import Model, Stage, trained, unchanged, who_draws
 from fpipe.program import Op
+from fpipe.reached import closed_over
 from fpipe.returned import loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
 
 Leaves = list[Any]
@@ -115,9 +116,9 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     saved: list[Tensor] = []
     watching = _watching(saved) if run.watch_saved else nullcontext()
     with torch.enable_grad(), watching, drawing(given.seed, who_draws(run.model, op.stage or 0)):
-        with unchanged((given.taken, given.said.get("state")), given.who):
+        with unchanged((given.taken, given.said.get("state")), given.who), closed_over(stage.forward, given.who):
             y, beside = taken_apart(stage, _called(stage, given))
-        with unchanged(given.target, "the loss"):
+        with unchanged(given.target, "the loss"), closed_over(run.model.loss, "the loss"):
             loss, count, aux = (
                 loss_of(run.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
             )
