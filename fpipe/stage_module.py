@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+from fpipe.attributes import Attributes
 from fpipe.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
 from fpipe.buffers import Buffers, Places, own_buffers
 from fpipe.by_place import ByPlace, Names
@@ -175,7 +176,8 @@ class StageModule(ByPlace):
 
         def watched() -> tuple[Any, list[Any]]:
             before = Places(self.modules)
-            made = what()
+            with Attributes(self.modules).watched(f"stage {self.number}"):
+                made = what()
             new = [own_buffers(owner).get(name) for _, owner, name in (*held, *unread)]
             self._refuse_written(before.put_back({(owner, name) for _, owner, name in (*held, *unread)}))
             return made, new

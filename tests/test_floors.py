@@ -34,6 +34,7 @@ FLOORS = {
         "modules",
         "stage_module",
         "buffers",
+        "attributes",
         "by_place",
         "graph_stage",
         "impure",
