@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
+from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.fake import watched_memory
 from fpipe.kept import written_down
 from fpipe.keys import drawing, seed_of
 from fpipe.symbols import in_words, symbols_in
@@ -117,7 +119,7 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     _TRACING.on = True
     try:
-        with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]):
+        with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         _make_literals_pure(module.graph)
         _refuse_lost(module)
@@ -172,6 +174,8 @@ def _explained(batch: tuple[Any, Any]) -> Generator[None]:
             "loss_fn decides by a number that it computes (if loss > 0, say), which is not known while it is cut. "
             "Choose by torch.where, or use from_functions."
         ) from error
+    except Untraceable as error:
+        raise ValueError(f"loss_fn cannot be cut: {error}. Compute a new tensor in its place.") from error
     except Exception as error:
         error.add_note("loss_fn was called on tensors without data, as from_loss does to cut it.")
         halves = zip(("inputs", "target"), batch, strict=True)

@@ -21,7 +21,6 @@ from fpipe.batch_norm import STATISTICS, noted, remembers, tracks, updated, upda
 from fpipe.buffers import Buffers, Places, own_buffers
 from fpipe.by_place import ByPlace, Names
 from fpipe.graphs.alike import Same
-from fpipe.graphs.graph import storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
 from fpipe.reads import asks_for_mode, changes_others, names_any, read_buffers
@@ -159,7 +158,6 @@ class StageModule(ByPlace):
         buffers: Sequence[Tensor] | None,
         what: Callable[[], Any],
         noting: bool,
-        traced: bool = False,
     ) -> tuple[Any, list[Any], Any]:
         """What something makes while tensors are in the modules' place; what is then in the place of the buffers that
         it may write, which are copies of those handed in; and what it did to those that it does not read.
@@ -172,7 +170,6 @@ class StageModule(ByPlace):
         held = [] if buffers is None else self.held
         copies = [buffer.clone() for buffer in buffers or ()]
         own |= {path: copy for (path, _, _), copy in zip(held, copies, strict=True)}
-        memory = [storage_of(copy) for copy in copies]
 
         def watched() -> tuple[Any, list[Any]]:
             before = Places(self.modules)
@@ -187,9 +184,6 @@ class StageModule(ByPlace):
         odd = next((path for (path, _, _), one in pairs if not isinstance(one, Tensor)), None)
         if odd is not None:
             raise RuntimeError(f"stage {self.number} left no tensor in buffer {odd!r}, which is its module state.")
-        for one, copy, before, (path, _, _) in zip(new, copies, memory, held, strict=False):
-            if traced and one is copy and storage_of(one) != before:
-                raise RuntimeError(f"it assigns the .data of buffer {path!r}, which no trace sees")
         recorder.refuse_in(made, "its output comes from it")
         return made, new[: len(held)], recorder.finished(new[len(held) :])
 
@@ -238,7 +232,7 @@ class StageModule(ByPlace):
         through, noting = partial(self._through, x), bool(self.norms or self.unread)
         with self._untouched(), self._noted() as notes:
             given = buffers if self.held else None
-            made, new, tape = self._called(self._own(params, constants), given, through, noting, traced=True)
+            made, new, tape = self._called(self._own(params, constants), given, through, noting)
         return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:

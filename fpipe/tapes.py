@@ -270,7 +270,10 @@ def word_of(function: Any) -> str:
 
 def _lend(buffer: Tensor, value: Tensor) -> None:
     """Assign the .data of a buffer, but for the memory: what is done to the buffer must not reach the value."""
-    buffer.data = value.clone()
+    _DATA.__set__(buffer, value.clone())
+
+
+_DATA: Any = Tensor.data  # a trace watches that of its tensors
 
 
 def draws_numbers(word: str) -> bool:

@@ -465,6 +465,19 @@ def test_what_torch_says_of_rows_is_explained():
     ]
 
 
+def test_a_tensor_whose_data_is_assigned_is_told():
+    """It said that the stages give another loss; without data to compare, nothing."""
+
+    def loss_fn(params, batch):
+        y = fpipe.boundary(batch[0] @ params["w"])
+        y.data = y.detach() * 2
+        return (y - batch[1]).square().mean()
+
+    words = "loss_fn cannot be cut: it assigns the .data of a tensor, which no trace sees. Compute a new tensor in its"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
+
+
 def test_a_batch_of_another_shape():
     params, batch = gpt_case()
     model, own = fpipe.from_loss(gpt, params, batch)

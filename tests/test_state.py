@@ -558,7 +558,7 @@ def test_a_buffer_whose_data_is_assigned_is_told():
         twice(lambda: Centred("data")), sizes=[3, 3], loss=nn.functional.mse_loss
     )
     program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    with pytest.warns(UserWarning, match=r"it assigns the \.data of buffer '[14]\.mean', which no trace sees"):
+    with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
         found = fpipe.build(program, model)(params, ROWS, state=state).state
     right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
     assert torch.equal(found[1]["4.mean"], right[1]["4.mean"])

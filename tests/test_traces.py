@@ -508,6 +508,34 @@ def test_a_batch_of_another_layout_is_cut_already_or_goes_whole(name: str):
         step(params, (make(xs[0]), ts[0]))
 
 
+def assigned(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    y = x @ p["w"]
+    y.data = y.detach() * 2
+    return y * y
+
+
+def filled(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    y = torch.zeros(2, 4)
+    y.data = x * 2
+    return y @ p["w"]
+
+
+@pytest.mark.parametrize("stage", [assigned, filled])
+def test_a_tensor_whose_data_is_assigned_is_what_it_was_assigned(stage: Any):
+    """A trace went on with what the tensor had been: other outputs and gradients, in silence."""
+    model = fpipe.from_functions([stage], loss=squares)
+    params, (x, t) = ({"w": torch.randn(4, 4)},), torch.randn(2, 6, 4)
+    step = fpipe.build(fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model)), model)
+    with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
+        step(params, (x, t))
+    found, w = step(params, (x, t)), params[0]["w"].clone().requires_grad_()
+    outputs = [stage({"w": w}, part) for part in x.tensor_split(3)]
+    for y, part in zip(outputs, t.tensor_split(3), strict=True):
+        (squares(y, part) * (2 / 6)).backward()
+    assert torch.equal(found.outputs, torch.cat(outputs).detach())
+    assert torch.equal(found.grads[0]["w"], w.grad)
+
+
 def test_what_torch_func_saves_cannot_be_counted():
     """torch's own words asked to open an issue."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from fpipe.graphs.ambient import kernels
+from fpipe.graphs.ambient import Untraceable, kernels
 from fpipe.keys import drawing
 
 _aten: Any = torch.ops.aten
@@ -30,11 +31,42 @@ def fake_mode() -> Any:
     return _mode()(allow_non_fake_inputs=True)
 
 
-class _Quiet(threading.local):
+class _Switch(threading.local):
     on = False
 
 
-_QUIET = _Quiet()
+_QUIET, _WATCHED = _Switch(), _Switch()
+
+
+@contextmanager
+def watched_memory() -> Generator[None]:
+    """Meanwhile a tensor without data that is given another's memory, by `one.data = other`, ends the trace: it is no
+    op, and what is computed from the tensor would be what was computed from it before.
+
+    Raises:
+        Untraceable: one is.
+    """
+    _watch()
+    before, _WATCHED.on = _WATCHED.on, True
+    try:
+        yield
+    finally:
+        _WATCHED.on = before
+
+
+@cache
+def _watch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    whole: Any = Tensor.data
+
+    def assign(tensor: Any, other: Any) -> None:
+        if _WATCHED.on:
+            raise Untraceable("it assigns the .data of a tensor, which no trace sees")
+        whole.__set__(tensor, other)
+
+    # torch calls no mode that would see it but one that makes modules take other ways.
+    FakeTensor.data = property(whole.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @cache

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.evenly import evenly
-from fpipe.graphs.fake import fake_mode
+from fpipe.graphs.fake import fake_mode, watched_memory
 from fpipe.graphs.functional import changed_by, functional, refuse_changes
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.keys import alone
@@ -68,7 +68,7 @@ def outline(
     with alone(), _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
-            with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys):
+            with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
                 made = function({label: [*leaves] for label, leaves in given.items()})
             unseeded.check()
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), _partly_python(made)
@@ -144,7 +144,7 @@ def trace(
         given = {label: list(leaves) for label, leaves in groups.items()}
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
-        with _autocast_cache(cached), streams or nullcontext():
+        with _autocast_cache(cached), streams or nullcontext(), watched_memory():
             shown[:] = _with_gradient(function, given, reads, seeds, before, around or _just)
         return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
