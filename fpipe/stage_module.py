@@ -313,7 +313,8 @@ class _Bound(nn.Module):
         for name, module in children.items():
             self.add_module(name, module)
 
-    def forward(self, what: Callable[[], Any]) -> Any:
+    def __call__(self, what: Callable[[], Any]) -> Any:
+        """What it is given, without the hooks on all modules: this is none of theirs."""
         return what()
 
 

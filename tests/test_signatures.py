@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -198,6 +199,21 @@ def test_what_a_mode_makes_of_ops_it_makes_of_a_steps_and_not_of_the_trace(mode:
             found = step(PARAMS, BATCH)
             assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
         assert same(step(PARAMS, BATCH), fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+
+
+def test_hooks_on_all_modules_are_called_and_leave_no_trace():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=squares)
+    step = fpipe.build(fpipe.program(model), model)
+    for _ in range(2):
+        handle = register_module_forward_hook(lambda module, x, y: y * 2)
+        try:
+            with pytest.warns(UserWarning, match="every stage under autograd: there are hooks on all modules"):
+                found = step(params, BATCH)
+            assert torch.equal(found.outputs, net[1](net[0](BATCH[0])))  # the container is no stage
+        finally:
+            handle.remove()
+        assert torch.equal(step(params, BATCH).outputs, net(BATCH[0]))
 
 
 def test_detect_anomaly_finds_what_is_no_number():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import overrides
+from torch.nn.modules import module
 from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _OVERRIDES: Any = overrides
+_MODULES: Any = module
 _BACKENDS: Any = torch.backends
 _EINSUM = _BACKENDS.opt_einsum
 _FLAGS = tuple(
@@ -68,6 +71,8 @@ def ambient() -> tuple[Any, ...]:
         raise Untraceable("saved_tensors_hooks are on, which see only what autograd saves")
     if torch.is_anomaly_enabled():
         raise Untraceable("detect_anomaly is on, which looks at what autograd computes")
+    if _MODULES._has_any_global_hook() and any(map(_is_somebodys, chain.from_iterable(_HOOKS))):
+        raise Untraceable("there are hooks on all modules, which are called as Python runs")
     for mode in _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ():
         if not isinstance(mode, _device.DeviceContext):
             raise Untraceable(f"a TorchFunctionMode is on ({type(mode).__name__}), which sees only torch's functions")
@@ -75,6 +80,16 @@ def ambient() -> tuple[Any, ...]:
     # What was assigned to this flag, or else what its own functions set: its attribute takes four times as long.
     einsum = vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
     return *defaults, _BACKENDS.mha.get_fastpath_enabled(), einsum, kernels(), casts()
+
+
+_HOOKS: Any = [
+    getattr(module, f"_global_{when}_hooks").values() for when in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
+
+def _is_somebodys(hook: Any) -> bool:
+    """Whether a hook is not one of torch's own, which follow where a step is, as FlopCounterMode does."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def kernels() -> tuple[Any, ...]:
