@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 Modules = Sequence[tuple[str, nn.Module]]
 
@@ -44,23 +45,34 @@ class Buffers:
 
     def __init__(self, modules: Modules) -> None:
         self.places = Places(modules)
-        self.copies = [
-            (f"{path}.{name}", owner, buffer, buffer._version, buffer.clone())
-            for path, owner, found in self.places.owners
-            for name, buffer in found.items()
-            if buffer is not None
-        ]
+        with _disable_current_modes():  # they have numbers where what runs has none
+            self.copies = [
+                (f"{path}.{name}", owner, buffer, buffer._version, buffer.clone())
+                for path, owner, found in self.places.owners
+                for name, buffer in found.items()
+                if buffer is not None
+            ]
 
     def put_back(self) -> list[str]:
         """The names of what was written, which is now as it was."""
         written = self.places.put_back()
-        for name, owner, buffer, version, before in self.copies:
-            told = buffer._version == version and not (owner.training and buffer.is_floating_point())
-            if not (told or same_numbers(buffer, before)):
-                written.append(name)
-                with torch.no_grad():
-                    buffer.copy_(before)
+        with _disable_current_modes():
+            for name, owner, buffer, version, before in self.copies:
+                told = buffer._version == version and not _is_compared(owner, buffer)
+                if not (told or (_has_numbers(buffer) and same_numbers(buffer, before))):
+                    written.append(name)
+                    with torch.no_grad():
+                        buffer.copy_(before)
         return written
+
+
+def _is_compared(owner: nn.Module, buffer: Tensor) -> bool:
+    """Whether a write may leave its version as it was."""
+    return owner.training and buffer.is_floating_point() and _has_numbers(buffer)
+
+
+def _has_numbers(buffer: Tensor) -> bool:
+    return not (buffer.is_meta or hasattr(buffer, "fake_mode"))
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:

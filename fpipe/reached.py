@@ -31,14 +31,14 @@ def modules_of(function: Any, called: str = "loss_fn") -> list[tuple[str, nn.Mod
     ['net', 'net.0']
     """
     found: dict[int, tuple[str, nn.Module]] = {}
-    for name, one in _all(function, called):
+    for name, one in everything(function, called):
         if isinstance(one, nn.Module):
             for path, module in one.named_modules():
                 found.setdefault(id(module), (f"{name}.{path}" if path else name, module))
     return list(found.values())
 
 
-def _all(function: Any, called: str) -> Iterator[tuple[str, Any]]:
+def everything(function: Any, called: str) -> Iterator[tuple[str, Any]]:
     """All that a function reaches, each once."""
     seen: dict[int, Any] = {}  # the objects too, so that none made meanwhile has the id of another
     todo: list[tuple[str, Any]] = [(called, function)]
@@ -169,7 +169,7 @@ def _found(function: Any, called: str) -> tuple[list[tuple[str, nn.Module]], lis
     if found is None:
         modules = modules_of(function, called)
         buffers = {id(one) for _, module in modules for one in own_buffers(module).values()}
-        each = ((name, one) for name, one in _all(function, called) if isinstance(one, Tensor))
+        each = ((name, one) for name, one in everything(function, called) if isinstance(one, Tensor))
         tensors = [(_said(name), one) for name, one in each if id(one) not in buffers and not one.is_inference()]
         found = [(name, ref(one)) for name, one in (*modules, *tensors)]
         if _lasts(function):

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fpipe.by_place import ByPlace
+from fpipe.cached import Caches
 from fpipe.call import Call, Spec, buffers, flat, positions
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
@@ -81,6 +82,7 @@ class Traces:
         self._shared: dict[Call, Call] = {}
         self._twins: dict[int, Any] = {}
         self._stores: dict[int, tuple[Store, int]] = {}
+        self._caches: dict[int, Caches] = {}
 
     def outline(self, call: Call) -> Outline:
         """What a call writes, by running it once on tensors without data."""
@@ -135,10 +137,12 @@ class Traces:
 
     @contextmanager
     def _pure(self, call: Call) -> Generator[None]:
-        """What a function closes over stays as it is."""
+        """What a function reaches stays as it is."""
         function = self.model.loss if call.stage is None else self.model.stages[call.stage].forward
+        if id(function) not in self._caches:
+            self._caches[id(function)] = Caches(function)
         try:
-            with closed_over(function, "it"):
+            with self._caches[id(function)].clean(), closed_over(function, "it"):
                 yield
         except (ValueError, RuntimeError) as error:
             raise Untraceable(str(error)) from error

@@ -34,6 +34,7 @@ FLOORS = {
         "modules",
         "stage_module",
         "buffers",
+        "cached",
         "attributes",
         "by_place",
         "graph_stage",
