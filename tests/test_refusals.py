@@ -74,6 +74,10 @@ PROGRAMS: dict[str, Case] = {
     "no meaning": (lambda: fpipe.register_meaning("REDUCE", 3), "a rule is a function, found 3."),
 }
 TRANSFORMS: dict[str, Case] = {
+    "a chain of a number": (
+        lambda: fpipe.chain(fpipe.split(2), 3),
+        "number 1 of the chain is no transform, found int; a transform is made by a call, such as fpipe.schedules.",
+    ),
     "a chain of what gives no program": (
         lambda: fpipe.chain(lambda program: 3)(TWO),
         "number 0 of the chain gave a int, no Program; a transform is made by a call, such as fpipe.schedules.",

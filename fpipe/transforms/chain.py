@@ -17,6 +17,13 @@ def chain(*transforms: Transform) -> Transform:
     rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
     """
 
+    for number, step in enumerate(transforms):
+        if not callable(step):
+            raise TypeError(
+                f"number {number} of the chain is no transform, found {type(step).__name__}; a transform is made by a "
+                "call, such as fpipe.schedules.gpipe(4)."
+            )
+
     def transform(program: Program) -> Program:
         with building():
             program = the_program(program)
