@@ -31,7 +31,7 @@ class Caches:
                 self.lists.append(one)
             elif isinstance(one, FunctionType):
                 self.mappings.append((one.__globals__, frozenset(one.__code__.co_names)))
-            elif hasattr(one, "cache_clear") and hasattr(one, "cache_info"):
+            elif hasattr(type(one), "cache_clear") and hasattr(type(one), "cache_info"):
                 self.cached.append(one)
             elif not isinstance(one, type | ModuleType) and isinstance(getattr(one, "__dict__", None), dict):
                 self.mappings.append((vars(one), None))

@@ -96,6 +96,20 @@ def test_what_is_cached_without_data_is_not_found_later(name: str, reading: str,
     assert type(remembered(8)) is Tensor
 
 
+class Odd:
+    """Has an answer of its own to whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_objects_with_odd_attributes_are_walked_past():
+    odd = Odd()
+    model = fpipe.from_functions([lambda p, x: x @ p["w"] + (odd is None)], nn.functional.mse_loss)
+    program = PROGRAM(fpipe.program(model))
+    assert fpipe.verify(program, model, ({"w": W},), ROWS).bitwise
+
+
 def test_a_step_without_data_looks_after_what_has_data():
     """Whether a buffer was written is asked of its numbers, which a mode around the step does not let out."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False, track_running_stats=False))
