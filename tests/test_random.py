@@ -1,5 +1,6 @@
 """Random numbers follow from the key: the same bits under every schedule, policy and runtime; torch's own stay."""
 
+import contextlib
 import copy
 import random
 import re
@@ -538,3 +539,22 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
     drawn.append(torch.rand(2))
     assert len(drawn) > 2
     assert all(map(torch.equal, drawn, wanted))
+
+
+def test_torchs_generator_is_back_after_a_stage_that_linearizes_another():
+    """What watches it for the outer one is there again after the inner one."""
+    seen: list[Any] = []
+
+    def outer(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        before = torch.default_generator
+        try:
+            fpipe.linearize(lambda p, x: x @ p["w"], {"w": torch.eye(4)}, torch.ones(2, 4))
+        finally:
+            seen.append(torch.default_generator is before)
+        return x @ p["w"]
+
+    own = torch.default_generator
+    with contextlib.suppress(ValueError):  # the outer one is not traced then
+        fpipe.linearize(outer, {"w": torch.eye(4)}, torch.ones(2, 4))
+    assert {*seen} == {True}
+    assert vars(torch)["default_generator"] is own is torch.random.default_generator

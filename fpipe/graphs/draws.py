@@ -75,6 +75,7 @@ class Unseeded:
         """`torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other,
         which might hand it to an op."""
         watched, self.others = TorchsGenerator(TORCHS, self._asked), vars(torch)["__getattr__"]
+        self.found = _random.default_generator, vars(torch).get(_NAME)  # none where one outline is in another
 
         def found(name: str) -> Any:
             if name != _NAME:
@@ -82,13 +83,15 @@ class Unseeded:
             return watched if threading.get_ident() == watched.thread else TORCHS
 
         _random.default_generator, _torch.__getattr__ = watched, found
-        delattr(torch, _NAME)
+        _torch.__dict__.pop(_NAME, None)  # other threads find it all the while
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo what was seeded."""
-        setattr(torch, _NAME, TORCHS)
-        _random.default_generator, _torch.__getattr__ = TORCHS, self.others
+        _random.default_generator, own = self.found
+        if own is not None:
+            setattr(torch, _NAME, own)
+        _torch.__getattr__ = self.others
         try:
             self.check()
         except Untraceable:
