@@ -64,7 +64,7 @@ def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(one, functools.partial):
         yield from ((name, one.func), *((name, arg) for arg in one.args), *one.keywords.items())
     elif isinstance(one, type):
-        if _searched(one.__module__):
+        if _searched(one.__module__) and not _is_ours(one):
             yield from ((f"{name}.{key}", value) for key, value in vars(one).items())
     elif not isinstance(one, ModuleType):
         yield from _held(name, one)
@@ -80,6 +80,8 @@ def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     if "__wrapped__" in attributes:  # a function behind functools.cache
         yield name, attributes["__wrapped__"]
     own = [kind for kind in type(one).__mro__ if _searched(kind.__module__)]
+    if isinstance(one, nn.Module):
+        attributes = {key: value for key, value in attributes.items() if key not in _OF_MODULES or value}
     if own or isinstance(one, SimpleNamespace | nn.Module):
         yield from ((f"{name}.{key}", value) for key, value in attributes.items())
     for kind in own:
@@ -87,6 +89,10 @@ def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
         for key, slot in vars(kind).items():
             if isinstance(slot, MemberDescriptorType) and hasattr(one, key):
                 yield f"{name}.{key}", getattr(one, key)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What each module has: its hooks, say, which there are few of."""
 
 
 def _named(called: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -115,6 +121,11 @@ def _searched(module: str | None) -> bool:
     """Whether what a Python module defines may hold somebody's nets."""
     root = (module or "").partition(".")[0]
     return root != "torch" and root not in sys.stdlib_module_names
+
+
+def _is_ours(kind: type) -> bool:
+    """Whether it is a class of this library: what is behind one of those is held by the objects."""
+    return kind.__module__.startswith("fpipe.")
 
 
 @contextmanager
