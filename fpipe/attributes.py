@@ -11,10 +11,11 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.tapes import METADATA, word_of
+from fpipe import tree
 
 
 class Attributes:
@@ -51,8 +52,11 @@ class Attributes:
                 )
 
 
-class _Reads(TorchFunctionMode):
-    """Which of some tensors torch computes with. What is only moved, cast or detached is the same tensor still."""
+class _Reads(TorchDispatchMode):
+    """Which of some tensors torch computes with. What is only moved, cast or detached is the same tensor still.
+
+    A mode for torch's functions would show it too, but where one is on attention leaves its fast path: other bits.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -60,18 +64,15 @@ class _Reads(TorchFunctionMode):
         self.read: set[int] = set()
         self.kept: list[Tensor] = []  # so that no other gets its id
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
-        given += [inner for one in given if isinstance(one, list | tuple) for inner in one]  # cat, stack
-        found = {self.places[id(one)] for one in given if id(one) in self.places}
-        word = word_of(func) if found else ""
-        if word in _SAME and isinstance(made, Tensor) and id(given[0]) in self.places:
-            self.places[id(made)] = self.places[id(given[0])]
+        found = {self.places[id(leaf)] for leaf in tree.leaves((args, kwargs)) if id(leaf) in self.places}
+        if found and func in _SAME:
+            self.places[id(made)] = found.pop()
             self.kept.append(made)
-        elif word not in METADATA:
-            self.read |= found
+        self.read |= found
         return made
 
 
-_SAME = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "detach", "contiguous")
+_aten: Any = torch.ops.aten
+_SAME = (_aten._to_copy.default, _aten.detach.default, _aten.alias.default)

@@ -179,18 +179,18 @@ class Recorder:
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, StandIn)]
         versions = [leaf._version for leaf in others]
         names = frozenset[str]().union(*(one.inside.names for one in taken))
-        word = word_of(function)
+        word = _word(function)
         if word == "data =" and others:
             function = _lend
             self.versions += [(one, one._version) for one in others if self.copying]
         held = [(one.inside.copy, one.inside.copy._version) for one in taken]
         # What is noted is noted before: an op may write it.
-        refs = () if word in METADATA else tuple(self._leaf(leaf) for leaf in leaves)
+        refs = () if word in _METADATA else tuple(self._leaf(leaf) for leaf in leaves)
         with _C.DisableTorchFunctionSubclass(), torch.no_grad():
             copies = [leaf.inside.copy if isinstance(leaf, StandIn) else leaf for leaf in leaves]
             plain_args, plain_kwargs = tree.unflatten(spec, copies)
             made = function(*plain_args, **plain_kwargs)
-        if word in METADATA:
+        if word in _METADATA:
             return made
         if draws_numbers(word):
             self.refuse(names, f"{word} draws random numbers by it")
@@ -260,7 +260,7 @@ def _first(given: Any) -> Inside:
     return next(leaf.inside for leaf in tree.leaves(given) if isinstance(leaf, StandIn))
 
 
-def word_of(function: Any) -> str:
+def _word(function: Any) -> str:
     """What a function is called, or the attribute that it gets, or sets ("data =")."""
     name = getattr(function, "__name__", type(function).__name__)
     if name not in ("__get__", "__set__"):
@@ -290,7 +290,7 @@ _DRAW = frozenset(
     )
 )
 # What Python may know of a tensor without its numbers.
-METADATA = frozenset(
+_METADATA = frozenset(
     (
         *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize", "nbytes", "_version"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "names", "grad_fn"),

@@ -105,3 +105,24 @@ def test_other_plain_attributes_are_left_alone(name: str, trace: bool):
         (nn.functional.mse_loss(net(x), t) * (len(x) / 10)).backward()
     found = fpipe.join_params(model, result.grads)
     assert all(torch.equal(found[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.layer, self.mask = layer.eval().requires_grad_(False), torch.zeros(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.mask)
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_frozen_attention_keeps_its_fast_path_beside_a_plain_attribute(trace: bool):
+    """Looking for state by a mode for torch's functions turned it off: other bits in the last places."""
+    net = nn.Sequential(Masked(), nn.Linear(8, 8))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    x = torch.randn(4, 5, 8)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(params, (x, x)).outputs
+    assert torch.equal(found, torch.cat([net(part) for part in x.tensor_split(2)]))
