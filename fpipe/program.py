@@ -497,6 +497,9 @@ def pair(*parts: Op) -> Op:
     """
     if len(parts) < 2:
         raise ProgramError(f"a PAIR has two parts, found {len(parts)}.")
+    odd = next((part for part in parts if not isinstance(part, Op)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if odd is not None:
+        raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")
     for part in parts:
         made = {value: other for other in parts if other is not part for value in other.writes}
         both = next((value for value in part.reads if value in made), None)

@@ -61,6 +61,7 @@ PROGRAMS: dict[str, Case] = {
         "the output aux = x[0,0] @ 1 is freed before it is handed back.",
     ),
     "a pair of one": (lambda: fpipe.pair(TWO.ops[0]), "a PAIR has two parts, found 1."),
+    "a pair of texts": (lambda: fpipe.pair("0F0", "0B1"), "pair() takes ops, as a program has them; found str."),
     "text that is none": (lambda: Program.parse(3), "parse() reads the text of a program, str(program); found int."),
     "inputs of a model": (
         lambda: fpipe.program(fpipe.from_functions([linear]), inputs=("batch",)),
