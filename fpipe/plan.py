@@ -108,7 +108,9 @@ def plan(
         isinstance(given_costs, Collection)
         and all(isinstance(one, Costs) for one in cast("Collection[object]", given_costs))
     ):
-        raise TypeError(f"costs is an fpipe.Costs, or a list of them, one for each model; found {type(given_costs).__name__}.")
+        raise TypeError(
+            f"costs is an fpipe.Costs, or a list of them, one for each model; found {type(given_costs).__name__}."
+        )
     several = not isinstance(costs, Costs)
     for word, found in (("stages", stages), ("memory", memory)):
         if several and found is not None and not isinstance(found, Collection):

@@ -480,7 +480,10 @@ PLANS = {
         lambda: fpipe.plan([1, 2, 3], 2),
         "costs is an fpipe.Costs, or a list of them, one for each model; found",
     ),
-    "a number": (lambda: fpipe.plan(3, 2), "costs is an fpipe.Costs, or a list of them, one for each model; found int."),
+    "a number": (
+        lambda: fpipe.plan(3, 2),
+        "costs is an fpipe.Costs, or a list of them, one for each model; found int.",
+    ),
     "stages as text": (
         lambda: fpipe.plan(fpipe.Costs(), 2, stages="3"),
         "stages is a whole number, at least 1; found '3'.",
