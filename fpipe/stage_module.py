@@ -21,11 +21,12 @@ from fpipe.batch_norm import STATISTICS, noted, remembers, tracks, updated, upda
 from fpipe.buffers import Buffers, Places, own_buffers
 from fpipe.by_place import ByPlace, Names
 from fpipe.graphs.alike import Same
+from fpipe.graphs.graph import is_plain, storage_of
 from fpipe.impure import DEPEND_ON_MODE, draws, refuse_impure
 from fpipe.params import same_keys
 from fpipe.reads import asks_for_mode, changes_others, names_any, read_buffers
 from fpipe.skips import Skips, through
-from fpipe.tapes import Recorder, updated_with
+from fpipe.tapes import Recorder, copy_of, updated_with
 from fpipe.twins import twin
 from fpipe.writers import Write, written_buffers
 
@@ -184,8 +185,21 @@ class StageModule(ByPlace):
         odd = next((path for (path, _, _), one in pairs if not isinstance(one, Tensor)), None)
         if odd is not None:
             raise RuntimeError(f"stage {self.number} left no tensor in buffer {odd!r}, which is its module state.")
+        self._refuse_one_memory([path for path, _, _ in (*held, *unread)], new)
         recorder.refuse_in(made, "its output comes from it")
         return made, new[: len(held)], recorder.finished(new[len(held) :])
+
+    def _refuse_one_memory(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
+        """As state they are apart from then on, while in the module what is written into one shows in the other."""
+        first: dict[int, str] = {}
+        for name, one in zip(names, new, strict=True):
+            copy = copy_of(one)
+            other = first.setdefault(storage_of(copy), name) if is_plain(copy) else name
+            if other != name:
+                raise RuntimeError(
+                    f"stage {self.number} left buffers {other!r} and {name!r} in one memory; module state is a tensor "
+                    "of its own for each: assign a .clone()."
+                )
 
     def _refuse_written(self, written: Sequence[str]) -> None:
         if not written:

@@ -256,6 +256,11 @@ class StandIn(Tensor):
         return one.recorder.refuse(one.names, f"{func} reads it")
 
 
+def copy_of(one: Tensor) -> Tensor:
+    """What everything is done to that is done to a stand-in; another tensor is itself."""
+    return one.inside.copy if isinstance(one, StandIn) else one
+
+
 def _first(given: Any) -> Inside:
     return next(leaf.inside for leaf in tree.leaves(given) if isinstance(leaf, StandIn))
 

@@ -564,3 +564,36 @@ def test_what_a_module_around_reads_by_a_property_or_method_counts_as_read(kind:
     assert torch.equal(made.outputs, outputs)
     assert made.state is not None
     assert torch.equal(made.state[0]["1.ema.mean"], net.get_buffer("1.ema.mean"))
+
+
+class Lending(nn.Module):
+    """Its second buffer is its first from then on, so that what is written into that shows in this."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.register_buffer("first", torch.zeros(8))
+        self.register_buffer("second", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.add_(1.0)
+        y = x * self.second.mean() if self.reads else x * 2
+        self.second = self.first
+        return y
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
+def test_buffers_left_in_one_memory_are_refused(reads: bool, trace: bool):
+    """As state they were apart from the next microbatch on: another loss, without a word."""
+    net = nn.Sequential(nn.Linear(8, 8), Lending(reads))
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    sentence = (
+        "stage 0 left buffers '1.first' and '1.second' in one memory; module state is a tensor of its own for each"
+    )
+    with pytest.raises(RuntimeError, match=sentence):
+        fpipe.build(program, model, trace=trace)(params, (torch.randn(6, 8), torch.randn(6, 8)), state=state)
