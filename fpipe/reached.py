@@ -4,7 +4,8 @@ net = Sequential(...)
 def loss_fn(params, batch): ... functional_call(net, params, batch[0]) ...        --> net, and the modules inside
 
 What a function reaches: its closure, its defaults, the globals that its code names; the attributes of the objects among
-them, and what their methods reach in turn. The standard library and torch hold nobody's nets, and are not searched.
+them, and what their methods reach in turn. The standard library and torch hold nobody's nets, and are not searched, nor
+is what else is installed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import functools
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.buffers import Buffers, own_buffers
 from fpipe.by_place import ByPlace
+from fpipe.graphs.alike import Same
+from fpipe.graphs.recent import Recent
 
 
 def modules_of(function: Any, called: str = "loss_fn") -> list[tuple[str, nn.Module]]:
@@ -73,9 +78,9 @@ def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
 def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds: elements, attributes, and what its class has."""
     if isinstance(one, dict):
-        yield from ((f"{name}.{key}", value) for key, value in one.items())
+        yield from ((f"{name}.{key}", value) for key, value in one.items() if not isinstance(value, _PLAIN))
     elif isinstance(one, list | tuple | set | frozenset):
-        yield from ((f"{name}.{at}", value) for at, value in enumerate(one))
+        yield from ((f"{name}.{at}", value) for at, value in enumerate(one) if not isinstance(value, _PLAIN))
     attributes = getattr(one, "__dict__", {})
     if "__wrapped__" in attributes:  # a function behind functools.cache
         yield name, attributes["__wrapped__"]
@@ -117,10 +122,21 @@ def _named(called: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
     return iter(known)
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""What nothing is reached from; a list of numbers may be long."""
+
+
+@functools.lru_cache(maxsize=4096)
 def _searched(module: str | None) -> bool:
-    """Whether what a Python module defines may hold somebody's nets."""
+    """Whether what a Python module defines may hold somebody's nets: not what is installed, which may hold all there
+    is, as a testing library does."""
     root = (module or "").partition(".")[0]
-    return root != "torch" and root not in sys.stdlib_module_names
+    if root in ("torch", "fpipe"):
+        return root == "fpipe"
+    place = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root not in sys.stdlib_module_names and not {"site-packages", "dist-packages"}.intersection(
+        Path(place).parts
+    )
 
 
 def _is_ours(kind: type) -> bool:
@@ -176,31 +192,26 @@ def closed_over(function: Any, who: str) -> Generator[None]:
 
 def _found(function: Any, called: str) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, Tensor]]]:
     """The modules that a function reaches, and the tensors that are no buffers of theirs."""
-    found = _FOUND.get(function) if _lasts(function) else None
+    method = isinstance(function, MethodType)  # which is another object each time that it is asked for
+    key = (Same(function.__self__), Same(function.__func__)) if method else Same(function)
+    found = _FOUND.get(key)
     if found is None:
         modules = modules_of(function, called)
         buffers = {id(one) for _, module in modules for one in own_buffers(module).values()}
         each = ((name, one) for name, one in everything(function, called) if isinstance(one, Tensor))
         tensors = [(_said(name), one) for name, one in each if id(one) not in buffers and not one.is_inference()]
-        found = [(name, ref(one)) for name, one in (*modules, *tensors)]
-        if _lasts(function):
-            _FOUND[function] = found
+        found = _FOUND[key] = [(name, ref(one)) for name, one in (*modules, *tensors)]
     alive = [(name, one()) for name, one in found]
     modules = [(name, one) for name, one in alive if isinstance(one, nn.Module)]
     return modules, [(name, one) for name, one in alive if isinstance(one, Tensor)]
 
 
 # Weakly, since what a function reaches may hold the function.
-_FOUND: WeakKeyDictionary[Any, list[tuple[str, ref[Any]]]] = WeakKeyDictionary()
+_FOUND: Recent[Any, list[tuple[str, ref[Any]]]] = Recent(512)
 
 
 def _said(name: str) -> str:
     return name.replace("._modules", "").replace("._parameters", "")
-
-
-def _lasts(function: Any) -> bool:
-    """Whether nothing else is equal to it, and it is there as long as its model."""
-    return isinstance(function, FunctionType | functools.partial | nn.Module)
 
 
 def what_it_remembers(what: str, who: str = "loss_fn", of_a_stage: bool = False) -> str:

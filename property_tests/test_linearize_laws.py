@@ -269,7 +269,7 @@ def traced() -> Iterator[list[str]]:
         module.trace, module.outline = before
 
 
-@few(10)
+@few(8)
 @given(runs())
 def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run):
     params, batch = run.given
