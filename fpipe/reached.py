@@ -45,6 +45,7 @@ def modules_of(function: Any, called: str = "loss_fn") -> list[tuple[str, nn.Mod
 
 def everything(function: Any, called: str) -> Iterator[tuple[str, Any]]:
     """All that a function reaches, each once."""
+    home = _home(function)
     seen: dict[int, Any] = {}  # the objects too, so that none made meanwhile has the id of another
     todo: list[tuple[str, Any]] = [(called, function)]
     while todo:
@@ -52,14 +53,14 @@ def everything(function: Any, called: str) -> Iterator[tuple[str, Any]]:
         if id(one) not in seen:
             seen[id(one)] = one
             yield name, one
-            todo += _inside(name, one)
+            todo += _inside(name, one, home)
 
 
-def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
+def _inside(name: str, one: Any, home: str) -> Iterator[tuple[str, Any]]:
     """What is reached from an object at once, each by a name."""
     if isinstance(one, FunctionType):
-        if _searched(one.__module__):
-            yield from _named(name, one)
+        if _searched(one.__module__, home):
+            yield from _named(name, one, home)
     elif isinstance(one, MethodType):
         yield from ((name, one.__func__), (name, one.__self__))
     elif isinstance(one, staticmethod | classmethod):
@@ -69,13 +70,13 @@ def _inside(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(one, functools.partial):
         yield from ((name, one.func), *((name, arg) for arg in one.args), *one.keywords.items())
     elif isinstance(one, type):
-        if _searched(one.__module__) and not _is_ours(one):
+        if _searched(one.__module__, home) and not _is_ours(one):
             yield from ((f"{name}.{key}", value) for key, value in vars(one).items())
     elif not isinstance(one, ModuleType):
-        yield from _held(name, one)
+        yield from _held(name, one, home)
 
 
-def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
+def _held(name: str, one: Any, home: str) -> Iterator[tuple[str, Any]]:
     """What an object holds: elements, attributes, and what its class has."""
     if isinstance(one, dict):
         yield from ((f"{name}.{key}", value) for key, value in one.items() if not isinstance(value, _PLAIN))
@@ -84,7 +85,7 @@ def _held(name: str, one: Any) -> Iterator[tuple[str, Any]]:
     attributes = getattr(one, "__dict__", {})
     if "__wrapped__" in attributes:  # a function behind functools.cache
         yield name, attributes["__wrapped__"]
-    own = [kind for kind in type(one).__mro__ if _searched(kind.__module__)]
+    own = [kind for kind in type(one).__mro__ if _searched(kind.__module__, home)]
     if isinstance(one, nn.Module):
         attributes = {key: value for key, value in attributes.items() if key not in _OF_MODULES or value}
     if own or isinstance(one, SimpleNamespace | nn.Module):
@@ -100,7 +101,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What each module has: its hooks, say, which there are few of."""
 
 
-def _named(called: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _named(called: str, function: FunctionType, home: str) -> Iterator[tuple[str, Any]]:
     """What the names in a function stand for; of a Python module what it names too is meant."""
     codes = [function.__code__]
     for code in codes:  # it grows
@@ -116,7 +117,7 @@ def _named(called: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
     known += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
     opened: set[str] = set()
     for name, one in known:  # it grows
-        if isinstance(one, ModuleType) and _searched(one.__name__) and one.__name__ not in opened:
+        if isinstance(one, ModuleType) and _searched(one.__name__, home) and one.__name__ not in opened:
             opened.add(one.__name__)
             known += [(f"{name}.{key}", vars(one)[key]) for key in names if key in vars(one)]
     return iter(known)
@@ -126,17 +127,29 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 """What nothing is reached from; a list of numbers may be long."""
 
 
+def _home(function: Any) -> str:
+    """The package that a function is of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return _root(getattr(function, "__module__", None))
+
+
+def _root(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
 @functools.lru_cache(maxsize=4096)
-def _searched(module: str | None) -> bool:
+def _searched(module: str | None, home: str) -> bool:
     """Whether what a Python module defines may hold somebody's nets: not what is installed, which may hold all there
-    is, as a testing library does."""
-    root = (module or "").partition(".")[0]
-    if root in ("torch", "fpipe"):
-        return root == "fpipe"
+    is, as a testing library does, if the function is not of it."""
+    root = _root(module)
+    if root == "torch" or root in sys.stdlib_module_names:
+        return False
     place = getattr(sys.modules.get(root), "__file__", None) or ""
-    return root not in sys.stdlib_module_names and not {"site-packages", "dist-packages"}.intersection(
-        Path(place).parts
-    )
+    return root in ("fpipe", home) or _INSTALLED.isdisjoint(Path(place).parts)
+
+
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 
 def _is_ours(kind: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from fpipe.program import Program
 from fpipe.result import Result
 from fpipe.tree import leaves
 from property_tests.chains import Chain, chains
-from property_tests.strategies import Net, Plan, few, legal_tables, nets, plain_autograd, plans
+from property_tests.strategies import Net, Plan, legal_tables, nets, plain_autograd, plans
 
 SEED = st.integers(0, 2**16)
 
@@ -62,7 +63,7 @@ def same_bits(found: Result, loss: torch.Tensor, grads) -> bool:
     return True
 
 
-@few(36)
+@pytest.mark.slow
 @given(runs())
 def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed), run.microbatches)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,7 +270,8 @@ def traced() -> Iterator[list[str]]:
         module.trace, module.outline = before
 
 
-@few(8)
+@pytest.mark.slow
+@few(10)
 @given(runs())
 def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run):
     params, batch = run.given

@@ -3,12 +3,14 @@
 import concurrent.futures
 import copy
 import functools
+import importlib
 import re
 import sys
 from collections import Counter as Counted
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -1001,3 +1003,30 @@ def test_a_function_changes_no_tensor_that_it_closes_over(where: str, run: str):
     step = fpipe.build(program, model, trace=run == "traced")
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.reference(model, params, ROWS, microbatches=3) if run == "reference" else step(params, ROWS)
+
+
+INSTALLED = """
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def stage(params, x):
+    return torch.func.functional_call(net, params, x)
+"""
+
+
+def test_what_an_installed_function_closes_over_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is installed is not searched, for it may hold all there is, but the package that the function is of."""
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    (home / "someones_nets.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(home)
+    module = importlib.import_module("someones_nets")
+    model = fpipe.from_functions([module.stage], nn.functional.mse_loss)
+    params = ({name: leaf.detach() for name, leaf in module.net.named_parameters()},)
+    sentence = r"stage 0 \(stage\) writes the buffer 'net\.1\.running_mean' of a module that it closes over"
+    with pytest.raises(ValueError, match=sentence):
+        fpipe.reference(model, params, ROWS)
+    assert module.net[1].num_batches_tracked == 0
