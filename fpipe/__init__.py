@@ -4,35 +4,35 @@ import importlib
 from types import ModuleType
 
 from fpipe import interop, schedules
-from fpipe.average import average
-from fpipe.balance import balance
-from fpipe.bounds import Bounds, bounds
 from fpipe.check import check
-from fpipe.costs import Costs, register_cost
-from fpipe.custom import custom_stage
-from fpipe.freeze import freeze
-from fpipe.functions import from_functions
-from fpipe.kept import keep
-from fpipe.keys import fold_in
-from fpipe.linearize import Linearized, linearize
-from fpipe.loss_graph import boundary
-from fpipe.marked import from_loss
-from fpipe.models import Model, Stage
-from fpipe.modules import deferred_batch_norm, from_sequential
-from fpipe.params import add_grads, assign_grads, global_norm, join_params, split_params
-from fpipe.plan import Plan, plan
-from fpipe.plot import plot
-from fpipe.profile import profile
+from fpipe.graphs.keep import keep
+from fpipe.graphs.keys import fold_in
+from fpipe.graphs.linearize import Linearized, linearize
+from fpipe.model import Model, Stage
+from fpipe.models.custom import custom_stage
+from fpipe.models.freeze import freeze
+from fpipe.models.functions import from_functions
+from fpipe.models.loss import from_loss
+from fpipe.models.loss_graph import boundary
+from fpipe.models.params import add_grads, assign_grads, global_norm, join_params, split_params
+from fpipe.models.sequential import deferred_batch_norm, from_sequential
+from fpipe.models.skips import Pop, Stash
+from fpipe.pictures.plot import plot
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
-from fpipe.reference import reference
-from fpipe.result import Result
 from fpipe.runtimes.build import build
 from fpipe.runtimes.meaning import register_meaning
+from fpipe.runtimes.profile import profile
+from fpipe.runtimes.reference import reference
+from fpipe.runtimes.result import Result
 from fpipe.runtimes.sizes import Sizes, sizes
-from fpipe.simulate import simulate
-from fpipe.skips import Pop, Stash
-from fpipe.specs import Chunk, Replicate, Sum, register_spec
-from fpipe.timeline import Timeline
+from fpipe.runtimes.verify import GradientMismatch, Report, verify
+from fpipe.timing.average import average
+from fpipe.timing.balance import balance
+from fpipe.timing.bounds import Bounds, bounds
+from fpipe.timing.costs import Costs, register_cost
+from fpipe.timing.plan import Plan, plan
+from fpipe.timing.simulate import simulate
+from fpipe.timing.timeline import Timeline
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
@@ -44,9 +44,9 @@ from fpipe.transforms.offload import offload
 from fpipe.transforms.place import place
 from fpipe.transforms.reorder import reorder
 from fpipe.transforms.slice_sequence import slice_sequence
+from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
-from fpipe.verify import GradientMismatch, Report, verify
 
 __all__ = [
     "Bounds",

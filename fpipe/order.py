@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from fpipe.deadlock import stuck
+from fpipe.check import stuck
 from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
@@ -300,3 +300,22 @@ class _Clock:
         name, _, _, _, port, at = (writes or reads)[0]
         stage, microbatch, piece = (-1 if part is None else part for part in (stage, microbatch, piece))
         return (kind != "ADD", stage, microbatch, piece, kind, name, port, at)
+
+
+def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
+    """Results in their one order, so that equal programs are equal whatever road led to them."""
+    names = ("loss", "losses", "outputs", "aux", "count", "state", "grads")
+
+    def key(end: Output) -> tuple[int, str, int, int, int, int]:
+        name = end.name
+        rank = names.index(name.name) if name.name in names else len(names)
+        return (
+            rank,
+            name.name,
+            -1 if name.stage is None else name.stage,
+            name.microbatch or 0,
+            name.slice or 0,
+            name.port,
+        )
+
+    return tuple(sorted(outputs, key=key))

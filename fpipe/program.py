@@ -226,7 +226,7 @@ NOWHERE = -2
 class Shown:
     """What programs and timelines have in common: a notebook asks for HTML, and the painter gives it.
 
-    `fpipe.plot`, two floors up, puts the painter here when fpipe is imported.
+    `fpipe.pictures` puts the painter here when fpipe is imported.
 
     >>> import fpipe
     >>> fpipe.program(2)._repr_html_()[:27]

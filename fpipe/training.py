@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fpipe.models import Model, Source, normalise_inputs, the_model
+from fpipe.model import Model, Source, normalise_inputs, the_model
+from fpipe.order import in_order
 from fpipe.program import Input, Op, Output, Program, Value
-from fpipe.transforms._rewrite import in_order
 
 
 def program(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import tree
-from fpipe.models import Model
+from fpipe.model import Model
 from property_tests.strategies import Takes, dags
 
 Params = dict[str, Any]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.columns import columns_of, is_plain, walk_plain
-from fpipe.lanes import Transfer, walk
-from fpipe.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.program import Program
-from fpipe.timeline import Timeline
+from fpipe.timing.columns import columns_of, is_plain, walk_plain
+from fpipe.timing.lanes import Transfer, walk
+from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
+from fpipe.timing.timeline import Timeline
 from property_tests.strategies import Plan, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
 import fpipe
-from fpipe.specs import spec_of
+from fpipe.transforms.specs import spec_of
 
 TRACED = pytest.mark.parametrize("trace", [True, False])
 

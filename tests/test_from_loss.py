@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-import fpipe.traces
+from fpipe.graphs import trace_cache
 
 WIDTH, WORDS, LENGTH = 8, 16, 6
 
@@ -517,8 +517,8 @@ def test_an_example_of_one_row_and_a_net_called_by_functional_call():
 def traces_of(model: fpipe.Model, params: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many stages and losses a step traces."""
     traced: list[Any] = []
-    trace = fpipe.traces.trace
-    monkeypatch.setattr(fpipe.traces, "trace", lambda *args: traced.append(args) or trace(*args))
+    trace = trace_cache.trace
+    monkeypatch.setattr(trace_cache, "trace", lambda *args: traced.append(args) or trace(*args))
     program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
     assert fpipe.verify(program, model, params, batch).bitwise
     monkeypatch.undo()

@@ -9,8 +9,8 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomRedu
 from torch.utils import _pytree
 
 from fpipe import tree
-from fpipe.microbatch import cut, join, rows
-from fpipe.specs import Chunk, Replicate
+from fpipe.runtimes.microbatch import cut, join, rows
+from fpipe.transforms.specs import Chunk, Replicate
 
 
 class Pair:

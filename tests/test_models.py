@@ -4,8 +4,8 @@ import re
 import pytest
 import torch
 
-from fpipe.functions import from_functions
-from fpipe.models import normalise_inputs
+from fpipe.model import normalise_inputs
+from fpipe.models.functions import from_functions
 
 
 def f(params, x):

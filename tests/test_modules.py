@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from fpipe.functions import from_functions
-from fpipe.modules import from_sequential
-from fpipe.params import assign_grads, join_params, split_params
+from fpipe.models.functions import from_functions
+from fpipe.models.params import assign_grads, join_params, split_params
+from fpipe.models.sequential import from_sequential
 from fpipe.runtimes.build import build
 from fpipe.schedules import gpipe
 from fpipe.training import program as training_step

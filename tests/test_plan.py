@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.plan import Plan
+from fpipe.timing.plan import Plan
 from property_tests.strategies import Net
 
 SECONDS = st.integers(0, 4)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fpipe.reads import changes_others, read_buffers
+from fpipe.models.reads import changes_others, read_buffers
 
 UNREAD = {
     "a counter": "self.b += 1",

@@ -88,7 +88,7 @@ def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stage
         {"backward": [range(4)]},
         {"homes": lambda stage: stage % 2},  # pyright: ignore[reportUnknownLambdaType]
     ],
-    ids=str,
+    ids=lambda plans: " ".join(plans),
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_runs_bitwise(plans: dict[str, Plan], ranks: int):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
-from fpipe.linearize import Linearized
+from fpipe.graphs.linearize import Linearized
 from fpipe.tree import leaves
 from property_tests.strategies import linear
 

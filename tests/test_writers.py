@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fpipe.writers import written_buffers
+from fpipe.models.writers import written_buffers
 
 WRITES = {
     "augmented": "self.b += 1",

@@ -6,8 +6,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from fpipe.costs import Costs
 from fpipe.program import Program
+from fpipe.timing.costs import Costs
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 WORDS = (*SHARES.values(), "offload", "load")

@@ -13,7 +13,7 @@ from fpipe.cli.see import sizes
 from fpipe.cli.small_model import small_model
 from fpipe.cli.what import read
 from fpipe.program import ProgramError
-from fpipe.verify import verify as verify_program
+from fpipe.runtimes.verify import verify as verify_program
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 

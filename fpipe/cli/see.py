@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fpipe.bounds import bounds
 from fpipe.cli.options import (
     CostsSaid,
     Microbatches,
@@ -23,11 +22,12 @@ from fpipe.cli.options import (
 )
 from fpipe.cli.output import columns_of_terminal, complain, number, table
 from fpipe.cli.what import is_file
-from fpipe.costs import Costs
-from fpipe.plot import plot
+from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
-from fpipe.simulate import simulate
+from fpipe.timing.bounds import bounds
+from fpipe.timing.costs import Costs
+from fpipe.timing.simulate import simulate
 
 
 def _to(word: str, ending: str, says: str) -> Any:

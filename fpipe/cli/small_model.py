@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fpipe.functions import from_functions
-from fpipe.models import Model
+from fpipe.model import Model
+from fpipe.models.functions import from_functions
 from fpipe.program import Program
 
 WIDTH = 8

@@ -12,7 +12,7 @@ import typer
 from fpipe.cli.costs import parse
 from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.interop import to_json, torch_pipelining
-from fpipe.plot import plot
+from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError
 
 

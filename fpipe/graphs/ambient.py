@@ -141,3 +141,16 @@ def plainly() -> Generator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def refuse_odd_modes() -> None:
+    """There are no gradients in inference mode, only zeros in their place. A transform of torch.func gets zeros too, of
+    gradients that are taken inside it, or tensors without memory."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("fpipe computes gradients, which torch.inference_mode() switches off; leave it first.")
+    around = _C._functorch.peek_interpreter_stack()
+    if around is not None and around.key() != _C._functorch.TransformType.Functionalize:
+        raise RuntimeError(
+            f"fpipe computes gradients itself, and torch.func.{around.key().name.lower()} around it does not see them. "
+            "Call it for one after the other; or transform what torch alone computes, by torch.func.functional_call."
+        )

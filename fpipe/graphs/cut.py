@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 
 from fpipe.graphs.draws import LABEL, drawn
 from fpipe.graphs.graph import Aval, Graph, Name, Node
-from fpipe.kept import ALL_BUT
+from fpipe.graphs.keep import ALL_BUT
 
 _KNOWN = ("params", "const")  # what every part is given anew
 _SEEDS = ("dy", "dcarry", "dloss")

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
-from fpipe.keys import TORCHS, drawing
+from fpipe.graphs.keys import TORCHS, drawing
 
 _torch: Any = torch
 _random: Any = torch.random

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.ambient import Untraceable, kernels
-from fpipe.keys import drawing
+from fpipe.graphs.keys import drawing
 
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.

@@ -30,7 +30,7 @@ from fpipe.graphs.evenly import evenly
 from fpipe.graphs.fake import fake_mode, watched_memory
 from fpipe.graphs.functional import changed_by, functional, refuse_changes
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
-from fpipe.keys import alone
+from fpipe.graphs.keys import alone
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]

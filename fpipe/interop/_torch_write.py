@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from fpipe.costs import Ticks
 from fpipe.interop._torch_read import COMPUTE, Action
 from fpipe.interop._torch_waits import with_waits
 from fpipe.interop._torch_weights import care
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
-from fpipe.simulate import simulate
+from fpipe.timing.costs import Ticks
+from fpipe.timing.simulate import simulate
 
 _SILENT = frozenset({"SPLIT", "ADD", "SCALE", "MERGE", "FREE", "SEND", "RECV"})
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fpipe.lanes import Transfer
 from fpipe.pictures.axis import amount, clock, ticks
 from fpipe.pictures.colours import WORDS, fill, ink_on
 from fpipe.pictures.panel import Bar, Panel, whom_for
 from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text
 from fpipe.program import Op, kind_of
-from fpipe.waiting import Wait
+from fpipe.timing.lanes import Transfer
+from fpipe.timing.waiting import Wait
 
 LEFT, RIGHT, EDGE = 68.0, 62.0, 12.0
 ARROW_ROOM = 10.0

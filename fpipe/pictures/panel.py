@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fpipe.costs import Costs
-from fpipe.lanes import Transfer
 from fpipe.pictures.axis import amount, clock
 from fpipe.program import Op, Program, Value, kind_of, parts_of
-from fpipe.simulate import simulate
-from fpipe.timeline import Timeline
-from fpipe.waiting import Event, Wait
+from fpipe.timing.costs import Costs
+from fpipe.timing.lanes import Transfer
+from fpipe.timing.simulate import simulate
+from fpipe.timing.timeline import Timeline
+from fpipe.timing.waiting import Event, Wait
 
 Lane = tuple[int, str]
 """A rank and one of its lanes: "main", or "copy" for transfers that take time."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from fpipe.pictures.panel import Panel, whom_for
 from fpipe.program import Value, kind_of
-from fpipe.waiting import Event
+from fpipe.timing.waiting import Event
 
 Entry = dict[str, Any]
 _THREADS = {"main": 0, "copy": 1}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fpipe.memory import Account, Steps
 from fpipe.program import Op, Program, Value
-from fpipe.timeline import Timeline
+from fpipe.timing.memory import Account, Steps
+from fpipe.timing.timeline import Timeline
 
 Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""

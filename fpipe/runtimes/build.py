@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any, Literal
 
-from fpipe.models import Model
+from fpipe.model import Model
 from fpipe.program import Program
 from fpipe.runtimes.local import local
 from fpipe.runtimes.match import check_example, check_match

@@ -18,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.graphs.graph import alias
-from fpipe.keys import drawing, seed_of
-from fpipe.models import Model, Stage, trained, unchanged, who_draws
+from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.pure import unchanged
+from fpipe.graphs.returned import loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
+from fpipe.model import Model, Stage, trained, who_draws
+from fpipe.models.reached import closed_over
 from fpipe.program import Op
-from fpipe.reached import closed_over
-from fpipe.returned import loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
 
 Leaves = list[Any]
 

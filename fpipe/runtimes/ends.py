@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fpipe import tree
-from fpipe.models import Model, check_params, check_state, trained
+from fpipe.model import Model, check_params, check_state, trained
 from fpipe.program import Output, Program, Value
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."

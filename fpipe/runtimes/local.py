@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, casts, plainly, without_data
+from fpipe.graphs.ambient import Untraceable, casts, plainly, refuse_odd_modes, without_data
 from fpipe.graphs.graph import Fact, fact, is_plain, layout_of
-from fpipe.graphs.recent import Recent
-from fpipe.keys import needs_key
-from fpipe.microbatch import streams
-from fpipe.models import Model, refuse_odd_modes, taken_gradients, trained, who_draws
+from fpipe.graphs.keys import needs_key
+from fpipe.graphs.lru_cache import Recent
+from fpipe.model import Model, taken_gradients, trained, who_draws
+from fpipe.models.stage_module import StageModule
 from fpipe.program import Program, Value
-from fpipe.result import Result
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.calls import Surprise
 from fpipe.runtimes.ends import NO_KEY, check_handed, handed_back, handed_in
-from fpipe.runtimes.lower import FACTORS, lower
+from fpipe.runtimes.lowering.calls import Surprise
+from fpipe.runtimes.lowering.lower import FACTORS, lower
+from fpipe.runtimes.lowering.shapes import Plain
+from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.lowering.things import Thing, dense
 from fpipe.runtimes.meaning import batch_of
-from fpipe.runtimes.shapes import Plain
-from fpipe.runtimes.signature import Signatures
-from fpipe.runtimes.things import Thing, dense
+from fpipe.runtimes.microbatch import streams
+from fpipe.runtimes.result import Result
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
-from fpipe.stage_module import StageModule
 from fpipe.transforms.communicate import with_transfers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fpipe.models import Model, the_model
+from fpipe.model import Model, the_model
 from fpipe.program import Op, Program, Value, parts_of, the_program
 from fpipe.training import program as program_of
 

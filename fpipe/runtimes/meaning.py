@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.keys import drawing
-from fpipe.microbatch import (
+from fpipe.graphs.keys import drawing
+from fpipe.graphs.pure import unchanged
+from fpipe.models.stage_module import StageModule
+from fpipe.program import Op, Program, kind_of
+from fpipe.runtimes.by_autograd import Leaves, Rule, Run, backward, detached, forward, weight_gradient
+from fpipe.runtimes.microbatch import (
     check_batch,
     cut,
     cut_sequence,
@@ -26,11 +30,7 @@ from fpipe.microbatch import (
     rows_of_each,
     streams,
 )
-from fpipe.models import unchanged
-from fpipe.program import Op, Program, kind_of
-from fpipe.runtimes.by_autograd import Leaves, Rule, Run, backward, detached, forward, weight_gradient
-from fpipe.specs import Chunk, spec_of
-from fpipe.stage_module import StageModule
+from fpipe.transforms.specs import Chunk, spec_of
 
 _torch: Any = torch
 

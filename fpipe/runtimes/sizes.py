@@ -11,13 +11,13 @@ import torch
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact
-from fpipe.memory import Account
-from fpipe.models import Model
+from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
+from fpipe.runtimes.lowering.shapes import Plain
 from fpipe.runtimes.match import check_match
-from fpipe.runtimes.shapes import Plain
+from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.models import Model, refuse_odd_modes, taken_gradients
+from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
-from fpipe.result import Result
 from fpipe.runtimes.book import Book, storages
 from fpipe.runtimes.by_autograd import Inputs, Residuals, Run
 from fpipe.runtimes.ends import check_handed, handed_back, handed_in
 from fpipe.runtimes.meaning import RULES, batch_of
+from fpipe.runtimes.result import Result
 from fpipe.transforms.free import last_uses
 
 Step = Callable[..., Result]

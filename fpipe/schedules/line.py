@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fpipe.costs import Costs
 from fpipe.program import Op, Program, ProgramError, Value
+from fpipe.timing.costs import Costs
 from fpipe.transforms.cells import Key
 
 Word = list[int]

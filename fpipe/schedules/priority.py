@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fpipe.costs import Costs, the_costs
-from fpipe.memory import shares
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
 from fpipe.schedules.line import way
+from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule, place
 from fpipe.transforms.reorder import by_table
+from fpipe.transforms.shares import shares
 
 
 class Now(NamedTuple):

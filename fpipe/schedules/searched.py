@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fpipe.costs import Costs, the_costs
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
 from fpipe.schedules.line import Line, Word, cells_of, line_of
 from fpipe.schedules.registry import published
+from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows

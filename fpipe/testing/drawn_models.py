@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fpipe.functions import from_functions
-from fpipe.models import Model
+from fpipe.model import Model
+from fpipe.models.functions import from_functions
 from fpipe.testing.drawn_programs import Takes, graphs
 from fpipe.testing.layers import BODIES, LOSSES, SHAPES, Body
 

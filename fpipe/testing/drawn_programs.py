@@ -8,7 +8,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from fpipe.models import Source
+from fpipe.model import Source
 from fpipe.program import Program
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program

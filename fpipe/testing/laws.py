@@ -10,14 +10,15 @@ from typing import NamedTuple, NoReturn, TypeVar
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fpipe.bounds import bounds
 from fpipe.check import check
-from fpipe.costs import Costs
-from fpipe.plot import plot
+from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
+from fpipe.runtimes.verify import verify
 from fpipe.schedules.registry import about
-from fpipe.simulate import simulate
 from fpipe.testing.drawn_models import Net, models
+from fpipe.timing.bounds import bounds
+from fpipe.timing.costs import Costs
+from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain
@@ -26,7 +27,6 @@ from fpipe.transforms.communicate import communicate
 from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
-from fpipe.verify import verify
 
 T = TypeVar("T")
 COSTS = (Costs(), Costs(forward=2, backward_input=3, backward_weight=1, transfer=0.5))

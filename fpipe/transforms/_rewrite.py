@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import is_, itemgetter
 
@@ -80,25 +80,6 @@ def refuse_freed(program: Program) -> None:
         raise ProgramError(
             "this program already frees its values; apply fpipe.free() last, after every other transform."
         )
-
-
-def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
-    """Results in their one order, so that equal programs are equal whatever road led to them."""
-    names = ("loss", "losses", "outputs", "aux", "count", "state", "grads")
-
-    def key(end: Output) -> tuple[int, str, int, int, int, int]:
-        name = end.name
-        rank = names.index(name.name) if name.name in names else len(names)
-        return (
-            rank,
-            name.name,
-            -1 if name.stage is None else name.stage,
-            name.microbatch or 0,
-            name.slice or 0,
-            name.port,
-        )
-
-    return tuple(sorted(outputs, key=key))
 
 
 def homes_of(program: Program) -> dict[int, tuple[int, ...]]:

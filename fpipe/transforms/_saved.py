@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from fpipe.kept import ALL_BUT
+from fpipe.graphs.keep import ALL_BUT
 
 _SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

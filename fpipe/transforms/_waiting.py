@@ -12,8 +12,8 @@ from itertools import combinations, count
 from math import ceil
 from typing import Literal, NamedTuple
 
-from fpipe.memory import shares
 from fpipe.program import Op, Program, ProgramError, Value, kind_of
+from fpipe.transforms.shares import shares
 
 Policy = Literal["always", "worthwhile"] | Callable[[int, int], bool]
 LATE = frozenset("BIWR")

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from fpipe.order import in_order
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.specs import spec_text
-from fpipe.transforms._rewrite import Transform, homes_of, in_order, keep_to_data, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
+from fpipe.transforms.specs import spec_text
 
 _new = tuple.__new__
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import cast
 
 from fpipe.program import Op, Output, Program, ProgramError, Value, building
-from fpipe.specs import spec_text
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+from fpipe.transforms.specs import spec_text
 
 _BACK = frozenset("BIW")
 

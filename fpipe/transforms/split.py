@@ -10,10 +10,10 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 from __future__ import annotations
 
 from fpipe.program import Program, ProgramError, building, kind_of
-from fpipe.specs import spec_text
 from fpipe.transforms._copies import copies
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 from fpipe.transforms.slice_sequence import slice_sequence
+from fpipe.transforms.specs import spec_text
 
 
 def split(

@@ -1,0 +1,252 @@
+"""What has been traced of a model: its stages as graphs, once for each way they are called, whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fpipe.graphs.alike import alike
+from fpipe.graphs.ambient import Untraceable, ambient
+from fpipe.graphs.call import Call, Spec, buffers, flat, positions
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, inlined, same
+from fpipe.graphs.keys import TracedKey, fold_in, unseeding
+from fpipe.graphs.lru_cache import Recent
+from fpipe.graphs.trace import Around, outline, trace
+from fpipe.model import ByPlace, Model
+from fpipe.models.cached import Caches
+from fpipe.models.reached import closed_over
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, its ops, and
+    whether its gradient is partly Python."""
+
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    specs: Mapping[str, Spec]
+    ran: tuple[str, ...]
+    python: bool
+
+    def avals(self, label: str) -> tuple[Any, ...]:
+        """The avals of what is written under a label, other leaves as they are."""
+        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
+
+
+class Store:
+    """What has been traced of one function, by the way it was called; what was not used for long is forgotten."""
+
+    def __init__(self) -> None:
+        self.outlines: Recent[Any, Outline] = Recent(_MOST)
+        self.graphs: Recent[Any, Graph] = Recent(_MOST)
+        self._versions: Recent[Any, int] = Recent(_MOST)
+
+    def version(self, function: Any) -> int:
+        """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
+        now = alike(function)
+        if now not in self._versions:
+            self._versions[now] = next(_NUMBERS)
+        return self._versions[now]
+
+
+_MOST = 512
+_NUMBERS = count()
+
+
+# A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
+# nothing can refer to weakly.
+_OF_FUNCTIONS: WeakKeyDictionary[Any, Store] = WeakKeyDictionary()
+_OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
+
+
+class Traces:
+    """A model's stages as graphs, each traced once for each way it is called, whoever asks.
+
+    Stages that compute the same function share their traces: those of one Python function, modules that are equal in
+    class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op.
+    """
+
+    def __init__(self, model: Model, known_only: bool = False) -> None:
+        self.model, self.known_only = model, known_only
+        self._places: dict[Call, tuple[Store, Any]] = {}
+        self._outlines: dict[Call, Outline] = {}
+        self._graphs: dict[Any, Graph] = {}
+        self._shared: dict[Call, Call] = {}
+        self._twins: dict[int, Any] = {}
+        self._stores: dict[int, tuple[Store, int]] = {}
+        self._caches: dict[int, Caches] = {}
+
+    def outline(self, call: Call) -> Outline:
+        """What a call writes, by running it once on tensors without data."""
+        if call not in self._outlines:
+            store, key = self._place(call)
+            made = store.outlines.get(key)
+            if made is None:
+                self._refuse_new()
+                specs: dict[str, Spec] = {}
+                root = TracedKey(0)
+                with self._pure(call):
+                    function = flat(self.model, call, specs, root)
+                    reads, writes, ran, python = outline(function, dict(call.reads), root.known)
+                made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
+            self._outlines[call] = made
+        return self._outlines[call]
+
+    def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        known = (call, *seeds.items())
+        if known not in self._graphs:
+            self._graphs[known] = self._traced(call, seeds)
+        return self._graphs[known]
+
+    def _traced(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+            return _the_loss_itself(call, seeds)
+        store, own = self._place(call)
+        key = (own, *seeds.items())
+        found = store.graphs.get(key)
+        if found is None:
+            self._refuse_new()
+            with self._pure(call):
+                found = self._written_down(call, seeds)
+            ran = self.outline(call).ran
+            if found.ran[: len(ran)] != ran:
+                raise Untraceable("torch runs other ops for it while it is traced")
+            store.graphs[key] = found
+        return found
+
+    def _written_down(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+        """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
+        of one are others for the next."""
+        if call.stage is None or "key" not in self.model.stages[call.stage].asks:
+            return trace(flat(self.model, call, {}), dict(call.reads), seeds, None, self._around(call))
+        keys = [TracedKey(fold_in(0, which)) for which in range(2)]
+        with unseeding():
+            one, other = (trace(flat(self.model, call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
+        if not same(one, other):
+            raise Untraceable("it does something else with its key than seed a torch.Generator")
+        return one
+
+    @contextmanager
+    def _pure(self, call: Call) -> Generator[None]:
+        """What a function reaches stays as it is."""
+        function = self.model.loss if call.stage is None else self.model.stages[call.stage].forward
+        if id(function) not in self._caches:
+            self._caches[id(function)] = Caches(function)
+        try:
+            with self._caches[id(function)].clean(), closed_over(function, "it"):
+                yield
+        except (ValueError, RuntimeError) as error:
+            raise Untraceable(str(error)) from error
+
+    def _refuse_new(self) -> None:
+        if self.known_only:
+            raise Untraceable("it is not traced yet")
+
+    def shared(self, call: Call) -> Call:
+        """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
+
+        So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
+        """
+        if call not in self._shared:
+            self._shared[call] = call
+            other = call.differentiable()
+            with suppress(Untraceable):  # what autograd would keep may be changed in place while nobody wants it
+                same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
+                self._shared[call] = other if same_ops else call
+        return self._shared[call]
+
+    def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
+        """The last stage and the loss, each traced apart, as one graph."""
+        top = self.graph(loss, {"dloss": (weight,)})
+        dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
+        stage = self.graph(call, {**seeds, "dy": dy})
+        return stage.once(("with loss", top), lambda: inlined(stage, top))
+
+    def _place(self, call: Call) -> tuple[Store, Any]:
+        """Where the traces of a call are, and under which key."""
+        try:
+            if call not in self._places:
+                self._places[call] = self._found(call)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+        return self._places[call]
+
+    def _found(self, call: Call) -> tuple[Store, Any]:
+        odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
+        if odd is not None:
+            raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
+        around = (call.odd, call.reads, call.starts, ambient())
+        if call.stage is None:
+            store, own = self._store(self.model.loss)
+            return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
+        stage = self.model.stages[call.stage]
+        by_place = isinstance(stage.forward, ByPlace)
+        names = tuple("" if by_place else leaf for _, _, leaf in self.model.tied(call.stage))
+        how = (
+            frozenset(stage.asks),
+            stage.aux_loss,
+            names,
+            self.model.ports(call.stage),
+            isinstance(self.model.inputs[call.stage], tuple),
+            call.microbatch,
+        )
+        if isinstance(stage.forward, ByPlace):
+            specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
+            if call.stage not in self._twins:
+                self._twins[call.stage] = stage.forward.twin()
+            order = positions(self.model, stage.forward, call), buffers(stage.forward, call)
+            twin = self._twins[call.stage], order
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
+        store, own = self._store(stage.forward)
+        return store, (own, how, call.specs, *around)
+
+    def _store(self, function: Any) -> tuple[Store, int]:
+        """The traces of a function, and which of those are of the function as it is."""
+        if id(function) not in self._stores:
+            store = None
+            if type(function).__eq__ is object.__eq__:
+                with suppress(TypeError):
+                    store = _OF_FUNCTIONS.setdefault(function, Store())
+            store = _OF_MODELS.setdefault(self.model, Store()) if store is None else store
+            self._stores[id(function)] = store, store.version(function)
+        return self._stores[id(function)]
+
+    def _around(self, call: Call) -> Around | None:
+        """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
+        module = None if call.stage is None else self.model.stages[call.stage].forward
+        if not isinstance(module, ByPlace):
+            return None
+        order = positions(self.model, module, call)
+
+        def around(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
+            return module.during([given[label][at] for label, at in order], given.get("const", []), what)
+
+        return around
+
+
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+
+
+def _leaves(call: Call) -> list[Any]:
+    return [leaf for _, leaves in call.reads for leaf in leaves]
+
+
+def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
+    reads = {label: tuple(Name(f"{label}_{at}") for at in range(len(leaves))) for label, leaves in call.reads}
+    seed, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
+    avals[seed] = seeds["dloss"][0]
+    facts = {name: apart(known) for name, known in avals.items() if isinstance(known, Aval)}
+    named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
+    writes = {"loss": named["x"], "dx": (seed if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (seed,)}, writes)

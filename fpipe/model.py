@@ -1,0 +1,381 @@
+"""A model as fpipe sees it: pure stage functions in dataflow order, and a loss, without parameters or devices."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fpipe import tree
+from fpipe.program import Op
+
+Source = int | Literal["batch"] | tuple[int, int]
+"""What a stage takes: another's output, one of several (the stage and which), or the batch."""
+Reduction = Literal["mean", "sum", "count"]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pure stage function `f(params, x) -> y`, and what more it asks for by keyword-only names.
+
+    Args:
+        forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them.
+        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage whose output reads its module state
+            asks for `state` and returns `(y, state)`. One that runs on sequence slices takes what the slice before
+            handed on as `carry` (None for the first) and returns `(y, carry)`; with both, `(y, state, carry)`.
+        update: `update(state, x) -> state`, the module state after a microbatch, for a stage whose output does not
+            read it: its forwards may then come in any order.
+        notes: whether the stage returns `(y, seen)`, and the update is `update(state, seen)`.
+        counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many (slices, if
+            they are cut).
+        aux_loss: whether the stage returns `(y, loss)` (what else it returns, before the loss): a 0-d tensor that is
+            added to the model's loss.
+        name: how errors call the stage.
+        names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
+            together.
+        within: `within(params, thunk)` runs the thunk while `params` are in the place of a module's own, which a
+            backward pass needs where it computes something again.
+
+    >>> scale = Stage(lambda params, x: x * params["w"], name="scale")
+    >>> scale.forward({"w": 3}, 2)
+    6
+    """
+
+    forward: Callable[..., Any]
+    asks: frozenset[str] = frozenset()
+    update: Callable[..., Any] | None = None
+    notes: bool = False
+    counts: bool = False
+    aux_loss: bool = False
+    name: str = ""
+    names: tuple[tuple[str, ...], ...] | None = None
+    within: Callable[[Any, Callable[[], Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.forward):
+            raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
+        if isinstance(self.asks, str) or not MAY_ASK.issuperset(self.asks):
+            raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.asks!r}.")
+        if self.update is not None and "state" in self.asks:
+            raise ValueError(
+                "a stage that asks for its state returns the new one itself; it has no update= beside that."
+            )
+        if self.update is None and (self.notes or self.counts):
+            raise ValueError("notes and counts are for a stage's update=, which is missing.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
+
+    A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values. A
+    stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
+    `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
+    stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
+    leaves' names, if they were in one.
+
+    >>> scale = Stage(lambda params, x: x * params["w"])
+    >>> add = Stage(lambda params, x: x[0] + x[1])
+    >>> Model((scale, add), loss=lambda y, target: y.sum(), inputs=("batch", (0, "batch"))).sources(1)
+    (0, 'batch')
+    """
+
+    stages: tuple[Stage, ...]
+    loss: Callable[[Any, Any], Any] | None
+    inputs: tuple[Source | tuple[Source, ...], ...]
+    ties: tuple[tuple[tuple[int, str], ...], ...] = ()
+    reduction: Reduction = "mean"
+    aux: bool = False
+    frozen: frozenset[tuple[int, str | None]] = frozenset()
+    whole: tuple[tuple[str, ...], tree.Spec] | None = None
+
+    def __post_init__(self) -> None:
+        odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)
+        if odd is not None:
+            raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
+        if self.loss is not None and not callable(self.loss):
+            raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
+        if isinstance(self.loss, type):
+            raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
+        if self.loss is not None:
+            taken = odd_signature(self.loss)
+            if taken is not None:
+                raise ValueError(f"loss is a function loss(y, target), found one of {taken}.")
+        if self.reduction not in ("mean", "sum", "count"):
+            raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
+        normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
+        if self.stages and self.stages[-1].aux_loss:
+            last = len(self.stages) - 1
+            raise ValueError(f"stage {last} is the last, and what it returns goes to the loss: add its loss there.")
+
+    def sources(self, stage: int) -> tuple[Source, ...]:
+        """What a stage takes, always as a tuple."""
+        taken = self.inputs[stage]
+        return taken if isinstance(taken, tuple) else (taken,)
+
+    @cached_property
+    def _ports(self) -> dict[int, int]:
+        taken: list[Source] = [source for stage in range(len(self.inputs)) for source in self.sources(stage)]
+        return _ports_of(taken)
+
+    def ports(self, stage: int) -> int:
+        """How many outputs a stage has: one, or as many as others take of it."""
+        return self._ports.get(stage, 1)
+
+    def tied(self, stage: int) -> tuple[tuple[int, int, str], ...]:
+        """The tied leaves a stage reads, as (owner stage, port at the owner, the leaf's name in this stage)."""
+        found: list[tuple[int, int, str]] = []
+        for group_number, group in enumerate(self.ties):
+            owner = group[0][0]
+            port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
+            found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
+        return tuple(found)
+
+
+def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a loss that cannot be called with two things, as each is; None of one that can, or that does not
+    tell, as some functions written in C.
+
+    >>> print(odd_signature(lambda y: y), odd_signature(lambda y, target, weight=None: y))
+    (y) None
+    """
+    try:
+        taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:
+        return None
+    try:
+        taken.bind(None, None)
+    except TypeError:
+        return taken
+    return None
+
+
+def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:
+    """What somebody was given, if it is a model."""
+    if isinstance(found, Model):
+        return found
+    hint = ""
+    if isinstance(found, nn.Module):
+        hint = " A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
+    elif isinstance(found, tuple) and any(isinstance(part, Model) for part in found):  # pyright: ignore[reportUnknownVariableType]
+        hint = " Of what a front end returns, the model is the first: hand in that."
+    raise TypeError(f"{wanted} found {type(found).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
+
+
+def check_params(model: Model, params: Any) -> Sequence[Any]:
+    """Parameters are one pytree per stage, and a dict where a leaf is tied.
+
+    Raises:
+        ValueError: they are not; the stage is named.
+    """
+    if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
+        found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
+        raise ValueError(
+            f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
+        )
+    for number, stage in enumerate(model.stages):
+        if stage.names and not isinstance(params[number], Mapping):
+            found = type(params[number]).__name__
+            raise ValueError(
+                f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
+                "params."
+            )
+    for stage, leaf in (member for group in model.ties for member in group):
+        if not isinstance(params[stage], Mapping):
+            found = type(params[stage]).__name__
+            raise ValueError(
+                f"leaf {leaf!r} of stage {stage} is tied, so that stage's params are a dict; found {found}."
+            )
+    for stage, leaf in model.frozen:
+        if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
+            raise ValueError(
+                f"leaf {leaf!r} of stage {stage} is frozen, but params of stage {stage} have no such leaf."
+            )
+    for group in model.ties:
+        owner, name = group[0]
+        if name not in params[owner]:
+            raise ValueError(f"params of stage {owner} must have the tied leaf {name!r}, which lives there.")
+        for stage, leaf in group[1:]:
+            if leaf in params[stage]:
+                raise ValueError(
+                    f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
+                )
+    return params
+
+
+def check_state(
+    model: Model, state: Any, readers: Collection[int], who: str = "this program", call: str = "step"
+) -> None:
+    """Module state is one pytree per stage; that of a stage made from modules has the buffers that they write.
+
+    Args:
+        readers: the stages whose state somebody reads.
+        who, call: how errors call that somebody, and what the state is handed to.
+
+    Raises:
+        ValueError: it is not; the stage is named.
+    """
+    if state is None:
+        for number in sorted(readers):
+            name = model.stages[number].name
+            what = f", the module state of stage {number} ({name})" if name else ""
+            raise ValueError(f"{who} reads state[{number}]{what}: hand it in as {call}(..., state=...).")
+        return
+    if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
+        found = len(state) if isinstance(state, (tuple, list)) else type(state).__name__  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {found}.")
+    for number in sorted(readers):
+        own: Any = state[number]
+        stage = model.stages[number].forward
+        wanted = stage.writes if isinstance(stage, ByPlace) else ()
+        if wanted and not isinstance(own, Mapping):
+            raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
+        missing = next((name for name in wanted if name not in own), None)
+        if missing is not None:
+            raise ValueError(f"state of stage {number} must have {missing!r}, which is missing.")
+
+
+def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
+    """For each leaf of a parameter bundle whether it has a gradient: floating ones that are not frozen. Bundle 0 of a
+    stage is its own, the others are its tied leaves in order."""
+    found = [
+        isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.leaves(bundle)
+    ]
+    names = {leaf for owner, leaf in model.frozen if owner == stage}
+    if None in names:
+        return [False] * len(found)
+    if port:
+        name = next(group[0][1] for group in model.ties if group[0][0] == stage and not (port := port - 1))
+        return [False] * len(found) if name in names else found
+    if names and isinstance(bundle, Mapping):
+        places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
+    return found
+
+
+def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
+    """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
+    full = list(check_params(model, params))
+    for group in model.ties:
+        owner, name = group[0]
+        for stage, leaf in group[1:]:
+            full[stage] = {**full[stage], leaf: params[owner][name]}
+    return full
+
+
+def normalise_inputs(
+    inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
+) -> tuple[Source | tuple[Source, ...], ...]:
+    """What each of n stages takes: checked, and written out for a plain chain."""
+    if n < 1:
+        raise ValueError("a model has at least one stage, found zero stages.")
+    if inputs is None:
+        return ("batch", *range(n - 1))
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = type(inputs).__name__
+        raise ValueError(f"inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found {found}.")
+    if len(inputs) != n:
+        raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
+    read: set[tuple[Any, int]] = set()
+    for stage, entry in enumerate(inputs):
+        sources = entry if isinstance(entry, tuple) else (entry,)
+        if not sources:
+            raise ValueError(f"stage {stage} takes nothing; its inputs are earlier stages or 'batch'.")
+        for source in sources:
+            home, port = source if isinstance(source, tuple) and len(source) == 2 else (source, 0)  # pyright: ignore[reportUnnecessaryComparison]
+            if home != "batch" and (
+                type(home) is not int or not 0 <= home < stage or type(port) is not int or port < 0
+            ):
+                earlier = f"a stage from 0 to {stage - 1}, or 'batch'" if stage else "'batch'"
+                raise ValueError(f"stage {stage} takes {source!r}; it can take {earlier}.")
+            read.add((home, port))
+    ports = _ports_of(read)
+    for stage in range(n - 1):
+        unread = next((port for port in range(ports.get(stage, 1)) if (stage, port) not in read), None)
+        if unread is not None:
+            which = "the output" if ports.get(stage, 1) == 1 else f"output {unread}"
+            raise ValueError(
+                f"nobody takes {which} of stage {stage}; only the last stage, {n - 1}, gives the loss its input."
+            )
+    return tuple(inputs)
+
+
+def _ports_of(taken: Iterable[Source | tuple[Any, int]]) -> dict[int, int]:
+    """How many outputs are taken of each stage."""
+    ports: dict[int, int] = {}
+    for source in taken:
+        home, port = source if isinstance(source, tuple) else (source, 0)
+        if home != "batch":
+            ports[home] = max(ports.get(home, 1), port + 1)
+    return ports
+
+
+def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """The places where stages take the batch whose gradient a program wants: each a stage and which of its inputs."""
+    return frozenset(
+        (value.stage, value.port)
+        for op in ops
+        for value in op.writes
+        if value.name == "dx" and value.stage is not None and model.sources(value.stage)[value.port] == "batch"
+    )
+
+
+def who_draws(model: Model, number: int) -> str:
+    """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
+    stage = model.stages[number]
+    who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
+    modules = getattr(stage.forward, "drawing", list[str])()
+    return f"{who}: {', '.join(modules)}" if modules else who
+
+
+def same_keys(
+    found: Mapping[Any, Any], expected: Sequence[Any], who: str, what: str = "a parameter of it that trains"
+) -> None:
+    """A dict has exactly the expected keys."""
+    missing = next((name for name in expected if name not in found), None)
+    if missing is not None:
+        raise ValueError(f"{who} must have {missing!r}, which is missing.")
+    if len(found) != len(expected):
+        extra = next(name for name in found if name not in expected)
+        raise ValueError(f"{who} has {extra!r}, which is not {what}.")
+
+
+Names = tuple[tuple[str, ...], ...]
+"""The names of each parameter that the stage is handed."""
+
+
+class ByPlace(ABC):
+    """A stage of a model that a front end has cut.
+
+    Attributes:
+        number: which stage it is.
+        names: what its parameters are called, the first name of each in `params`.
+        holds: what the buffers are called that it reads and writes.
+        writes: what all buffers are called that it or its update writes: its state.
+    """
+
+    number: int
+    names: Names
+    holds: Sequence[str] = ()
+    writes: Sequence[str] = ()
+
+    @abstractmethod
+    def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]) -> Any:
+        """The stage's output as a function of all that it reads, in the order of names."""
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
+        return what()
+
+    @abstractmethod
+    def twin(self) -> Any:
+        """Equal for stages that compute the same function of what they take by place."""

@@ -1,0 +1,1 @@
+"""Functions or a net -> (Model, params, state): the front doors."""

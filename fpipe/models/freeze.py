@@ -1,0 +1,56 @@
+"""Freeze parameters: they stay in `params`, and nothing is computed for a gradient of theirs.
+
+    g[0,0] = B ..        --> freeze(model, 0) -->        no cotangent goes into stage 0, Result.grads[0] has None leaves
+
+Whether a tensor that is handed in has `requires_grad` says nothing: front ends hand out detached aliases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fpipe.model import Model, the_model
+
+
+def freeze(model: Model, *what: int | str | tuple[int, str]) -> Model:
+    """The model with frozen parameters. In `Result.grads` they have None, which `assign_grads` hands to optimizers.
+
+    Parameters of a module that do not require gradients when `from_sequential` cuts it need no word: they are constants
+    of its stages and not among `params`.
+
+    Args:
+        model: it stays as it is.
+        what: leaves as (stage, name) with the name in the stage's dict; a name of the whole net's state_dict, or of the
+            params of `from_loss`; a stage, for all that lives there. A tied leaf lives where it is named first, and is
+            frozen in all its stages.
+
+    Returns:
+        Another model for the same params.
+
+    Raises:
+        ValueError: no such stage or name.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> model = fpipe.freeze(model, 0, "1.bias")
+    >>> grads = fpipe.build(fpipe.program(model), model)(params, (torch.ones(4, 2), torch.zeros(4, 1))).grads
+    >>> grads[0], list(grads[1]), grads[1]["1.bias"]
+    ({'0.weight': None, '0.bias': None}, ['1.weight', '1.bias'], None)
+    """
+    the_model(model)
+    return replace(model, frozen=model.frozen | {_leaf(model, one) for one in what})
+
+
+def _leaf(model: Model, what: int | str | tuple[int, str]) -> tuple[int, str | None]:
+    """A frozen leaf as its home stage and its name there."""
+    if isinstance(what, str):
+        stages = enumerate(model.stages)
+        found = [(n, leaf[0]) for n, stage in stages for leaf in stage.names or () if what in leaf]
+        if not found:
+            raise ValueError(f"no stage has a parameter called {what!r}; say (stage, name) for a model of functions.")
+        what = found[0]
+    stage, name = what if isinstance(what, tuple) else (what, None)
+    if type(stage) is not int or not 0 <= stage < len(model.stages):
+        raise ValueError(f"there is no stage {stage!r} to freeze; the stages are 0 to {len(model.stages) - 1}.")
+    return next((group[0] for group in model.ties if (stage, name) in group), (stage, name))

@@ -1,0 +1,122 @@
+"""A stage that is a graph of operations: it runs on parameters and inputs, and refuses a batch it does not hold for.
+
+matmul = aten.matmul(x, w); tanh = aten.tanh(matmul)        -->        f({"w": w}, x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fpipe import tree
+from fpipe.graphs.alike import Same, alike
+from fpipe.graphs.symbols import in_words
+from fpipe.model import ByPlace
+from fpipe.models.modes import as_found
+
+
+class GraphStage(ByPlace):
+    """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
+
+    Args:
+        reads: the names of its parameters, `unread` of those it is handed beside.
+        takes: for each tensor that it takes, which of its inputs it is in, and at which leaf.
+        many: whether it has several inputs.
+        rows: what its part of the batch has to be, if it takes the batch.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        graph: fx.GraphModule,
+        reads: Sequence[str],
+        unread: Sequence[str],
+        takes: Sequence[tuple[int, int]],
+        *,
+        many: bool,
+        rows: Rows | None,
+    ) -> None:
+        self.number, self.graph, self.reads, self.takes, self.many, self.rows = number, graph, reads, takes, many, rows
+        self.names = tuple((name,) for name in (*reads, *unread))
+
+    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
+        """The stage's output."""
+        return self.pure([params[name] for name in self.reads], (), x)
+
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
+    ) -> Any:
+        """The same, parameters by place; those that it does not read come last."""
+        given = [tree.leaves(one) for one in (x if self.many else (x,))]
+        if self.rows is not None:
+            self.rows.check(given[0])
+        with as_found():
+            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes])
+
+    def twin(self) -> Any:
+        """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that
+        takes the batch, which it checks, is like no other."""
+        place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
+        odd: list[Any] = [] if self.rows is None else [self]
+
+        def seen(arg: Any) -> Any:
+            if isinstance(arg, fx.Node):
+                return "node", place[arg]
+            if isinstance(arg, list | tuple):
+                return type(arg), tuple(map(seen, arg))
+            return alike(arg, odd if not isinstance(arg, _NAMED) else None)
+
+        nodes = tuple(
+            (
+                node.op,
+                self._target(node),
+                seen(node.args),
+                tuple((word, seen(arg)) for word, arg in node.kwargs.items()),
+            )
+            for node in self.graph.graph.nodes
+        )
+        return nodes, tuple(self.takes), self.many, len(self.names), Same(self) if odd else None
+
+    def _target(self, node: fx.Node) -> Any:
+        """What a node calls, or the tensor it is; what it is given has its place alone."""
+        if node.op == "get_attr":
+            return Same(getattr(self.graph, str(node.target)))
+        return None if node.op in ("placeholder", "output") else node.target
+
+
+_NAMED = torch.memory_format | torch.layout
+
+
+class Rows:
+    """Refuses a batch that the trace does not hold for."""
+
+    def __init__(self, example: Any, word: str, guards: Sequence[Any]) -> None:
+        self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
+        self.guards = guards
+        self.known: set[tuple[Any, ...]] = set()
+
+    def check(self, leaves: list[Any]) -> None:
+        """All sizes but the rows are the example's, and nothing was decided by other rows."""
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if shapes in self.known:
+            return
+        for (place, example), leaf in zip(self.example, leaves, strict=True):
+            if isinstance(example, Tensor):
+                if not isinstance(leaf, Tensor) or leaf.shape[1:] != example.shape[1:] or leaf.ndim != example.ndim:
+                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    raise ValueError(
+                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: only rows may "
+                        "differ. Call from_loss again for another shape."
+                    )
+            elif leaf != example:
+                raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")
+        for guard, symbol in self.guards:
+            rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+            if not guard.subs(symbol, rows):
+                raise ValueError(
+                    f"loss_fn does another thing for {rows} rows than for the example: {in_words(guard)} is false."
+                )
+        self.known.add(shapes)

@@ -1,0 +1,206 @@
+"""Make a model of one loss function, cut where it is marked.
+
+    def loss_fn(params, batch):                       stage 0     x = embed(inputs)
+        inputs, target = batch
+        x = embed(params["embed"], inputs)            stage 1     y = block(x)
+        y = block(params["block"], boundary(x))
+        return loss(head(boundary(y), x), target)     stage 2     z = head(y, x)        loss(z, target)
+
+The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
+before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
+their own; a parameter read in two stages is tied. The number of rows stays open, other sizes are those of the example.
+What is drawn at random belongs to the stage where it is drawn, and follows from the key as any stage's numbers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fpipe import tree
+from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.returned import loss_apart
+from fpipe.model import Model, Reduction, odd_signature
+from fpipe.models.functions import from_functions
+from fpipe.models.loss_graph import KEY, loss_graph, seeding
+from fpipe.models.marks import Marked
+from fpipe.models.params import join_params
+from fpipe.models.reached import modules_of, unwritten
+from fpipe.models.watched import watching
+from fpipe.runtimes.microbatch import check_batch
+from fpipe.runtimes.reference import reference
+
+_AMP: Any = torch.amp.autocast_mode
+
+
+def from_loss(
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batch: tuple[Any, Any],
+    *,
+    reduction: Reduction = "mean",
+    aux: bool = False,
+) -> tuple[Model, tuple[dict[str, Tensor], ...]]:
+    """Cut a loss function into stages at its `fpipe.boundary` marks.
+
+    Args:
+        loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
+            called on tensors without data, and once on the example to compare. Only what comes after the last mark may
+            read the target, and with it no parameter. Random numbers are those that torch draws where each stage begins
+            with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+        params: any pytree of tensors.
+        batch: an example (inputs, target); rows may differ later, other sizes may not.
+        reduction, aux: how the losses of microbatches make one, and whether there are auxiliary results, as in
+            `from_functions`.
+
+    Returns:
+        The model, and per stage the parameters it is the first to read, by their place in `params`; `join_params`
+        makes the pytree of them again, and `split_params` the other way. Outputs are what the loss is computed from.
+
+    Raises:
+        ValueError: a mark with nothing to compute before it; a stage that reads the target; a function that does
+            another thing for other numbers of rows, that a trace does not hold, or that writes tensors, or buffers of
+            modules, that it closes over, which are put back.
+
+    >>> import fpipe
+    >>> def loss_fn(params, batch):
+    ...     inputs, target = batch
+    ...     hidden = fpipe.boundary(torch.tanh(inputs @ params["w"]))
+    ...     return (hidden @ params["w"] + inputs - target).square().mean()
+    >>> model, params = fpipe.from_loss(loss_fn, {"w": torch.eye(2)}, (torch.ones(4, 2), torch.zeros(4, 2)))
+    >>> model.inputs, model.ties, [list(stage) for stage in params]
+    (('batch', ('batch', 0)), (((0, 'w'), (1, 'w')),), [['w'], []])
+    """
+    _check_function(loss_fn)
+    check_batch(batch)
+    refuse_odd_modes()
+    names = _names(params)
+    reached = modules_of(loss_fn)
+    with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):
+        traced = loss_graph(watched, params, batch)
+        marked = Marked(traced, names)
+    model = from_functions(
+        marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
+    )
+    named = zip(model.stages, marked.owned, strict=True)
+    stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
+    model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
+    leaves = dict(zip(names, tree.leaves(params), strict=True))
+    own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
+    if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
+        with unwritten(reached):
+            _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
+    return model, own
+
+
+def _check_function(loss_fn: Any) -> None:
+    """A loss function takes params and a batch, and is no function that torch has, nor one that it has compiled."""
+    wanted = "from_loss takes a function loss_fn(params, batch)"
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
+        raise TypeError(f"{wanted}, found {found}.")
+    if hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        raise TypeError(f"{wanted}, found one that torch.compile made; hand in the function that it was made from.")
+    taken = odd_signature(loss_fn)
+    if taken is not None:
+        hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
+        raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}")
+    # A partial that was handed a function, as torch.utils.checkpoint is, may call it.
+    inner: Any = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
+    home = type(inner) if isinstance(inner, nn.Module) else inner
+    if (getattr(home, "__module__", None) or "").partition(".")[0] in ("torch", "builtins"):
+        name = getattr(home, "__name__", type(inner).__name__)
+        raise TypeError(
+            f"{wanted}, which computes the loss of a whole net; found {name}, a function of other things. Call it on "
+            "what the net gives and the target."
+        )
+
+
+def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool) -> Callable[[Any, Any], Any]:
+    """The loss function, with a look at what it returns."""
+
+    def checked(params: Any, batch: Any) -> Any:
+        made = loss_fn(params, batch)
+        loss_apart(made, reduction, aux, "what loss_fn returns")
+        return made
+
+    return checked
+
+
+def _names(params: Any) -> list[str]:
+    """The leaves by their places: blocks.0.weight, or as Python writes them where that says two."""
+    places = tree.paths(params)
+    for place, leaf in places:
+        if not isinstance(leaf, Tensor):
+            kind = type(leaf).__name__
+            hint = " Of a module, hand in dict(net.named_parameters())." if isinstance(leaf, nn.Module) else ""
+            raise ValueError(
+                f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.{hint}"
+            )
+    plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
+    return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
+
+
+def _coarsest(graph: fx.Graph) -> float:
+    """The rounding of the coarsest autocast block: a weight that is used twice in one is cast once by loss_fn, so that
+    its gradients are added in that precision, where stages add them in the weight's own."""
+    blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
+    found = (block.args[1] for block in blocks if block.args[2])
+    return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
+
+
+def _compare(
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batch: tuple[Any, Any],
+    model: Model,
+    own: tuple[Any, ...],
+    names: list[str],
+    coarsest: float,
+) -> None:
+    """The stages give the function's own loss and gradients on the example: a trace may have lost something, such as
+    the backward of a custom `autograd.Function`."""
+    leaves = [leaf.detach() for leaf in tree.leaves(params)]
+    trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    with torch.enable_grad(), seeding():
+        loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
+        own_grads = (
+            torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
+        )
+    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch, key=KEY)
+    if not torch.equal(found.loss, loss.detach()):
+        raise ValueError(
+            f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
+            "something that a trace does not hold, such as values read by .item(), or a seed of its own."
+        )
+    right = dict(zip(map(id, trained), own_grads, strict=True))
+    for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
+        expected = right.get(id(leaf))
+        error = grad if expected is None else grad - expected
+        limit = 0.0 if expected is None else expected.norm() * max(coarsest, torch.finfo(leaf.dtype).eps) ** 0.5
+        if leaf.requires_grad and error.norm() > limit:
+            raise ValueError(
+                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
+                "inference_mode, say, which no trace above autograd holds. Use no_grad for the last, or from_functions."
+            )
+
+
+def _alone(model: Model) -> Callable[[Any, Any], Any]:
+    """The model's loss without what it returns beside."""
+    whole: Any = model.loss
+
+    def loss(y: Any, target: Any) -> Any:
+        return _first(model, whole(y, target))
+
+    return loss
+
+
+def _first(model: Model, made: Any) -> Any:
+    """A loss without what it counts and what it returns beside."""
+    made = made[0] if model.aux else made
+    return made[0] if model.reduction == "count" else made

@@ -1,0 +1,192 @@
+"""Write a loss function down as one graph of torch's operations, with a mark where each stage ends.
+
+loss_fn(params, batch)      -->      embed  MARK  block  MARK  head  loss
+
+The function is called once on tensors without data. Its operations are those above autograd, and the number of rows
+stays open. What a graph does not hold is refused: numbers that decide, gradients taken inside, sizes that are compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fpipe import tree
+from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.fake import watched_memory
+from fpipe.graphs.keep import written_down
+from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.symbols import in_words, symbols_in
+
+_TRACING = threading.local()
+_SEEDED = threading.local()
+KEY = 0
+"""What the example is computed with; the key of each step is its own."""
+
+_LIBRARY = torch.library.Library("fpipe", "DEF")
+_LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
+
+
+def _handed_on(values: list[Tensor]) -> list[Tensor]:
+    return [torch.ops.aten.alias.default(value) for value in values]
+
+
+_LIBRARY.impl("boundary", _handed_on, "CompositeImplicitAutograd")
+MARK: Any = torch.ops.fpipe.boundary.default
+"""The operation that a mark is in a graph: it hands on what it is given."""
+
+
+def boundary(values: Any) -> Any:
+    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
+
+    Args:
+        values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
+
+    Returns:
+        The same pytree.
+
+    >>> boundary({"x": torch.ones(2)})
+    {'x': tensor([1., 1.])}
+    """
+    if hasattr(_SEEDED, "stage"):
+        _SEEDED.stage += 1
+        torch.manual_seed(seed_of(KEY, _SEEDED.stage, 0))
+    if not hasattr(_TRACING, "on"):
+        return values
+    leaves, containers = tree.flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("boundary() marks a pytree of tensors, found none in it.")
+    made = iter(MARK(tensors))
+    return tree.unflatten(containers, [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+class Traced(NamedTuple):
+    """A function as a graph: its module, which of its inputs are parameters and which are the batch (a pair of trees,
+    (inputs, target)), the example batch, and what was found out about the number of rows."""
+
+    module: fx.GraphModule
+    params: list[fx.Node]
+    batch: tuple[Any, Any]
+    example: tuple[Any, Any]
+    guards: tuple[Any, ...]
+
+
+@contextmanager
+def seeding() -> Generator[None]:
+    """Meanwhile the function, called by itself, draws in each stage what a step draws for the first microbatch."""
+    _SEEDED.stage = 0
+    try:
+        with drawing(seed_of(KEY, 0, 0), "loss_fn"):
+            yield
+    finally:
+        del _SEEDED.stage
+
+
+def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> Traced:
+    """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
+    # Imported when first needed: they would take a third of the time that importing fpipe takes.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sizes = ShapeEnv(specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+
+    def fake(leaf: Any, rows: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        each = [DimDynamic.DUCK if rows and dim == 0 else DimDynamic.STATIC for dim in range(leaf.ndim)]
+        if rows and leaf.ndim and len(leaf) == 1:  # of one row a trace takes 1 for the rows of all others
+            leaf = leaf.new_empty((2, *leaf.shape[1:]))
+        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+        return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
+
+    given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
+    leaves, containers = tree.flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def flat(*tensors: Tensor) -> Any:
+        proxies = iter(tensors)
+        return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+
+    _TRACING.on = True
+    try:
+        with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
+            module = make_fx(flat, pre_dispatch=True)(*tensors)
+        _make_literals_pure(module.graph)
+        _refuse_lost(module)
+    finally:
+        del _TRACING.on
+    fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
+    if fixed is not None:
+        raise ValueError(
+            "loss_fn holds for one number of rows only, that of the example: it compares or fixes it, as len(x) does; "
+            "x.shape[0] keeps it open."
+        )
+    guards = tuple(
+        (guard.expr, symbol) for guard in sizes.guards if _asked(guard) for symbol in guard.expr.free_symbols
+    )
+    nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
+    named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return Traced(module, tree.leaves(named[0]), named[1], batch, guards)
+
+
+def _make_literals_pure(graph: fx.Graph) -> None:
+    """torch.tensor(4) is written down as a copy that is then detached in place: a write, though nothing is written."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        (copy,) = node.args
+        if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+
+
+def _refuse_lost(module: fx.GraphModule) -> None:
+    """A tensor without data that no operation has made: the trace does not know where it comes from."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in module.graph.find_nodes(op="get_attr"):
+        lost = getattr(module, str(node.target))
+        if isinstance(lost, FakeTensor):
+            raise ValueError(
+                f"a tensor of shape {in_words(tuple(lost.shape))} comes from where the trace sees nothing: "
+                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or what an earlier call left behind. "
+                "Stages of from_functions may do that."
+            )
+
+
+@contextmanager
+def _explained(batch: tuple[Any, Any]) -> Generator[None]:
+    """What torch refuses meanwhile says what was asked of it, and what its symbols for numbers of rows are."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            "loss_fn decides by a number that it computes (if loss > 0, say), which is not known while it is cut. "
+            "Choose by torch.where, or use from_functions."
+        ) from error
+    except Untraceable as error:
+        raise ValueError(f"loss_fn cannot be cut: {error}. Compute a new tensor in its place.") from error
+    except Exception as error:
+        error.add_note("loss_fn was called on tensors without data, as from_loss does to cut it.")
+        halves = zip(("inputs", "target"), batch, strict=True)
+        leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
+        rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
+        for symbol in sorted(symbols_in(str(error)) & rows.keys()):
+            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss leaves open.")
+        raise
+
+
+def _asked(guard: Any) -> bool:
+    """Whether the function itself asked about a size; torch asks too, for a layout that each stage finds out anew."""
+    where = guard.sloc.framework_loc
+    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)

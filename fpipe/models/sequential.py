@@ -1,0 +1,264 @@
+"""Make a model of an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
+
+    Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
+
+The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
+parameters, and buffers that no stage writes, are constants: a stage reads the module's own at each call. What would
+make a stage impure (weights that it writes, hooks that nobody would run) is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
+
+from fpipe.model import Model, Names, Reduction, Stage, the_model
+from fpipe.models.batch_norm import has_torchs_forward
+from fpipe.models.functions import from_functions
+from fpipe.models.impure import refuse_impure
+from fpipe.models.skips import planned
+from fpipe.models.stage_module import StageModule
+from fpipe.timing.balance import balance
+
+Params = tuple[dict[str, Tensor], ...]
+
+
+def from_sequential(
+    net: nn.Sequential,
+    stages: int | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    reduction: Reduction = "mean",
+    aux: bool = False,
+    keywords: bool = False,
+) -> tuple[Model, Params, Params]:
+    """Cut a Sequential into stages.
+
+    Args:
+        net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force.
+        stages: how many; the largest has as few bytes of parameters as can be.
+        sizes: instead, the number of children in each stage.
+        loss: `loss(y, target)`, as in `from_functions`.
+        reduction, aux: as in `from_functions`.
+        keywords: whether the inputs of a batch are a dict that the first child takes as keywords, as
+            `forward(self, input_ids, mask=None)` does. Without it a dict is handed on as one argument.
+
+    A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
+    `Pop` among the children are skips.
+
+    Returns:
+        The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
+        first name; per stage its module state: the buffers that its modules write, by name. Updates of buffers that
+        are read only to update them (those of batch and instance norms, a counter or a running mean of your own) are
+        apart from the forwards, which then come in any order. A stage with a module that reads what it writes (spectral
+        norm), or that may by what its code shows, reads its state in its forward, microbatch after microbatch.
+
+    Raises:
+        ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> [list(stage) for stage in params]
+    [['0.weight', '0.bias'], ['2.weight', '2.bias']]
+    """
+    _refuse(net)
+    children = list(_children(net))
+    ends = list(accumulate(_sizes(net, stages, sizes)))
+    groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    stage_of = {name: number for number, group in enumerate(groups) for name in group}
+    leaves: dict[int, list[str]] = {}  # the names of one trainable parameter
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            leaves.setdefault(id(parameter), []).append(name)
+            tensors[name] = parameter.detach()
+    _refuse_sharing({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
+    each = [_by_stage(found, stage_of) for found in leaves.values()]
+    names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
+    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
+    skips, inputs = planned(groups)
+    skips[0] = skips[0]._replace(keywords=keywords)
+    runs = [StageModule(number, group, names[number], skips[number]) for number, group in enumerate(groups)]
+    _share(runs)
+    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
+    cut = tuple(
+        replace(stage, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
+        for stage, group, run in zip(model.stages, groups, runs, strict=True)
+    )
+    return (
+        replace(model, stages=cut),
+        tuple({leaf[n][0]: tensors[leaf[n][0]] for leaf in each if min(leaf) == n} for n in range(len(groups))),
+        tuple(run.state() for run in runs),
+    )
+
+
+def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
+    """The children by name, one that stands in several places as often as it does."""
+    return vars(net)["_modules"].items()
+
+
+def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
+    """The number of children in each stage."""
+    if stages is not None and type(stages) is not int:
+        raise ValueError(f"stages is a whole number, found {stages!r}.")
+    if sizes is not None:
+        try:
+            sizes = [*map(index, sizes)]
+        except TypeError:
+            wanted = "sizes lists whole numbers, the children of each stage, as in [2, 1]"
+            raise ValueError(f"{wanted}; found {sizes!r}.") from None
+        if stages not in (None, len(sizes)):
+            raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one of the two.")
+        if min(sizes, default=0) < 1 or sum(sizes) != len(net):
+            raise ValueError(
+                f"sizes={list(sizes)} sum to {sum(sizes)}, the net has {len(net)} children; a stage has at least one."
+            )
+        return sizes
+    if stages is None:
+        raise ValueError("say the number of stages, or sizes= with the number of children in each.")
+    if not 1 <= stages <= len(net):
+        raise ValueError(f"{len(net)} children make at most {len(net)} stages and at least one, found stages={stages}.")
+    bytes_of = [sum(p.numel() * p.element_size() for p in child.parameters()) for child in net]
+    return balance(bytes_of, stages)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _refuse(net: nn.Module) -> None:
+    """A ValueError for a net that stages could not stand for."""
+    if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
+        raise ValueError(f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}.")
+    if any(getattr(net, hooks, None) for hooks in _HOOKS):
+        raise ValueError(
+            "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
+            "Remove them, or register them on the children."
+        )
+    own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
+    if own:
+        raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
+    for path, module in net.named_modules():
+        refuse_impure(path, module)
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
+        if tensor.requires_grad and any(
+            getattr(tensor, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ):
+            raise ValueError(
+                f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
+                "no hook sees. Remove it, and change the gradients that a step returns."
+            )
+
+
+def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+    """The names of one parameter in each stage that has it."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name in names:
+        number = stage_of[name.split(".")[0]]
+        found[number] = (*found.get(number, ()), name)
+    return found
+
+
+def _share(runs: Sequence[StageModule]) -> None:
+    """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
+
+    Raises:
+        ValueError: that module remembers something, which would be two stages' state; or one buffer has two homes.
+    """
+    homes: dict[int, StageModule] = {}
+    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
+    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.fixed)):
+        first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
+        if place != [owner, name]:
+            raise ValueError(
+                f"buffers {first!r} and {path!r} are one tensor, which the first's module writes; give each its own."
+            )
+    for run in runs:
+        for path, module in run.modules:
+            first = homes.setdefault(id(module), run)
+            if first is not run and any(module is owner for _, owner, _ in run.remembered):
+                raise ValueError(
+                    f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
+                    "what it remembers would be in both; choose sizes= that keep it in one."
+                )
+            if first is not run and any(True for _ in module.parameters()):
+                run.lock = first.lock
+
+
+def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
+    """A ValueError for memory that trains in two stages as two parameters."""
+    homes: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
+        here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
+        if here != there:
+            raise ValueError(
+                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory, but are two parameters; "
+                "make them one, or choose sizes= that keep them in one stage."
+            )
+
+
+def deferred_batch_norm(model: Model) -> Model:
+    """The model with batch norms that update their running statistics once a step, with those of the whole batch.
+
+    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. What
+    it remembers for evaluation need not: a deferred one gathers mean and squared deviations over the microbatches, in
+    float64, and updates at the last of them, as it would on a batch that is not cut.
+
+    Args:
+        model: made by `from_sequential`; it stays as it is.
+
+    Returns:
+        Another model for the same params and state. Without batch norms that remember it is the same.
+
+    Raises:
+        ValueError: a batch norm shares its stage with a module that reads the buffers it writes.
+
+    Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    >>> model, params, state = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
+    >>> model = fpipe.deferred_batch_norm(model)
+    >>> step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    >>> batch = torch.randn(8, 2), torch.randn(8, 3)
+    >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
+    tensor(1)
+    """
+    return replace(the_model(model), stages=tuple(map(_deferred, model.stages)))
+
+
+def _deferred(stage: Stage) -> Stage:
+    run = stage.forward
+    if not isinstance(run, StageModule):
+        return stage
+    taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
+    if taken is not None:
+        norm = taken[0].rpartition(".")[0]
+        other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
+        if other is None:
+            who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
+            raise ValueError(
+                f"batch norm {norm!r} ({type(taken[1]).__name__}) has {who}, which may read what it writes; only "
+                "torch's own batch norms that nobody asks can be deferred."
+            )
+        raise ValueError(
+            f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
+            "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
+        )
+    if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
+        return stage
+    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True)
+    later.lock = run.lock  # of all stages that have a module in common
+    return replace(stage, forward=later, within=later.within, **later.remembering())

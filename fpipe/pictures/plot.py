@@ -1,0 +1,114 @@
+"""Look at programs and timelines: as text, or as a picture in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
+
+from fpipe.pictures.html import html
+from fpipe.pictures.panel import Panel, panels_of
+from fpipe.pictures.perfetto import perfetto
+from fpipe.pictures.png import raster
+from fpipe.pictures.svg import svg
+from fpipe.pictures.text import Picture, grid, to_scale
+from fpipe.program import Program, Shown
+from fpipe.timing.costs import Costs, Ticks
+from fpipe.timing.simulate import simulate
+from fpipe.timing.timeline import Timeline
+
+
+def plot(
+    what: Program | Timeline,
+    *more: Program | Timeline,
+    costs: Costs | None = None,
+    file: str | PathLike[str] | None = None,
+    names: Sequence[str] | None = None,
+    colour: bool | None = None,
+    width: int | None = None,
+) -> str:
+    """Draw a program or a timeline, or several on one time axis.
+
+    One program alone is a grid: a row is a rank, a column a tick, in which each F, B, I, W and R takes one, and a dot
+    is an idle tick. With costs, a timeline, or more than one, time is to scale.
+
+    >>> import fpipe
+    >>> one_f_one_b = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
+    >>> print(fpipe.plot(one_f_one_b))
+    rank 0 | 0F0 0F1  .  0B0 0F2 0B1 0F3 0B2  .  0B3
+    rank 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3  .
+    >>> gpipe = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))
+    >>> print(fpipe.plot(one_f_one_b, gpipe, names=["1F1B", "GPipe"], costs=fpipe.Costs(transfer=0.5)))
+    1F1B: makespan 17, span 17, bubble 29.4%, peak 2
+    rank 0 | 0F0 0F1 ............0B0---- 0F2 0B1---- 0F3 ....0B2---- ....0B3----
+    rank 1 | ......1F0 1B0---- 1F1 1B1---- ....1F2 1B2---- 1F3 1B3---- ..........
+    GPipe: makespan 16, span 16, bubble 25.0%, peak 4
+    rank 0 | 0F0 0F1 0F2 0F3 ................0B0---- 0B1---- 0B2---- 0B3----
+    rank 1 | ......1F0 1F1 1F2 1F3 1B0---- 1B1---- 1B2---- 1B3---- ..........
+             0       2       4       6       8       10      12      14      16
+
+    Args:
+        what, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
+            that was built with `record=True`).
+        costs: seconds of the programs' ops; by default `fpipe.Costs()`.
+        file: where to write a picture; its ending says which. `.svg`: for a page, on light paper and dark; hovering
+            over an op says when it runs, what it reads and writes. `.png`, `.pdf`: for a document, by matplotlib
+            (`pip install 'fpipe[plot]'`). `.html`: a page by itself, to zoom into. `.json`: for
+            https://ui.perfetto.dev, a process for each rank.
+        names: what to call each of them; by default 1, 2, ...
+        colour: of printed text; by default where it is printed on a terminal and NO_COLOR is not set.
+        width: of the whole, in characters at most for text (120 to scale; a grid goes on below what is given), in
+            pixels for a picture (else what its ops need).
+
+    Returns:
+        The text, a string that shows itself as a picture in a notebook; with `file`, its name.
+
+    Raises:
+        TypeError: something is neither a Program nor a Timeline.
+        ValueError: an ending without a picture, a list of names that does not fit, costs without a program.
+        FileNotFoundError: the file's folder is not there.
+        ModuleNotFoundError: no matplotlib.
+    """
+    if width is not None and (not isinstance(width, int) or width < 40):
+        raise ValueError(f"width= is a number of characters, or of pixels in a picture, at least 40; found {width!r}.")
+    if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"file= is the name of a file, such as 'picture.svg', found {file!r}.")
+    things = (what, *more)
+    if file is not None:
+        return _write(Path(file), panels_of(things, names, costs), width)
+    if len(things) == 1 and isinstance(what, Program) and costs is None and names is None:
+        return grid(Panel("", simulate(what, Ticks())), colour, width)
+    return to_scale(panels_of(things, names, costs), width or 120, colour)
+
+
+_WRITERS: dict[str, Callable[[Sequence[Panel], float | None], str | bytes]] = {
+    ".svg": svg,
+    ".png": lambda panels, width: raster(panels, width, "png"),
+    ".pdf": lambda panels, width: raster(panels, width, "pdf"),
+    ".html": html,
+    ".json": lambda panels, width: perfetto(panels),
+}
+
+
+def _write(file: Path, panels: Sequence[Panel], width: float | None) -> str:
+    if file.suffix not in _WRITERS:
+        raise ValueError(f"a picture's file ends in {', '.join(_WRITERS)}; found {file.name!r}.")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
+    made = _WRITERS[file.suffix](panels, width)
+    file.write_bytes(made.encode() if isinstance(made, str) else made)
+    return str(file)
+
+
+def _paint(what: Program | Timeline | Picture) -> str:
+    """What a notebook shows; text instead where a picture would choke it."""
+    panels = what.panels if isinstance(what, Picture) else panels_of([what], None, None)
+    if sum(len(panel.timeline.events) for panel in panels) > _MOST:
+        facts = "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
+        return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"
+    return f'<div style="overflow-x:auto">{svg(panels)}</div>'
+
+
+_MOST = 10_000
+
+Shown.painter = _paint

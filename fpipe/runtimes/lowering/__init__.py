@@ -1,0 +1,1 @@
+"""(Program, Model, one signature) -> a flat list of calls."""

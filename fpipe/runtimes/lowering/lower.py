@@ -1,0 +1,333 @@
+"""Make a flat list of calls of a program, once for each signature of what a step is handed.
+
+    1F0 1B0 ADD(sum[1,0])        --> lower -->        y, res = forward(x); dx, sum = backward_adding(res, dy, sum)
+
+Values live in numbered slots, as lists of their leaves: first what is there when the calls start, then what these
+write, in their order, so that each only adds to the end. A call that reads a value last is given the list itself, which
+it empties, so that each tensor is gone after its last read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fpipe import tree
+from fpipe.graphs.add import adding, owned
+from fpipe.graphs.ambient import casts, kernels
+from fpipe.graphs.code import compiled
+from fpipe.graphs.cut import Cut, prepared
+from fpipe.graphs.draws import LABEL
+from fpipe.graphs.graph import Fact, Graph
+from fpipe.graphs.returned import scaled
+from fpipe.graphs.update import FACTOR, NEW, OLD, updating
+from fpipe.models.tapes import Tape
+from fpipe.program import Op, Program, Value, building
+from fpipe.runtimes.by_autograd import Run
+from fpipe.runtimes.lowering.calls import (
+    add,
+    add_to,
+    apart,
+    by_rule,
+    by_tape,
+    container,
+    drawing,
+    pass_on,
+    rounded,
+    slicing,
+    under_autograd,
+)
+from fpipe.runtimes.lowering.shapes import Plain, Shapes, label_of
+from fpipe.runtimes.lowering.sums import Sums
+from fpipe.runtimes.lowering.things import Thing
+from fpipe.runtimes.lowering.updates import Update, Updates
+from fpipe.runtimes.meaning import rounding
+
+Leaves = list[Any]
+KEY = ("ready", "key")  # what the slot of a step's key is called
+FACTORS = ("ready", "factors")  # and, with a stage behind, that of how much a batch weighs in its running statistics
+_STEADY = ("ready", "weight")  # no call empties these
+
+
+class Call(NamedTuple):
+    """One call: the slots it reads, which of these are read again later, the slots it writes; the ops it stands
+    for, the values it writes, and those that nobody reads after it.
+    """
+
+    run: Callable[..., Sequence[Leaves]]
+    reads: tuple[int, ...]
+    shared: tuple[int, ...]
+    writes: tuple[int, ...]
+    ops: tuple[Op, ...]
+    written: tuple[Value, ...]
+    dead: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program as calls, for one signature.
+
+    Attributes:
+        slots: where each value lives; those that no call writes come first.
+        constants: what some slots hold from the start.
+        prepare: calls that a step makes first, once for all microbatches: views of parameters.
+        calls: the calls, in the order of the program.
+        things: what is known of every value.
+        given: storages that are not the step's own: of the caller, and of what stages hold on to.
+        key: the slot of the step's key, if a stage draws random numbers.
+        drawing: a forward of each stage that does.
+    """
+
+    slots: Mapping[Any, int]
+    constants: Mapping[int, Leaves]
+    prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
+    calls: Sequence[Call]
+    things: Mapping[Value, Thing]
+    given: frozenset[int]
+    key: int | None
+    drawing: tuple[Op, ...]
+
+
+def lower(program: Program, run: Run, given: Mapping[Value, Thing], plain: Plain) -> Lowered:
+    """Calls for a program whose inputs are as `given`, some of whose stages run under plain autograd.
+
+    Raises:
+        Untraceable: something in it cannot be known before it runs.
+    """
+    ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
+    if program.slices > 1:
+        ops = [_without_carry(op) if "carry" not in run.model.stages[op.stage or 0].asks else op for op in ops]
+    with building():
+        shapes = Shapes(run, dict(given), plain)
+        for op in ops:
+            shapes.follow(op)
+        mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
+        return _Writer(program, ops, shapes, mine | shapes.constant).write()
+
+
+def _without_carry(op: Op) -> Op:
+    """An op of a stage that asks for no carry, and so hands on nothing to its next slice."""
+    if op.kind not in ("F", "R", "B", "I"):
+        return op
+    reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))
+    return op._replace(reads=reads, writes=writes)
+
+
+class _Writer:
+    """Writes the calls of a program down, now that all shapes are known."""
+
+    def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
+        self.program, self.ops, self.shapes, self.things = program, ops, shapes, shapes.things
+        self.given = frozenset(given)
+        self.kernels, self.casts = kernels(), casts()
+        self.slots: dict[Any, int] = {}
+        self.constants: dict[int, Leaves] = {}
+        self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self.drawing: dict[int, Op] = {}
+        self.kept = {end.value for end in program.outputs}
+        self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages, given)
+        self.adds = self.sums.adds
+        self.updates = Updates(ops, self.kept, shapes).of
+        self.folded = {add for adds in self.adds.values() for add in adds.values()}
+        self.folded |= {update.at for update in self.updates.values()}
+        self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
+        self.dead: dict[int, list[Value]] = {}
+        for value, at in self.last.items():
+            self.dead.setdefault(at, []).append(value)
+
+    def write(self) -> Lowered:
+        calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
+        for value in (end.value for end in self.program.inputs):
+            self.slot(value)
+        written = [slot for call in calls for slot in call.writes]
+        there = {*self.slots.values()}.difference(written)
+        at = {slot: place for place, slot in enumerate((*sorted(there), *written))}
+        calls = [call._replace(reads=_moved(call.reads, at), writes=_moved(call.writes, at)) for call in calls]
+        slots = {value: at[slot] for value, slot in self.slots.items()}
+        return Lowered(
+            slots,
+            {at[slot]: leaves for slot, leaves in self.constants.items()},
+            [(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
+            calls,
+            self.things,
+            self.given,
+            slots.get(KEY),
+            tuple(self.drawing.values()),
+        )
+
+    def slot(self, value: Any) -> int:
+        return self.slots.setdefault(value, len(self.slots))
+
+    def reads_of(self, at: int) -> list[Value]:
+        """What is read at a position, what the ops that are folded into it take in included: sums, statistics."""
+        if at in self.folded:
+            return []
+        return [*self.ops[at].reads, *(self.ops[other].reads[0] for other in self.others(at))]
+
+    def writes_of(self, at: int) -> list[Value]:
+        """What is written at a position, what the ops that are folded into it make included."""
+        if at in self.folded:
+            return []
+        return [*self.own_writes(at), *(self.ops[other].writes[0] for other in self.others(at))]
+
+    def others(self, at: int) -> list[int]:
+        """The positions of the ops that are folded into one."""
+        update = self.updates.get(at)
+        return [*self.adds.get(at, {}).values(), *([update.at] if update else [])]
+
+    def own_writes(self, at: int) -> list[Value]:
+        """What an op writes itself, without what is for those that are folded into it."""
+        adds, noted = self.adds.get(at, {}), at in self.updates
+        return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
+
+    def called(self, at: int, op: Op) -> Call:
+        if self.shapes.is_plain(op):
+            things = [[self.things[value] for value in values] for values in (op.reads, op.writes)]
+            keyed = (KEY,) if op.kind in "FR" else ()
+            run = partial(under_autograd, op, *things, self.shapes.run)
+            return self.call(at, run, (*op.reads, *keyed), op.writes)
+        return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
+
+    def call(
+        self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
+    ) -> Call:
+        ops = (self.ops[at], *extra)
+        mine = {value for value in reads if self.last.get(value) == at and value not in self.kept}
+        shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] not in _STEADY)
+        slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
+        dead = tuple(value for value in self.dead.get(at, ()) if value not in self.kept)
+        return Call(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
+
+    def traced(self, at: int, op: Op) -> Call:
+        """A part of a stage's graph."""
+        cut = self.shapes.cut_of(op)
+        adds, update = self.adds.get(at, {}), self.updates.get(at)
+        copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
+        labels = tuple(label_of(value) for value in op.writes if not (update and value.name == "seen"))
+        adding_to = tuple(map(label_of, adds))
+        how = None if update is None else update[1:]
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, self.kernels)
+        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update))
+        named = self.shapes.labels(op) | {
+            "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
+        }
+        named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
+        values = {label_of(value): value for value in self.own_writes(at)}
+        values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
+        if update:
+            named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
+            values |= {NEW: self.ops[update.at].writes[0]}
+        if graph.streams and LABEL in graph.reads:
+            named |= {LABEL: KEY}
+            self.drawing.setdefault(op.stage or 0, op)
+            place = (op.stage or 0, op.microbatch or 0, op.slice)
+            run = drawing(run, [*graph.reads].index(LABEL), graph.streams, place)
+        reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
+        extra = [self.ops[other] for other in self.others(at)]
+        return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
+
+    def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
+        """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
+        run, graph = first
+        _, _, forward = self.shapes.calls[op[1:4]]
+        named = self.shapes.labels(forward) | {"const": Value("const", op.stage)}
+        values = [self.shapes.origin.get(named[label], named[label]) for label in graph.reads]
+        slot = ("ready", key, *values)
+        if slot not in self.slots:
+            self.prepare.append((run, tuple(map(self.slot, values)), self.slot(slot)))
+        return slot
+
+    def weight(self, op: Op) -> Any:
+        """The slot of the loss's cotangent: the microbatch's weight in the mean."""
+        weight = 1.0
+        if self.shapes.model.reduction == "mean":
+            weight = next((self.things[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
+        known = self.shapes.loss_of(op)
+        weight = scaled(weight, self.shapes.run.loss_scale, known.dtype)
+        slot = ("weight", weight, known)
+        if slot not in self.slots:
+            self.constants[self.slot(slot)] = [torch.full(known.shape, weight, dtype=known.dtype, device=known.device)]
+        return slot
+
+    def ruled(self, at: int, op: Op) -> Call:
+        """What the walk would do, on values in their containers."""
+        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
+            return self.call(at, partial(rounded, rounding(op)) if op.how else pass_on, op.reads, op.writes)
+        if op.kind == "ADD":
+            return self.call(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
+        if op.kind == "SPLIT" and "presplit" not in dict(op.how):
+            plan = [self.slices(op, value) for value in op.writes]
+            if all(part is not None for part in plan):
+                return self.call(at, slicing(plan), op.reads, op.writes)
+        things = [self.things[value] for value in op.reads]
+        module: Any = self.shapes.model.stages[op.stage or 0].forward
+        noted = things[1].leaves if op.kind == "U" else ()
+        if noted and isinstance(noted[0], Tape) and not module.norms:  # norms that did not run have an update too
+            names: dict[str, int] = tree.unflatten(things[0].spec, range(len(things[0].leaves)))
+            return self.call(at, partial(by_tape, [names[name] for name in module.apart]), op.reads, op.writes)
+        run = partial(by_rule, op, [*map(container, things)], self.shapes.run, self.casts)
+        if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
+            return self.call(at, lambda *lists: run(*map(apart, lists)), op.reads, op.writes)
+        return self.call(at, run, op.reads, op.writes)
+
+    def slices(self, op: Op, value: Value) -> Any:
+        """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
+
+        A number that shapes fix is itself. None where a result is no plain slice.
+        """
+        leaves = self.things[value].leaves
+        if not any(isinstance(leaf, Fact) for leaf in leaves):
+            return (-1, list(leaves))
+        at = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
+        found: list[Any] = []
+        for leaf, whole_leaf in zip(leaves, self.things[op.reads[at]].leaves, strict=True):
+            if not isinstance(leaf, Fact):
+                found.append(None)
+                continue
+            (shape, stride, *_), (full, steps, *_) = leaf.aval, whole_leaf.aval
+            dims = [dim for dim, sizes in enumerate(zip(shape, full, strict=False)) if sizes[0] != sizes[1]]
+            if leaf.storage != whole_leaf.storage or stride != steps or len(dims) > 1 or (dims and not steps[dims[0]]):
+                return None
+            found.append((dims[0], leaf.offset // steps[dims[0]], shape[dims[0]]) if dims else None)
+        return (at, found)
+
+
+def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(at[slot] for slot in slots)
+
+
+def _code(
+    cut: Cut,
+    kind: str,
+    labels: tuple[str, ...],
+    adds: tuple[str, ...],
+    copied: tuple[tuple[str, int], ...],
+    update: Update | None,
+) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
+    """The function of one kind of op: what it prepares of parameters, and the rest."""
+    if kind in ("F", "R"):
+        graph = cut.forward(labels)
+        if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
+            copied = (*copied, ("loss", 0))
+        graph = updating(graph, cut.graph.writes["seen"], *update[1:]) if update else graph
+    else:
+        graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
+    graph = owned(graph, copied) if copied else graph
+    graph = adding(graph, adds) if adds else graph
+    first, rest = prepared(graph)
+    return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
+
+
+def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
+    """What a graph without ops does: it hands on what it reads."""
+    places = {name: (k, at) for k, leaves in enumerate(graph.reads.values()) for at, name in enumerate(leaves)}
+    picked = [places[name] for name in graph.writes["ready"]]
+    return lambda *lists: ([lists[k][at] for k, at in picked],)
+
+
+def _numbers(thing: Thing) -> Iterator[Fact]:
+    return (leaf for leaf in thing.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)

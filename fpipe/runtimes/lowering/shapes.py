@@ -1,0 +1,300 @@
+"""Walk down a program with shapes instead of tensors: what every value will be, before anything runs.
+
+    params[0]: float32[512, 512]   x[0,0]: float32[8, 512]        -->        y[0,0]: float32[8, 512]   res[0,0]: ...
+
+So the bytes of each value are known, and which tensors share their memory; and how each stage is traced and cut. The
+stages are traced with the cotangents that come, so from the last one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.call import Call, wants
+from fpipe.graphs.cut import Cut
+from fpipe.graphs.fake import fake_mode
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage, is_plain
+from fpipe.graphs.trace_cache import Outline, Traces
+from fpipe.model import ByPlace
+from fpipe.program import Op, Value
+from fpipe.runtimes.by_autograd import Run
+from fpipe.runtimes.lowering.abstract import abstractly, rounded
+from fpipe.runtimes.lowering.things import Places, Thing, aval_of, described, wanting_fact
+
+Place = tuple[int | None, int | None, int | None]
+"""Stage, microbatch and slice of an op."""
+
+
+_OPAQUE = Thing((None,), tree.flatten(None)[1])  # residuals of plain autograd: one object
+
+
+@dataclass
+class Plain:
+    """The stages that run under autograd, since they cannot be traced, and what they were seen to write.
+
+    Attributes:
+        stages: their numbers, each with the reason.
+        things: of every value that was written in a walk, what is known of it.
+        lost: a value that nothing can be known of was among them.
+        known_only: whether only traces are used that were made before.
+    """
+
+    stages: dict[int, str] = field(default_factory=dict[int, str])
+    things: dict[Value, Thing] = field(default_factory=dict[Value, Thing])
+    lost: bool = False
+    known_only: bool = False
+
+    def see(self, value: Value, made: Any) -> None:
+        """Note what a value was. Its tensors are taken to be each in memory of its own."""
+        if value.name not in ("res", "wres"):
+            leaves, containers = tree.flatten(made)
+            if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+                self.lost = True
+                return
+            known = tuple(apart(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.things[value] = Thing(known, None if value.name in ("g", "dx", "dcarry") else containers)
+
+
+class Shapes:
+    """What each value is, and how each stage of each microbatch is cut."""
+
+    def __init__(self, run: Run, things: dict[Value, Thing], plain: Plain) -> None:
+        self.model, self.things, self.run, self.plain = run.model, things, run, plain
+        model = run.model
+        self.traces = Traces(model, plain.known_only)
+        self.fake = fake_mode()
+        self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
+        self.cuts: dict[Place, Cut] = {}
+        self.first: dict[Call, Call] = {}
+        self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
+        self.seed = fresh_storage()
+        self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
+        self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
+        self.copies: dict[Value, list[Value]] = {}  # the other way round
+
+    def follow(self, op: Op) -> None:
+        """Find out what an op writes."""
+        if self.is_plain(op):
+            self.things.update({value: self.plain.things.get(value, _OPAQUE) for value in op.writes})
+        elif op.kind in "FRBI":
+            try:
+                (self.forward if op.kind in "FR" else self.backward)(op)
+            except Untraceable as error:
+                name = self.model.stages[op.stage or 0].name
+                raise error.of(op.stage or 0, f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
+        elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
+            for read, written in zip(op.reads, op.writes, strict=True):
+                source = self.origin[written] = self.origin.get(read, read)
+                self.copies.setdefault(source, []).append(written)
+                if read in self.things:  # what a forward leaves is known when its backward is
+                    self.things[written] = rounded(op, self.things[read], self.fake) if op.how else self.things[read]
+        elif op.kind != "W":
+            made = abstractly(op, [self.things[value] for value in op.reads], self.run, self.fake)
+            self.things.update(zip(op.writes, made, strict=True))
+
+    def is_plain(self, op: Op) -> bool:
+        """Whether an op is of a stage that runs under autograd."""
+        return op.kind in "FRBIW" and op.stage in self.plain.stages
+
+    def forward(self, op: Op) -> None:
+        """What a stage writes, the loss behind it too."""
+        call = self.call(op)
+        named = self.labels(op)
+        given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
+        made = self.outlined(call, given)
+        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, ByPlace):
+            made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
+        loss = None
+        if "target" in given:
+            pair = {"x": made["y"], "target": given["target"]}
+            loss = self.known(Call(None, *described(pair)))
+            made |= self.outlined(loss, pair)
+            made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
+        self.calls[op[1:4]] = (call, loss, op)
+        self.things.update({value: made[label_of(value)] for value in op.writes if value.name != "res"})
+
+    def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
+        """What a call writes, each tensor in memory of its own or in that of what is given."""
+        outline = self.traces.outline(call)
+        places = Places(
+            (known.storage, leaf.storage)
+            for label, leaves in outline.reads.items()
+            for known, leaf in zip(leaves, given[label].leaves, strict=True)
+            if isinstance(leaf, Fact)
+        )
+
+        def thing(leaves: Sequence[Any], spec: Any) -> Thing:
+            return Thing(tuple(places.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec)
+
+        return {label: thing(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
+
+    def call(self, op: Op) -> Call:
+        """How an F or R calls its stage."""
+        assert op.stage is not None
+        stage = self.model.stages[op.stage]
+        named = [(label, value) for label, value in self.labels(op).items() if label not in ("target", "key")]
+        groups = {label: self.taken(value, label) for label, value in named}
+        reads, specs = described(groups | self.constants(op.stage))
+        microbatch = op.microbatch if "microbatch" in stage.asks else None
+        starts = tuple(label for label, value in named if self.starts(value, label))
+        return self.known(Call(op.stage, reads, specs, microbatch, starts))
+
+    def known(self, call: Call) -> Call:
+        """The first of calls that are equal: what is found by it is found without comparing much."""
+        try:
+            return self.first.setdefault(call, call)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+
+    def taken(self, value: Value, label: str) -> Thing:
+        """What is known of a value that a forward reads; of inputs whose gradient is wanted, with that."""
+        thing = self.things[value]
+        return Thing(tuple(map(wanting_fact, thing.leaves)), thing.spec) if self.starts(value, label) else thing
+
+    def starts(self, value: Value, label: str) -> bool:
+        """Whether a value that a forward reads is of the batch, and its gradient is wanted."""
+        port = int(label.partition(":")[2] or 0)
+        return value.name in ("x", "inputs") and (value.stage, port) in self.run.input_grads
+
+    def constants(self, stage: int | None) -> dict[str, Thing]:
+        """What a module reads besides its parameters."""
+        thing = self.things.get(Value("const", stage))
+        return {} if thing is None else {"const": thing}
+
+    def labels(self, op: Op) -> dict[str, Value]:
+        """The values an op reads by the label that graphs have for them."""
+        if id(op) not in self._labels:
+            self._labels[id(op)] = op, self._labelled(op)
+        return self._labels[id(op)][1]
+
+    def _labelled(self, op: Op) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        counts: dict[str, int] = {}
+        for value in op.reads:
+            word = _LABELS.get(value.name, value.name) if op.kind in "FR" else _BACKWARD_LABELS.get(value.name)
+            if word in ("params", "x", "dy"):
+                at = counts[word] = counts.get(word, -1) + 1
+                word += f":{at}" if at else ""
+            if word is not None:
+                found[word] = value
+        return found
+
+    def backward(self, op: Op) -> None:
+        """Trace the stage and its gradient, now that the cotangents are known, and see what comes out."""
+        place = op[1:4]
+        call, loss, first = self.calls[place]
+        named = self.labels(op)
+        seeds: dict[str, tuple[Any, ...]] = {}
+        outline = self.traces.outline(call)
+        if loss is None:
+            for label in _outputs(outline):
+                value, leaves = named.get(f"d{label}"), outline.avals(label)
+                seeds[f"d{label}"] = (None,) * len(leaves) if value is None else self.cotangents(value, leaves)
+        if "dcarry" in named:
+            seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
+        if "loss" in outline.writes:  # a loss of the stage's own
+            seeds["dloss"] = (self.loss_of(op),)
+        graph = self.traced(call, seeds, loss)
+        wanted = tuple(
+            (label_of(value), self.wanting(call, label_of(value)))
+            for value in op.writes
+            if value.name in ("dx", "dcarry")
+        )
+        saved = dict(first.how).get("saved")
+        cut = self.cuts[place] = graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
+        self.write(op, first, cut, named)
+
+    def cut_of(self, op: Op) -> Cut:
+        """How the stage of an op is cut for its microbatch; nothing behind the outputs where no backward follows."""
+        place = op[1:4]
+        if place not in self.cuts:
+            call, loss, _ = self.calls[place]
+            outline = self.traces.outline(call)
+            seeds = {f"d{label}": (None,) * len(outline.writes[label]) for label in _outputs(outline)}
+            graph = self.traced(call, seeds, loss)
+            self.cuts[place] = graph.once(("cut", ()), lambda: Cut(graph, ()))
+        return self.cuts[place]
+
+    def loss_of(self, op: Op) -> Aval:
+        """What is known of the loss that an op's stage writes."""
+        call, loss, _ = self.calls[op[1:4]]
+        return self.traces.outline(loss or call).avals("loss")[0]._replace(wants=False)
+
+    def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
+        """A stage and its gradient, with the loss if it reads the target."""
+        if loss is None:
+            return self.traces.graph(self.traces.shared(call), seeds)
+        weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
+        return self.traces.with_loss(self.traces.shared(call), seeds, loss, weight)
+
+    def wanting(self, call: Call, label: str) -> tuple[int, ...]:
+        """The places of leaves that want a cotangent, among those it is the label of."""
+        leaves = dict(call.reads)[
+            {"dx": "x", "dcarry": "carry"}[label.split(":")[0]] + label[len(label.split(":")[0]) :]
+        ]
+        return tuple(place for place, leaf in enumerate(leaves) if wants(leaf))
+
+    def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The avals of cotangents, for leaves that want one."""
+        given = self.things[value].leaves
+        return tuple(aval_of(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
+
+    def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
+        """What a backward (and its W) writes, and the residuals between: which memory each is in."""
+        graph, facts = cut.graph, cut.graph.facts  # and places: storages of the graph -> of this microbatch
+        constants = [facts[name].storage for name in graph.constants]
+        self.constant.update(constants)
+        places = Places(zip(constants, constants, strict=True))
+        given = {label: self.things[value] for label, value in self.labels(first).items()}
+        given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
+        given |= self.constants(op.stage)
+        for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
+            places[facts[name].storage] = self.seed
+        for label, leaves in graph.reads.items():
+            for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
+                if name is not None and isinstance(leaf, Fact):
+                    places[facts[name].storage] = leaf.storage
+        for value in first.writes:  # what F or R writes, it may keep too
+            names = graph.writes.get(label_of(value), ())  # none for residuals
+            for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
+                if isinstance(name, Name):
+                    places.setdefault(facts[name].storage, leaf.storage)
+
+        def thing(leaves: Sequence[Any]) -> Thing:
+            return Thing(tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+
+        gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
+        gradients = [value for value in gradients if label_of(value) in graph.writes]
+        written = {label_of(value) for value in (*op.writes, *gradients)} - {"wres"}
+        made = {label: thing(cut.written(label)) for label in graph.writes if label in written}
+        made |= {"res": thing(cut.residuals)} | ({"wres": thing(cut.weight_residuals)} if op.kind == "I" else {})
+        read = next(value for value in op.reads if value.name == "res")
+        source = self.origin.get(read, read)
+        residuals = [source, *self.copies.get(source, ())]
+        self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
+
+
+_LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
+_BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
+
+
+def _outputs(outline: Outline) -> list[str]:
+    """The labels of a stage's outputs."""
+    return [label for label in outline.writes if label.split(":")[0] == "y"]
+
+
+def label_of(value: Value) -> str:
+    """What graphs call a value: its name and port."""
+    return _label(value.name, value.port)
+
+
+@cache
+def _label(name: str, port: int) -> str:
+    return ("y" if name == "again" else name) + (f":{port}" if port else "")

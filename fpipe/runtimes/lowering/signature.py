@@ -1,0 +1,124 @@
+"""Tell which way of running a program a step needs: all that its calls are made for, as one value to compare.
+
+step(params, batch, state)    -->    containers, shapes, dtypes, strides, devices, modes, autocast, flags, threads
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.ambient import Untraceable, ambient
+from fpipe.graphs.graph import layout_of
+from fpipe.model import Model
+from fpipe.models.stage_module import StageModule
+
+
+class Signature(tuple[Any, ...]):
+    """The parts of a signature, of which the hash is found once: steps are told to be alike, and then looked up."""
+
+    def __hash__(self) -> int:
+        if not hasattr(self, "_hash"):
+            self._hash = super().__hash__()
+        return self._hash
+
+
+class Signatures:
+    """The signatures of what one step is handed."""
+
+    def __init__(self, model: Model) -> None:
+        self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
+        self._modules = [module for stage in self._stages for _, module in stage.modules]
+        self._norms = [norm for stage in self._stages for _, norm in stage.norms]
+        self._new = 0
+        self._last: Any = None
+        self._now = Signature()
+
+    def of(self, leaves: Sequence[Any], containers: tree.Spec, example: bool = False) -> Signature:
+        """The signature of these leaves in these containers, under what is around them now.
+
+        Args:
+            leaves, containers: of what a step is handed.
+            example: whether they only show what it will be: those without data stand for tensors on the default device.
+
+        Raises:
+            TypeError: a leaf cannot be compared.
+            Untraceable: nothing can be traced under what is around them.
+        """
+        modes, now = (*map(_training, self._modules), *[norm.momentum is None for norm in self._norms]), self._now
+        own = [leaf for stage in self._stages for leaf in stage.constants()]
+        known = [*map(_known, leaves), *map(_known, own)]
+        if example:
+            known = [*map(_at_home, known)]
+        found = (ambient(), modes, containers, tree.odd_keys(containers), *known)
+        if found != now:
+            now = Signature(found)
+            hash(now)  # what cannot be hashed is told here, and never compared
+            self._now = now
+        return now
+
+    def count(self, signature: Any, given: Any) -> None:
+        """Note that a step was traced for a signature, and say what changes if that happens again and again."""
+        self._new += 1
+        if self._new == _OFTEN + 1:
+            warnings.warn(
+                f"this step was traced again {_OFTEN} times, since each step was handed something else: last time "
+                f"{_changed(self._last, signature, given)}. Hand in a number that changes as a 0-d tensor, cut or pad "
+                "batches to few sizes, or build with trace=False.",
+                stacklevel=3,
+            )
+        self._last = signature
+
+
+_OFTEN = 8
+
+
+_training = attrgetter("training")
+_looks = attrgetter("shape", "dtype", "device")
+
+
+def _known(leaf: Any) -> Any:
+    """What of a leaf the traces depend on."""
+    if isinstance(leaf, Tensor):
+        try:
+            return leaf.stride(), *_looks(leaf)
+        except RuntimeError:
+            raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
+
+
+def _at_home(known: Any) -> Any:
+    return (*known[:3], torch.get_default_device()) if len(known) == 4 and known[3].type == "meta" else known
+
+
+def _changed(before: Any, now: Any, given: Any) -> str:
+    """The first difference of two signatures, in words."""
+    words = (
+        "autocast, a flag or the number of threads",
+        "the mode of a module",
+        "the containers",
+        "the keys of a dict",
+    )
+    for word, one, other in zip(words, before, now, strict=False):
+        if one != other:
+            return f"{word} changed"
+    names = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state"), given, strict=True)))]
+    pairs = zip(before[len(words) :], now[len(words) :], strict=True)
+    at, one, other = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    if at >= len(names):
+        return "a buffer or a frozen parameter changed its shape, dtype or strides"
+    root, _, rest = names[at].removeprefix("['").partition("']")
+    return f"{root}{rest} was {_shown(one)} and is {_shown(other)}"
+
+
+def _shown(known: Any) -> str:
+    if len(known) == 2:
+        return str(known[1])
+    stride, shape, dtype, device = known
+    return f"{str(dtype).removeprefix('torch.')}{[*shape]} with strides {[*stride]} on {device}"

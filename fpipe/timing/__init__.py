@@ -1,0 +1,1 @@
+"""(Program, Costs) -> Timeline, Bounds, Plan: what a program costs in time and memory."""

@@ -1,0 +1,55 @@
+"""A running average of costs: what was measured last changes what is believed by a little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fpipe.timing.costs import Costs
+
+_SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
+
+
+def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:
+    """Costs between those believed so far and those just measured.
+
+    Args:
+        before: what was believed; None at the start.
+        now: what was measured, for the same stages.
+        weight: how much the new ones count, from 0 to 1.
+
+    Returns:
+        Of each op `(1 - weight) * before + weight * now` seconds; all else, such as bytes and transfers, as in `now`.
+
+    Raises:
+        ValueError: another weight, or costs of another number of stages.
+
+    >>> import fpipe
+    >>> costs = None
+    >>> for seconds in (10, 20, 20):
+    ...     costs = fpipe.average(costs, fpipe.Costs(forward=[seconds, 1]), weight=0.5)
+    >>> costs.forward
+    [17.5, 1.0]
+    """
+    if not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise ValueError(f"weight is how much the new costs count, from 0 to 1; found {weight!r}.")
+    for word, costs in (("before", before), ("now", now)):
+        if not isinstance(costs, Costs) and (word, costs) != ("before", None):
+            raise TypeError(f"{word} is an fpipe.Costs, as fpipe.profile measures them; found {costs!r}.")
+    if before is None:
+        return now
+    mixed = {word: _between(word, getattr(before, word), getattr(now, word), weight) for word in _SECONDS}
+    return replace(now, **mixed)
+
+
+def _between(word: str, before: Any, now: Any, weight: float) -> Any:
+    if before is None or now is None:
+        return now
+    listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}
+    if len(listed) > 1:
+        raise ValueError(f"{word} is of {len(before)} stages before and of {len(now)} now; start a new average.")
+    if not listed:
+        return (1 - weight) * before + weight * now
+    rows = [cost if isinstance(cost, Sequence) else [cost] * max(listed) for cost in (before, now)]
+    return [(1 - weight) * old + weight * new for old, new in zip(*rows, strict=True)]

@@ -1,0 +1,357 @@
+"""How short can it be: lower bounds on the time of any order of a program's ops on their ranks.
+
+Each looks through the window of one rank: when the first of its ops can start at the earliest, what it has to work,
+and what is left to do, at the least, when it is done with that.
+
+    rank r   | earliest first start |   work of the rank, in any order   | shortest tail |
+                                                                         |<- elsewhere ->|
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from typing import Any, Literal
+
+from fpipe.program import Op, Program, Value, building, the_program
+from fpipe.timing.columns import columns_of
+from fpipe.timing.costs import Costs, carried, the_costs
+from fpipe.timing.lanes import is_work, walk
+from fpipe.timing.memory import known_shares, residuals_stay, units_held
+from fpipe.timing.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One lower bound, by rank.
+
+    Attributes:
+        name: "head", "fused", "drain", "warm-up" or "lifespan".
+        ranks: seconds of makespan that the window of each rank asks for; the largest counts.
+        spans: the same for the span of each rank, where the bound is about that.
+    """
+
+    name: str
+    ranks: tuple[float, ...]
+    spans: tuple[float, ...] = ()
+
+    @property
+    def makespan(self) -> float:
+        """Seconds that the makespan has at least."""
+        return max(self.ranks, default=0.0)
+
+    @property
+    def rank(self) -> int:
+        """The rank whose window asks for most."""
+        return max(range(len(self.ranks)), key=self.ranks.__getitem__, default=0)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What no order of a program's ops can go below, and which bound says so.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(8), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
+    >>> found = fpipe.bounds(program)
+    >>> print(found)
+    bound     makespan  rank
+    head            27     3
+    fused           33     3  binds
+    drain           33     3
+    warm-up         33     3
+    lifespan        33     3
+    >>> found.gap(fpipe.simulate(program))
+    0.0
+    """
+
+    head: Bound
+    fused: Bound
+    drain: Bound
+    warm_up: Bound
+    lifespan: Bound
+
+    @property
+    def all(self) -> tuple[Bound, ...]:
+        """The five, in the order in which they are printed."""
+        return self.head, self.fused, self.drain, self.warm_up, self.lifespan
+
+    @property
+    def binding(self) -> Bound:
+        """The one that asks for most; of equal ones the first."""
+        return max(self.all, key=lambda bound: bound.makespan)
+
+    @property
+    def makespan(self) -> float:
+        """No makespan is below this, in seconds."""
+        return self.binding.makespan
+
+    @property
+    def span(self) -> float:
+        """No span is below this, in seconds."""
+        return max((span for bound in self.all for span in bound.spans), default=0.0)
+
+    def gap(self, timeline: Timeline, of: Literal["makespan", "span"] = "makespan") -> float:
+        """How far above the bound a timeline is, as a share of the bound: 0 is optimal, 0.1 takes a tenth longer."""
+        if of not in ("makespan", "span"):
+            raise ValueError(f'a gap is of the "makespan" or the "span", found {of!r}.')
+        least, found = getattr(self, of), getattr(timeline, of)
+        return found / least - 1 if least else 0.0
+
+    def __str__(self) -> str:
+        rows = [f"{'bound':9} {'makespan':>8} {'rank':>5}"]
+        for bound in self.all:
+            mark = "  binds" if bound is self.binding else ""
+            rows.append(f"{bound.name:9} {bound.makespan:>8g} {bound.rank:>5}{mark}")
+        return "\n".join(rows)
+
+
+def bounds(
+    program: Program, costs: Costs | None = None, *, memory_cap: float | Sequence[float] | None = None
+) -> Bounds:
+    """Lower bounds on makespan and span over all orders of a program's ops, where each stays on its rank.
+
+    With p ranks, m microbatches, T = F+B+W and equal stages in a row (B is the input gradient here), they are:
+
+    - head: (p-1)(F+c) + mT. The last rank cannot start before the first microbatch is there.
+    - fused: (m+p-1)T + 2(p-1)c. With full backwards the last one still goes all the way back.
+    - drain: (m+p-1)(F+B) + W + 2(p-1)c. So do input gradients, whenever weight gradients are made.
+    - warm-up: the span of rank r is mT + max(0, (p-1-r)(B+2c) + (p-r-k)F), if it holds at most k microbatches: until
+      its first backward can start it has no more than k forwards to do.
+    - lifespan: L ceil(m/k) with L = pF + pB + W + 2(p-1)c. A microbatch is held so long on rank 0.
+
+    For stages that are not alike, in any graph and placement, the longest paths through the data take the place of the
+    formulas. Takes time in proportion to microbatches times the square of stages.
+
+    Args:
+        program: any; its order only says how much is held.
+        costs: as for `simulate`.
+        memory_cap: microbatches that a rank (or each rank) may hold; by default what this program holds.
+
+    Returns:
+        `Bounds`. Where residuals leave their rank (offload), the last two ask for nothing.
+
+    Raises:
+        ValueError: a cap below what one op needs; costs that are missing.
+
+    Source: each follows from one rank's window; head and drain for linear placement are in Qi et al. 2024, section 2.
+    """
+    program = the_program(program)
+    costs = the_costs(costs, program)
+    with building():
+        graph = _Graph(program, costs)
+        ranks = range(program.ranks)
+        every = [graph.window(rank) for rank in ranks]
+        rest = [graph.window(rank, without_weights=True) for rank in ranks]
+        most = _caps(program, costs, memory_cap)
+        spans, lives = _of_memory(graph, most) if most else ([window[1] for window in every], [0.0 for _ in ranks])
+        return Bounds(
+            Bound("head", tuple(first + work for first, work, _ in every)),
+            Bound("fused", tuple(map(sum, every))),
+            Bound("drain", tuple(map(sum, rest))),
+            Bound(
+                "warm-up",
+                tuple(span + graph.around(rank) for rank, span in enumerate(spans)),
+                tuple(spans),
+            ),
+            Bound("lifespan", tuple(lives)),
+        )
+
+
+def _caps(program: Program, costs: Costs, given: Any) -> list[int]:
+    """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
+    known = columns_of(program.ops)
+    share = known_shares(program, known)
+    if not residuals_stay(program, known):
+        return []
+    held: Sequence[Any]
+    if given is None:
+        starts, ends, *_ = next(walk(program, costs))
+        held, _ = units_held(program, starts, ends, list, known)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != program.ranks:
+            raise ValueError(f"memory_cap lists {len(given)} caps for {program.ranks} ranks; give one a rank.")
+        held = given
+    else:
+        held = [given] * program.ranks
+    for most in held:
+        if not (isinstance(most, Real) and float(most) >= 0):
+            raise ValueError(f"memory_cap is in microbatches, at least what one op holds; found {most!r}.")
+    caps = [int(min(most * count + 1e-9, len(program.ops))) for most, count in zip(held, share, strict=True)]
+    holding = {op.rank for op in program.ops for part in op.parts or (op,) if _makes(part)}
+    for rank in holding:
+        if caps[rank] < 1:
+            raise ValueError(
+                f"memory_cap is {held[rank]!r} microbatches on rank {rank}, where one op alone holds "
+                f"{1 / share[rank]:g}; give it at least that."
+            )
+    return caps
+
+
+def _makes(op: Op) -> bool:
+    """Whether an op makes residuals."""
+    return op.kind in "FR" and any(value.name == "res" for value in op.writes)
+
+
+class _Graph:
+    """The ops of a program with what they cost and how long data are on their way, whatever the order of ranks."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs, self.ops = program, costs, program.ops
+        self.homes = {end.value: end.homes for end in program.inputs}
+        self.seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in self.ops]
+        self.needs = [list(self._needs(at)) for at in range(len(self.ops))]
+        self.starts = self._earliest()
+        self.tails = self._tails()
+        self.rows: defaultdict[int, list[int]] = defaultdict(list)
+        for at, op in enumerate(self.ops):
+            if is_work(op.kind, self.seconds[at]):
+                self.rows[op.rank].append(at)
+
+    def _needs(self, at: int) -> Iterable[tuple[int, float]]:
+        """What an op reads: whose it is (-1 for the caller's) and how long it is on its way."""
+        op = self.ops[at]
+        if op.kind == "FREE":
+            return
+        for value, source in zip(op.reads, self.program.sources[at], strict=True):
+            if op.kind == "RECV":
+                sender = self.ops[source]
+                yield source, self._way(carried(sender), sender.rank, op.rank)
+                continue
+            homes = self.homes[value] if source < 0 else (self.ops[source].rank,)
+            way = 0.0 if op.rank in homes else self._way(value, min(homes), op.rank)
+            if source >= 0 or way:
+                yield source, way
+
+    def _way(self, value: Value, source: int, target: int) -> float:
+        return self.costs.latency(source, target) + self.costs.carrying(value, source, target)
+
+    def _earliest(self) -> list[float]:
+        """When each op can start at the earliest."""
+        starts: list[float] = []
+        for needs in self.needs:
+            ready = (way + (starts[at] + self.seconds[at] if at >= 0 else 0.0) for at, way in needs)
+            starts.append(max(ready, default=0.0))
+        return starts
+
+    def _tails(self) -> list[float]:
+        """How long after the end of each op the work that needs it ends, at least."""
+        tails = [float("-inf")] * len(self.ops)  # no work needs it
+        for at, op in reversed([*enumerate(self.ops)]):
+            left = max(tails[at], 0.0) if is_work(op.kind, self.seconds[at]) else tails[at]
+            for source, way in self.needs[at]:
+                if source >= 0:
+                    tails[source] = max(tails[source], way + self.seconds[at] + left)
+        return [max(tail, 0.0) for tail in tails]
+
+    def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
+        """The earliest start, the work and the shortest tail of a rank's ops."""
+        row = [at for at in self.rows[rank] if not (without_weights and self.ops[at].kind == "W")]
+        if not row:
+            return 0.0, 0.0, 0.0
+        work = sum(self.seconds[at] for at in row)
+        if work:  # any of its ops have a window; the narrower, the better
+            row = [at for at in row if self.seconds[at]]
+        return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
+
+    def around(self, rank: int) -> float:
+        """What comes before the first and after the last of all a rank's ops, those of no time too."""
+        row = self.rows[rank]
+        return min((self.starts[at] for at in row), default=0.0) + min((self.tails[at] for at in row), default=0.0)
+
+
+def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[float]]:
+    """For each rank what holding at most so many residuals asks for: of its span, and of the makespan."""
+    ops, seconds = graph.ops, graph.seconds
+    groups: defaultdict[int | None, list[int]] = defaultdict(list)
+    for at, op in enumerate(ops):
+        groups[op.microbatch].append(at)
+    first_backward = [float("inf")] * len(most)
+    lives: list[list[tuple[float, float, float]]] = [[] for _ in most]
+    for group in groups.values():
+        users = _users(graph, group)
+        backwards = [at for at in group if any(part.kind in "BI" for part in ops[at].parts or (ops[at],))]
+        since: defaultdict[int, float] = defaultdict(float)
+        for at in group:
+            op = ops[at]
+            if not seconds[at] or not is_work(op.kind, seconds[at]):
+                continue
+            after = _after(graph, group, at)
+            for other in backwards:
+                if ops[other].rank == op.rank and other in after:
+                    since[other] = max(since[other], after[other])
+            until = max((after[user] + seconds[user] for user in users.get(at, ()) if user in after), default=None)
+            if until is not None:
+                tail = min(graph.tails[user] for user in users[at])
+                lives[op.rank].append((until, graph.starts[at], tail))
+        for at in backwards:
+            first_backward[ops[at].rank] = min(first_backward[ops[at].rank], since[at])
+    spans = [_span(graph, rank, most[rank], first) for rank, first in enumerate(first_backward)]
+    return spans, [_lifespan(row, most[rank]) for rank, row in enumerate(lives)]
+
+
+def _after(graph: _Graph, group: Sequence[int], start: int) -> dict[int, float]:
+    """How long after the start of one op each op of its microbatch that needs it can start."""
+    found = {start: 0.0}
+    for at in group:
+        if at > start:
+            ways = [found[source] + graph.seconds[source] + way for source, way in graph.needs[at] if source in found]
+            if ways:
+                found[at] = max(ways)
+    return found
+
+
+def _users(graph: _Graph, group: Sequence[int]) -> dict[int, list[int]]:
+    """For each op that makes residuals, those that hold them to their end: B, or the W of an I."""
+    ops = graph.ops
+    weights = {part[1:4]: at for at in group for part in ops[at].parts or (ops[at],) if part.kind == "W"}
+    made = {
+        value: at
+        for at in group
+        for part in ops[at].parts or (ops[at],)
+        if _makes(part)
+        for value in part.writes
+        if value.name == "res"
+    }
+    users: defaultdict[int, list[int]] = defaultdict(list)
+    for at in group:
+        for part in ops[at].parts or (ops[at],):
+            for value in part.reads:
+                if value in made and part.kind in "BI":
+                    users[made[value]].append(weights.get(part[1:4], at) if part.kind == "I" else at)
+    return users
+
+
+def _span(graph: _Graph, rank: int, most: int, first_backward: float) -> float:
+    """The work of a rank, and how long it has nothing to do before its first backward can start."""
+    ops, seconds, row = graph.ops, graph.seconds, graph.rows[rank]
+    work = sum(seconds[at] for at in row)
+    if first_backward == float("inf"):
+        return work
+    own = {part[1:4] for at in row for part in ops[at].parts or (ops[at],) if part.kind == "I"}
+    holding = sorted((seconds[at] for at in row if _makes(ops[at])), reverse=True)
+    others = sum(
+        seconds[at]
+        for at in row
+        if not _makes(ops[at])
+        and not any(
+            part.kind in "BI" or (part.kind == "W" and part[1:4] in own) for part in ops[at].parts or (ops[at],)
+        )
+    )
+    return work + max(0.0, first_backward - sum(holding[:most]) - others)
+
+
+def _lifespan(lives: list[tuple[float, float, float]], most: int) -> float:
+    """How long it takes to hold so many residuals for so long, if only `most` fit at once.
+
+    Of any n that live L seconds or more, ceil(n/most) follow each other; and all together fill `most` places.
+    """
+    if not lives:
+        return 0.0
+    head, tail = min(start for _, start, _ in lives), min(tail for _, _, tail in lives)
+    longest = sorted((life for life, _, _ in lives), reverse=True)
+    last = [n for n, (life, shorter) in enumerate(pairwise([*longest, -1.0]), 1) if life > shorter]
+    rows = max(longest[n - 1] * -(-n // most) for n in last)
+    return head + max(rows, sum(longest) / most) + tail

@@ -1,0 +1,210 @@
+"""Let each rank do its ops in order, each as soon as what it reads is there: the starts and ends of a program's ops.
+
+    main   |0F0|0F1|0F2|            |0B0|       F, B, I, W, R: one after the other, in the order of the program
+    copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
+    link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
+
+An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no lane: it is done when its data are there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from typing import NamedTuple
+
+from fpipe.order import held_kinds
+from fpipe.program import Op, Program, Value, kind_of
+from fpipe.timing.costs import Costs, carried
+from fpipe.transforms.communicate import with_transfers, without_frees
+
+
+class Transfer(NamedTuple):
+    """A value on its way: from which rank to which, and the seconds when it left and arrived."""
+
+    value: Value
+    source: int
+    target: int
+    start: float
+    end: float
+
+
+class Round(NamedTuple):
+    """One iteration: start and end of every op, what travelled, when each result was at each of its homes."""
+
+    starts: list[float]
+    ends: list[float]
+    transfers: list[Transfer]
+    results: dict[tuple[Value, int], float]
+
+
+def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Round]:
+    """One iteration after the other.
+
+    A rank goes on with the next iteration when it is done with its part of this one; what reads parameters (or the
+    state) of a stage waits for the stage's gradient (its new state), which is when they are updated.
+    """
+    whole = program_of_lanes(program, costs)
+    for made in run_lanes(whole, costs, iterations):
+        yield as_before(program, whole, made)
+
+
+def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Round]:
+    """The same for a program that `program_of_lanes` made."""
+    lanes = _Lanes(program, costs)
+    ready: dict[Value, float] = {}
+    updates = updated_by(program)
+    for _ in range(iterations):
+        made = lanes.run(ready)
+        yield made
+        ready = {
+            value: max((made.results[pair] for pair in results), default=0.0) for value, results in updates.items()
+        }
+
+
+def updated_by(program: Program) -> dict[Value, list[tuple[Value, int]]]:
+    """For what a caller hands in anew in each iteration, which results it waits for, each with their homes."""
+    results: defaultdict[tuple[str, int | None], list[tuple[Value, int]]] = defaultdict(list)
+    for end in program.outputs:
+        results[end.name.name, end.name.stage] += [(end.value, home) for home in end.homes]
+    word = {"params": "grads", "state": "state"}
+    return {
+        end.value: results[word[end.value.name], end.value.stage] for end in program.inputs if end.value.name in word
+    }
+
+
+def is_scheduled(kind: str) -> bool:
+    """Whether an op of this kind waits for its turn on the main lane, even where it takes no time."""
+    known = kind_of(kind)
+    return bool(known.time) or known.place == "table"
+
+
+def is_work(kind: str, seconds: float) -> bool:
+    """Whether an op is work of its rank: what a schedule names, and what else takes time on the main lane."""
+    return is_scheduled(kind) or (seconds > 0 and kind_of(kind).lane == "main")
+
+
+def program_of_lanes(program: Program, costs: Costs) -> Program:
+    """Where transfers wait for each other, or senders for them, or copies count, they are made ops, so that their
+    order is known. FREE takes no time anywhere."""
+    if costs.bytes is not None or costs.sender == "busy":
+        return with_transfers(program)
+    if any(op.kind == "FREE" for op in program.ops):
+        return Program.trusted(program.inputs, without_frees(program), program.outputs)
+    return program
+
+
+def as_before(program: Program, whole: Program, made: Round) -> Round:
+    """The times of a program, from those of the `program_of_lanes`."""
+    if whole is program:
+        return made
+    position = {op.writes: at for at, op in enumerate(whole.ops)}
+    starts, ends = [*made.starts], [*made.ends]
+    found = [position.get(op.writes, -1) if op.writes else -1 for op in program.ops]
+    now_starts: list[float] = []
+    now_ends: list[float] = []
+    for at, sources in zip(found, program.sources, strict=True):
+        last = max((now_ends[source] for source in sources if source >= 0), default=0.0)  # for FREE
+        now_starts.append(starts[at] if at >= 0 else last)
+        now_ends.append(ends[at] if at >= 0 else last)
+    landed = {end.name: end.value for end in program.outputs}
+    results = {(landed[end.name], home): made.results[end.value, home] for end in whole.outputs for home in end.homes}
+    return Round(now_starts, now_ends, made.transfers, results)
+
+
+class _Lanes:
+    """What each lane did last, from iteration to iteration."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        ranks = program.ranks
+        self.free = [0.0] * ranks  # of main lanes
+        self.begun = [0.0] * ranks  # the last main op
+        self.copying = [0.0] * ranks
+        self.links: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.homes = {end.value: end.homes for end in program.inputs}
+        self.targets = {
+            sources[0]: op.rank for op, sources in zip(program.ops, program.sources, strict=True) if op.kind == "RECV"
+        }
+        self.by_hand = bool(self.targets) and "SEND" in held_kinds(program)
+        self.seconds = [costs.seconds(op) for op in program.ops]
+        self.latencies: dict[tuple[int, int], float] = {}
+
+    def latency(self, source: int, target: int) -> float:
+        if (source, target) not in self.latencies:
+            self.latencies[source, target] = self.costs.latency(source, target)
+        return self.latencies[source, target]
+
+    def run(self, given: Mapping[Value, float]) -> Round:
+        """One iteration, whose inputs are there at the times `given`, else from the start."""
+        program, free, begun = self.program, self.free, self.begun
+        ops = program.ops
+        starts: list[float] = []
+        ends: list[float] = []
+        landed: dict[tuple[Value, int], float] = {}
+        transfers: list[Transfer] = []
+        arrivals: dict[int, Transfer] = {}  # of what a SEND sent
+
+        def at_rank(value: Value, source: int, rank: int) -> float:
+            """When a rank has a value."""
+            there = ends[source] if source >= 0 else given.get(value, 0.0)
+            homes = (ops[source].rank,) if source >= 0 else self.homes[value]
+            if rank in homes:
+                return there
+            if (value, rank) not in landed:
+                landed[value, rank] = there + self.latency(min(homes), rank)
+                transfers.append(Transfer(value, min(homes), rank, there, landed[value, rank]))
+            return landed[value, rank]
+
+        for position, (op, sources, cost) in enumerate(zip(ops, program.sources, self.seconds, strict=True)):
+            kind, rank = op.kind, op.rank
+            if kind == "RECV":
+                sent = arrivals[sources[0]]
+                transfers.append(sent)
+                starts.append(sent.end)
+                ends.append(sent.end)
+                continue
+            start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
+            if kind == "SEND":
+                start, end = self._send(op, start, self.targets[position], arrivals, position)
+            elif kind_of(kind).lane == "copy":
+                start = max(start, begun[rank], self.copying[rank] if cost else 0.0)
+                end = start + cost
+                if cost:
+                    self.copying[rank] = end
+            elif cost or is_scheduled(kind):
+                start = begun[rank] = max(start, free[rank])
+                end = free[rank] = start + cost
+            else:
+                end = start
+            starts.append(start)
+            ends.append(end)
+        writer = program.writer
+        results = {
+            (end.value, home): at_rank(end.value, writer[end.value], home)
+            for end in program.outputs
+            for home in end.homes
+        }
+        return Round(starts, ends, transfers, results)
+
+    def _send(
+        self, op: Op, ready: float, target: int, arrivals: dict[int, Transfer], position: int
+    ) -> tuple[float, float]:
+        """Start and end of a SEND, which is noted as a transfer."""
+        rank, value = op.rank, op.reads[0]
+        link = (rank, target)
+        start = max(ready, self.begun[rank]) if self.by_hand else ready
+        taken = self.costs.carrying(carried(op), rank, target)
+        if taken:
+            start = max(start, self.links[link])
+        if self.costs.sender == "busy":
+            start = self.begun[rank] = max(start, self.free[rank])
+        end = start + taken
+        if taken:
+            self.links[link] = end
+        arrival = end + self.latency(rank, target)
+        if self.costs.sender == "busy":
+            end = self.free[rank] = arrival
+        arrivals[position] = Transfer(value, rank, target, start, arrival)
+        return start, end

@@ -1,0 +1,309 @@
+"""Group layers for ranks that take groups in turn: which go forward together, which backward, which both at once.
+
+    costs of 4 layers: F 1, R + B 3        --> plan(costs, ranks=2) -->        forward [0-2]    backward [3] [2] [1] [0]
+
+The largest group sets the pace and every group takes a turn, so a step takes max(groups, ranks) turns of the largest.
+That product is as small as it can be, exactly: all sums of neighbouring layers are tried as the largest, and under a
+bound on the largest, groups that are filled in order are as few as any.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import accumulate, takewhile
+from math import inf, isfinite
+from typing import Any, Literal, NamedTuple, cast, overload
+
+from fpipe.program import Op
+from fpipe.timing.balance import balance, whole_numbers
+from fpipe.timing.costs import Costs
+
+Run = Literal["fused", "train", "infer"]
+Groups = list[range]
+
+
+class Plan(NamedTuple):
+    """Groups of layers as `fpipe.schedules.roundpipe(ranks, *plan)` takes them: forward, and from the last one down
+    backward."""
+
+    forward: tuple[range, ...]
+    backward: tuple[range, ...]
+
+
+@overload
+def plan(
+    costs: Costs,
+    ranks: int,
+    *,
+    run: Run = ...,
+    stages: int | None = ...,
+    threshold: float | None = ...,
+    memory: Sequence[float] | None = ...,
+    limit: float | None = ...,
+) -> Plan: ...
+@overload
+def plan(
+    costs: Sequence[Costs],
+    ranks: int,
+    *,
+    run: Run = ...,
+    stages: Sequence[int] | None = ...,
+    threshold: float | None = ...,
+    memory: Sequence[Sequence[float]] | None = ...,
+    limit: float | None = ...,
+) -> tuple[Plan, ...]: ...
+def plan(
+    costs: Costs | Sequence[Costs],
+    ranks: int,
+    *,
+    run: Run = "fused",
+    stages: Any = None,
+    threshold: float | None = 1.1,
+    memory: Any = None,
+    limit: float | None = None,
+) -> Plan | tuple[Plan, ...]:
+    """Group the layers of a model, or of several that run one after the other, each layer one stage.
+
+    Args:
+        costs: of each stage, as `fpipe.profile` measures them; a list for several models.
+        ranks: how many take the groups in turn.
+        run: "fused": the first backward group runs forward and backward together and recomputes nothing, of several
+            models that of the last one. "train": all go forward, then all are recomputed and go backward. "infer": all
+            go forward.
+        stages: how many there are, where `costs` has one number for all of them.
+        threshold: how many times the largest layer the largest group may cost, from 1; None for no bound. A larger one
+            makes fewer groups, with more layers at once on a rank.
+        memory: bytes of each stage on a rank that runs its group, such as parameters, gradients and residuals.
+        limit: the most bytes of a group; needs `memory`.
+
+    Returns:
+        A `Plan`, or one for each model. Where more groups than ranks make no difference, the largest are cut in two.
+
+    Raises:
+        ValueError: costs, memory or options that are none; a layer beyond the limit; fewer layers than fill the ranks.
+
+    Source: RoundPipe, Luo et al. 2026, arXiv 2604.27085.
+
+    >>> import fpipe
+    >>> found = fpipe.plan(fpipe.Costs(forward=1, backward_input=1, backward_weight=1), ranks=2, stages=4)
+    >>> found.forward, found.backward
+    ((range(0, 3),), (range(3, 4), range(2, 3), range(1, 2), range(0, 1)))
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.roundpipe(2, *found))(fpipe.program(4))
+    """
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks is how many take groups in turn, at least 1; found {ranks!r}.")
+    if run not in ("fused", "train", "infer"):
+        raise ValueError(f'run is "fused", "train" or "infer", found {run!r}.')
+    if threshold is not None and not (isinstance(threshold, int | float) and threshold >= 1):
+        raise ValueError(
+            f"threshold is how many times the largest layer a group may cost, from 1; found {threshold!r}."
+        )
+    if (limit is None) != (memory is None):
+        raise ValueError("memory= says the bytes of each stage and limit= the most of a group: say both, or neither.")
+    if limit is not None and not (isinstance(limit, int | float) and limit >= 0):
+        raise ValueError(f"limit is the most bytes of a group, at least 0; found {limit!r}.")
+    given_costs: Any = costs
+    if not isinstance(given_costs, Costs) and not (
+        isinstance(given_costs, Collection)
+        and all(isinstance(one, Costs) for one in cast("Collection[object]", given_costs))
+    ):
+        raise TypeError(
+            f"costs is an fpipe.Costs, or a list of them, one for each model; found {type(given_costs).__name__}."
+        )
+    several = not isinstance(costs, Costs)
+    for word, found in (("stages", stages), ("memory", memory)):
+        if several and found is not None and not isinstance(found, Collection):
+            raise TypeError(f"{word} is a list with an entry for each model, found {found!r}.")
+    models = list(costs) if several else [costs]
+    counts = list(stages) if several and stages is not None else [stages] * len(models)
+    sizes = list(memory) if several and memory is not None else [memory] * len(models)
+    if not len(models) == len(counts) == len(sizes) or not models:
+        raise ValueError(f"stages and memory are lists with an entry for each model; there are {len(models)} models.")
+    before: list[Run] = ["train"] if run == "fused" else [run]
+    runs: list[Run] = [*before * (len(models) - 1), run]
+    most = inf if limit is None else limit
+    given = zip(models, counts, runs, sizes, strict=True)
+    layers = _exact([_layers(one, count, how, own, most) for one, count, how, own in given])
+    plans = _for_all(_fewest_turns(layers, ranks, threshold), layers, ranks)
+    return tuple(plans) if several else plans[0]
+
+
+class _Layers(NamedTuple):
+    """The layers of one model: what each costs forward, recomputed and backward, and forward and backward together."""
+
+    run: Run
+    ahead: Sequence[float]
+    back: Sequence[float]
+    both: Sequence[float]
+    memory: Sequence[float]
+    limit: float
+
+    def rows(self) -> list[Sequence[float]]:
+        """The costs that count in such a run."""
+        return [self.ahead] if self.run == "infer" else [self.ahead, self.back]
+
+
+def _check_layers(stages: object, memory: object) -> None:
+    """Of one model: a number of stages, and bytes of each."""
+    if stages is not None and (type(stages) is not int or stages < 1):
+        raise ValueError(f"stages is a whole number, at least 1; found {stages!r}.")
+    if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
+        raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
+
+
+def _layers(costs: Costs, stages: int | None, run: Run, memory: Sequence[float] | None, limit: float) -> _Layers:
+    _check_layers(stages, memory)
+    listed = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
+    listed |= set() if stages is None else {stages}
+    if len(listed) != 1 or 0 in listed:
+        raise ValueError(
+            f"how many stages are there? The costs list {sorted(listed)}. Give one cost a stage, or say stages="
+            if listed
+            else "these costs have one number for all stages: say how many there are by stages=, at least 1."
+        )
+    count = listed.pop()
+    ops = [Op(kind, stage, 0, None, 0, (), ()) for kind in "FRB" for stage in range(count)]
+    seconds = [costs.seconds(op) for op in ops]
+    ahead, again, back = (seconds[at : at + count] for at in range(0, 3 * count, count))
+    weights = [0.0] * count if memory is None else list(memory)
+    if len(weights) != count:
+        raise ValueError(f"memory lists {len(weights)} stages, there are {count}; give the bytes of each.")
+    for stage, size in enumerate(weights):
+        if not isinstance(size, int | float) or not isfinite(size) or size < 0:
+            raise ValueError(f"the memory of stage {stage} is in bytes, at least 0; found {size!r}.")
+        if size > limit:
+            raise ValueError(f"stage {stage} takes {size:g} bytes, more than the limit of {limit:g}: cut it in two.")
+    backs, boths = ([one + other for one, other in zip(row, back, strict=True)] for row in (again, ahead))
+    return _Layers(run, ahead, backs, boths, weights, limit)
+
+
+def _exact(models: list[_Layers]) -> list[_Layers]:
+    """The same with all costs as whole numbers of one unit, so that no sum rounds."""
+    numbers = iter(whole_numbers([cost for model in models for row in model[1:4] for cost in row]))
+    return [
+        model._replace(**{word: [next(numbers) for _ in getattr(model, word)] for word in ("ahead", "back", "both")})
+        for model in models
+    ]
+
+
+def _fewest_turns(models: list[_Layers], ranks: int, threshold: float | None) -> list[Plan]:
+    """The plans whose number of groups, but at least that of ranks, times the largest is least."""
+    largest = max(max(map(max, model.rows())) for model in models)
+    if models[-1].run == "fused":
+        largest = max(largest, models[-1].both[-1])
+    bound = inf if threshold is None else largest * threshold
+    rows = [row for model in models for row in model.rows()]
+    rows += [models[-1].both] if models[-1].run == "fused" else []
+    caps = sorted({cost for row in rows for cost in _sums(row, bound)})
+
+    def groups(cap: float) -> float:
+        found = [_filled(model, cap) for model in models]
+        return inf if None in found else sum(map(_size, cast("list[Plan]", found)))
+
+    best, taken, at = inf, 0.0, len(caps) - 1
+    while at >= 0 and (count := groups(caps[at])) < inf:  # for each number of groups the least cap that gives it
+        at = bisect_left(caps, True, hi=at, key=lambda cap, count=count: groups(cap) <= count)
+        if max(ranks, count) * caps[at] <= best:
+            best, taken = max(ranks, count) * caps[at], caps[at]
+        at -= 1
+    return [_evened(model, plan, taken) for model in models if (plan := _filled(model, taken))]
+
+
+def _size(plan: Plan) -> int:
+    return len(plan.forward) + len(plan.backward)
+
+
+def _sums(row: Sequence[float], bound: float) -> set[float]:
+    """What neighbouring layers cost together, up to a bound."""
+    return {cost for start in range(len(row)) for cost in takewhile(lambda c: c <= bound, accumulate(row[start:]))}
+
+
+def _filled(model: _Layers, cap: float) -> Plan | None:
+    """As few groups as can be, none of which costs more than `cap`: a larger fused group leaves less to the others."""
+    cut = len(model.ahead)
+    if model.run == "fused":
+        last = _groups(model.both[::-1], model.memory[::-1], cap, model.limit, most=1)
+        if not last:
+            return None
+        cut -= len(last[0])
+    ahead = _groups(model.ahead[:cut], model.memory, cap, model.limit)
+    back = [] if model.run == "infer" else _groups(model.back[:cut], model.memory, cap, model.limit)
+    return None if ahead is None or back is None else _plan(model, cut, ahead, back)
+
+
+def _plan(model: _Layers, cut: int, ahead: Groups, back: Groups) -> Plan:
+    fused = [range(cut, len(model.ahead))] if model.run == "fused" else []
+    return Plan(tuple(ahead), (*fused, *back[::-1]))
+
+
+def _groups(
+    row: Sequence[float], memory: Sequence[float], cap: float, limit: float, most: int | None = None
+) -> Groups | None:
+    """Groups filled one after the other, at most so many; None where a layer alone costs more than `cap`."""
+    groups: Groups = []
+    cost = size = inf
+    for layer, (seconds, held) in enumerate(zip(row, memory, strict=False)):
+        cost, size = cost + seconds, size + held
+        if cost > cap or size > limit or not groups:
+            if len(groups) == most:
+                break
+            if seconds > cap:
+                return None
+            groups.append(range(layer, layer))
+            cost, size = seconds, held
+        groups[-1] = range(groups[-1].start, layer + 1)
+    return groups
+
+
+def _evened(model: _Layers, found: Plan, cap: float) -> Plan:
+    """As many groups, the largest forward and the largest backward as small as can be."""
+    cut = found.backward[0].start if model.run == "fused" else len(model.ahead)
+
+    def evened(row: Sequence[float], count: int) -> Groups:
+        caps = sorted(_sums(row[:cut], cap))
+
+        def enough(less: float) -> bool:
+            groups = _groups(row[:cut], model.memory, less, model.limit)
+            return groups is not None and len(groups) <= count
+
+        at = bisect_left(caps, True, key=enough)
+        return _groups(row[:cut], model.memory, caps[at], model.limit) or [] if caps else []
+
+    back = [] if model.run == "infer" else evened(model.back, len(found.backward) - (model.run == "fused"))
+    return _plan(model, cut, evened(model.ahead, len(found.forward)), back)
+
+
+def _for_all(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Plan]:
+    """At least one group for each rank: while there are fewer, the one that costs most is cut in two."""
+    while sum(map(_size, plans)) < ranks:
+        options: list[tuple[float, int, int, int]] = []  # cost, model, pass, group
+        for number, (each, model) in enumerate(zip(plans, models, strict=True)):
+            for word, row in enumerate((model.ahead, model.back)):
+                options += [
+                    (sum(row[layer] for layer in group), number, word, at)
+                    for at, group in enumerate(each[word])
+                    if len(group) > 1 and not (word and at == 0 and model.run == "fused")
+                ]
+        if options:
+            _, number, word, at = max(options)
+            row = (models[number].ahead, models[number].back)[word]
+            plans[number] = _halved(plans[number], word, at, row)
+        elif models[-1].run == "fused" and len(plans[-1].backward[0]) > 1:
+            fused = plans[-1].backward[0]
+            first, rest = fused[:1], fused[1:]
+            plans[-1] = Plan((*plans[-1].forward, first), (rest, first, *plans[-1].backward[1:]))
+        else:
+            raise ValueError(
+                f"these layers make {sum(map(_size, plans))} groups at most, for {ranks} ranks; use fewer ranks."
+            )
+    return plans
+
+
+def _halved(found: Plan, word: int, at: int, row: Sequence[float]) -> Plan:
+    """A plan with a group of its forward (0) or backward (1) pass cut in two."""
+    group = found[word][at]
+    first = group.start + balance([row[layer] for layer in group], 2)[0]
+    halves = range(group.start, first), range(first, group.stop)
+    groups = (*found[word][:at], *(halves[::-1] if word else halves), *found[word][at + 1 :])
+    return found._replace(**{("forward", "backward")[word]: groups})

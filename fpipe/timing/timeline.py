@@ -1,0 +1,225 @@
+"""When everything happens: starts, ends, idle times, what is held, and why it takes as long as it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
+from operator import itemgetter
+
+from fpipe.program import Op, Program, Shown, Value, building
+from fpipe.timing.costs import Costs
+from fpipe.timing.lanes import Transfer, is_work, updated_by, walk
+from fpipe.timing.memory import Steps, curve, unit_steps
+from fpipe.timing.waiting import Event, Step, Wait, Waiting, in_order
+from fpipe.transforms.shares import shares
+
+_new = tuple.__new__
+
+
+@dataclass(frozen=True)
+class Timeline(Shown):
+    """When everything happens. Seconds throughout; ranks by number.
+
+    `makespan` is the last end of work; `span` the longest any rank takes from its first start to its last end (what the
+    zero-bubble papers report). `bubble` and `bubble_span` are the idle share of each. `peak` is, per rank, the most
+    microbatches' activations held at once (one microbatch of all the rank's stages is 1), from the start of F (or R) to
+    the end of W or of a full backward; `peak_released` lets go of them at the end of I. With `Costs(bytes=...)`, and in
+    a measured timeline (`build(record=True)`), peaks are bytes: of distinct storages alive, as a walk down the program
+    holds them, copies on the ranks of their readers too, whether their transfers are ops or not. `delivered`: when the
+    last result reached its last home; sums that ranks exchange for it take no rank's time.
+
+    Attributes:
+        ops, starts, ends: every op and when it runs, in the order of the program, one iteration after the other.
+        rounds: how many iterations these are.
+        program, costs: what was simulated; a measured timeline has none.
+
+    >>> import fpipe
+    >>> print(fpipe.simulate(fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))))
+    makespan 15, span 15, bubble 20.0%, peak per rank [4, 4]
+    """
+
+    ops: tuple[Op, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    ranks: int
+    peak: tuple[float, ...]
+    peak_released: tuple[float, ...]
+    rounds: int = 1
+    program: Program | None = field(default=None, repr=False, compare=False)
+    costs: Costs | None = field(default=None, repr=False, compare=False)
+    moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
+    steps: Steps | None = field(default=None, repr=False, compare=False)
+    results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """(op, start, end) of every op.
+
+        >>> import fpipe
+        >>> fpipe.simulate(fpipe.program(1)).events[1][1:]
+        (1.0, 3.0)
+        """
+        with building():
+            return tuple(map(_new, repeat(Event), zip(self.ops, self.starts, self.ends, strict=True)))
+
+    @cached_property
+    def delivered(self) -> float:
+        """When the last result is at its last home, in seconds; 0 where nothing is known of homes."""
+        if self.results is not None:
+            return max(self.results.values(), default=0.0)
+        return 0.0 if self.program is None or self.costs is None else _delivered(self.program, self.costs, self.ends)
+
+    @cached_property
+    def _busy(self) -> list[tuple[float, float, float]]:
+        """Per rank: work, first start, last end."""
+        return _work_of(self.ops, self.starts, self.ends, self.ranks)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Last end of work over all ranks, in seconds."""
+        return max((last for _, _, last in self._busy), default=0.0)
+
+    @cached_property
+    def span(self) -> float:
+        """Longest time of a rank from its first start to its last end, in seconds."""
+        return max((last - first for _, first, last in self._busy), default=0.0)
+
+    @cached_property
+    def idle(self) -> float:
+        """Makespan less the mean work of a rank, in seconds."""
+        return self.makespan - self._work
+
+    @cached_property
+    def bubble(self) -> float:
+        """Idle share of the makespan."""
+        return self.idle / self.makespan if self.makespan else 0.0
+
+    @cached_property
+    def bubble_span(self) -> float:
+        """Idle share of the span."""
+        return 1 - self._work / self.span if self.span else 0.0
+
+    @cached_property
+    def _work(self) -> float:
+        working = [work for work, _, _ in self._busy if work]
+        return sum(working) / len(working) if working else 0.0
+
+    @cached_property
+    def iterations(self) -> tuple[float, ...]:
+        """When the work of each iteration ends, in seconds."""
+        size = len(self.ops) // self.rounds
+        rows = (slice(size * n, size * (n + 1)) for n in range(self.rounds))
+        works = (_work_of(self.ops[row], self.starts[row], self.ends[row], self.ranks) for row in rows)
+        return tuple(max((last for _, _, last in each), default=0.0) for each in works)
+
+    @cached_property
+    def steady(self) -> float:
+        """Seconds from the end of the last iteration but one to the end of the last: what an iteration takes in a long
+        row of them. Of one iteration alone, its makespan.
+
+        >>> import fpipe
+        >>> rows = ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2".split(), "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2".split()]
+        >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(rows), fpipe.merge())(fpipe.program(2))
+        >>> fpipe.simulate(program).steady, fpipe.simulate(program, iterations=3).steady  # the span
+        (10.0, 9.0)
+        """
+        return self.makespan if self.rounds == 1 else self.iterations[-1] - self.iterations[-2]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What travelled: (value, from, to, start, end), by time; the same whether SENDs are ops or not.
+
+        >>> import fpipe
+        >>> fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5)).transfers[0]
+        Transfer(value=y[0,0], source=0, target=1, start=1.0, end=1.5)
+        """
+        return in_order(one for each in self._moved for one in each)
+
+    @cached_property
+    def _moved(self) -> tuple[tuple[Transfer, ...], ...]:
+        if self.moved is not None or self.program is None or self.costs is None:
+            return self.moved or ()
+        return tuple(tuple(made.transfers) for made in walk(self.program, self.costs, self.rounds))
+
+    @cached_property
+    def _waiting(self) -> Waiting:
+        updates = updated_by(self.program) if self.program else {}
+        return Waiting(self.events, self._moved, updates, self.costs is not None and self.costs.sender == "busy")
+
+    @cached_property
+    def critical_path(self) -> tuple[Step, ...]:
+        """The chain of ops and transfers, each held back by the one before it, that ends with the makespan.
+
+        >>> import fpipe
+        >>> timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5))
+        >>> print(*timeline.critical_path, sep="\\n")
+                 0          1  0F0
+                 1        1.5  y[0,0] 0 > 1             needs it
+               1.5        2.5  1F0                      needs it
+               2.5        4.5  1B0                      same rank
+               4.5          5  dx[1,0] 1 > 0            needs it
+                 5          7  0B0                      needs it
+        """
+        return self._waiting.path()
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """Each time that a rank does nothing, rank by rank, and which op of which rank it waits for.
+
+        >>> import fpipe
+        >>> timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)))
+        >>> [(wait.rank, wait.start, wait.end, wait.op.cell, wait.on.cell) for wait in timeline.waits if wait.op]
+        [(0, 1.0, 4.0, '0B0', '1B0'), (1, 0.0, 1.0, '1F0', '0F0')]
+        """
+        return self._waiting.waits(self.ranks, self.makespan)
+
+    def held(self, rank: int) -> list[tuple[float, float]]:
+        """What a rank holds, as (seconds, amount) from each change on: in the unit of `peak`, over the first iteration.
+
+        >>> import fpipe
+        >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1))(fpipe.program(1))
+        >>> fpipe.simulate(program).held(0)
+        [(0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)]
+        """
+        if rank not in range(self.ranks):
+            raise ValueError(f"ranks are 0..{self.ranks - 1}, found {rank!r}.")
+        if self.steps is not None:
+            return curve(self.steps, rank)
+        if self.program is None:
+            return []
+        steps = unit_steps(self.program, self.starts, self.ends, self._moved[0])
+        return curve(steps, rank, shares(self.program)[rank])
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{peak:g}" for peak in self.peak)
+        row = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
+        return f"{row}makespan {self.makespan:g}, span {self.span:g}, bubble {self.bubble:.1%}, peak per rank [{peaks}]"
+
+
+def _delivered(program: Program, costs: Costs, ends: Sequence[float]) -> float:
+    """When the last result has reached its last home, where one latency for all links is all that matters."""
+    transfer = costs.latency(0, 0)
+    written = ((program.writer[end.value], end.homes) for end in program.outputs)
+    return max(
+        (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
+        default=0.0,
+    )
+
+
+def _work_of(
+    ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int
+) -> list[tuple[float, float, float]]:
+    """Per rank: work, first start, last end."""
+    found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
+    works = {kind: (is_work(kind, 0), is_work(kind, 1)) for kind in set(map(itemgetter(0), ops))}
+    for op, start, end in zip(ops, starts, ends, strict=True):
+        if works[op[0]][end > start]:
+            row = found[op[4]]
+            row[0] += end - start
+            if start < row[1]:
+                row[1] = start
+            if end > row[2]:
+                row[2] = end
+    return [(work, min(first, last), last) for work, first, last in found]

@@ -1,0 +1,232 @@
+"""Who waits for whom: what holds each op back, the chain that makes a step as long as it is, and the idle times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from fpipe.program import Op, Value, kind_of
+from fpipe.timing.lanes import Transfer, is_work
+
+Why = Literal["start", "data", "rank", "lane", "link"]
+
+
+class Event(NamedTuple):
+    """An op with its start and end, in seconds from the first op of the program."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class Step(NamedTuple):
+    """A piece of the critical path: what ran from start to end, and why not earlier.
+
+    `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
+    the step before), "lane" (so was its rank's copy lane), "link" (so was its link).
+    """
+
+    what: Op | Transfer
+    start: float
+    end: float
+    why: Why
+
+    def __str__(self) -> str:
+        reason = {"start": "", "data": "needs it", "rank": "same rank", "lane": "same lane", "link": "same link"}
+        return f"{self.start:10g} {self.end:10g}  {_name(self.what):24} {reason[self.why]}".rstrip()
+
+
+class Wait(NamedTuple):
+    """A rank that does nothing from start to end, before `op`, which waits for what `on` makes on rank `source`.
+
+    At the end there is no `op`; where an op waits for what the caller hands in, there is no `on`.
+    """
+
+    rank: int
+    start: float
+    end: float
+    op: Op | None
+    on: Op | None
+    source: int | None
+
+
+class _Cause(NamedTuple):
+    """What an event or transfer waited for last: the time when that let go, what it is, and how it held it back."""
+
+    time: float
+    node: int | Transfer | None
+    why: Why
+
+
+class Waiting:
+    """Finds what held an event or a transfer back: the latest of all it needed. Events are numbers, by their place."""
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        transfers: Sequence[Sequence[Transfer]],
+        updates: Mapping[Value, Sequence[tuple[Value, int]]],
+        busy: bool,
+    ) -> None:
+        self.events, self.busy, self.updates = events, busy, updates
+        self.rounds = max(len(transfers), 1)
+        self.size = len(events) // self.rounds or 1
+        self.writer = {value: at for at, event in enumerate(events[: self.size]) for value in event.op.writes}
+        self.moved = [{(one.value, one.target): one for one in each} for each in transfers] or [{}]
+        self.round_of = {id(one): number for number, each in enumerate(transfers) for one in each}
+        self.received: dict[int, Transfer] = {}
+        self.lanes: list[tuple[int, Why] | None] = []
+        self.before_link: dict[int, Transfer] = {}
+        self.sent: dict[tuple[int, float], Transfer] = {}
+        self._look_back(transfers)
+
+    def _look_back(self, transfers: Sequence[Sequence[Transfer]]) -> None:
+        """For each event what its lane did before, for each transfer what its link did, for each RECV its transfer."""
+        last: dict[tuple[str, int], int] = {}
+        begun: dict[int, int] = {}
+        landing = [sorted((one for one in each), key=lambda one: one.end) for each in transfers] or [[]]
+        by_value = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in landing]
+        for number, each in enumerate(landing):
+            for one in each:
+                by_value[number][one.value, one.target].append(one)
+        for at, (op, start, end) in enumerate(self.events):
+            known = kind_of(op.kind)
+            self.lanes.append(None)
+            if op.kind == "RECV":
+                sender = self.events[self._at(self.writer[op.reads[0]], at)].op
+                found = by_value[at // self.size].get((sender.reads[0], op.rank), ())
+                self.received.update((at, one) for one in found if one.end == start)
+            elif op.kind == "SEND":
+                continue
+            elif known.lane == "copy":
+                if end > start:
+                    if ("copy", op.rank) in last:
+                        self.lanes[at] = (last["copy", op.rank], "lane")
+                    last["copy", op.rank] = at
+                if op.rank in begun and (self.lanes[at] is None or self.events[begun[op.rank]].start == start):
+                    self.lanes[at] = (begun[op.rank], "lane")
+            elif is_work(op.kind, end - start):
+                if ("main", op.rank) in last:
+                    self.lanes[at] = (last["main", op.rank], "rank")
+                last["main", op.rank] = begun[op.rank] = at
+        links: dict[tuple[int, int], Transfer] = {}
+        for one in sorted((one for each in transfers for one in each), key=lambda one: (one.start, one.end)):
+            link = (one.source, one.target)
+            if link in links:
+                self.before_link[id(one)] = links[link]
+            links[link] = one
+            self.sent[one.source, one.end] = one
+
+    def _at(self, position: int, event: int) -> int:
+        """The event of an op of the program in the same iteration as another event."""
+        return event - event % self.size + position
+
+    def made(self, value: Value, rank: int, number: int) -> _Cause:
+        """Where a value that a rank reads in an iteration comes from."""
+        moved = self.moved[number].get((value, rank))
+        if moved is not None:
+            return _Cause(moved.end, moved, "data")
+        if value in self.writer:
+            at = number * self.size + self.writer[value]
+            if at in self.received:
+                return _Cause(self.received[at].end, self.received[at], "data")
+            return _Cause(self.events[at].end, at, "data")
+        return self.updated(value, number)
+
+    def updated(self, value: Value, number: int) -> _Cause:
+        """What a caller hands in: there from the start, or since the iteration before had the stage's gradient."""
+        found = [self.made(made, home, number - 1) for made, home in self.updates.get(value, ())] if number else []
+        return max(found, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
+
+    def cause(self, node: int | Transfer) -> _Cause:
+        """What an event or a transfer waited for."""
+        if isinstance(node, Transfer):
+            return self._cause_of_transfer(node)
+        op, start, _ = self.events[node]
+        needed = [self.made(value, op.rank, node // self.size) for value in op.reads]
+        cause = max(needed, key=lambda one: one.time, default=_Cause(0.0, None, "start"))
+        before = self.lanes[node]
+        if before is None:
+            return cause
+        at, why = before
+        of_lane = self.events[at].end if why == "rank" else min(self.events[at].end, start)
+        if self.busy and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
+            return _Cause(start, self.sent[op.rank, start], "rank")
+        return _Cause(of_lane, at, why) if of_lane >= cause.time else cause
+
+    def _cause_of_transfer(self, node: Transfer) -> _Cause:
+        number = self.round_of[id(node)]
+        at = self.writer.get(node.value)
+        cause = self.made(node.value, node.source, number) if at is not None else self.updated(node.value, number)
+        if cause.time >= node.start:
+            return cause
+        if self.busy:
+            if (node.source, node.start) in self.sent:
+                return _Cause(node.start, self.sent[node.source, node.start], "rank")
+            ending = (n for n, (op, _, end) in enumerate(self.events) if op.rank == node.source and end == node.start)
+            found = next((n for n in ending if kind_of(self.events[n].op.kind).lane == "main"), None)
+            if found is not None:
+                return _Cause(node.start, found, "rank")
+        before = self.before_link.get(id(node))
+        return cause if before is None else _Cause(node.start, before, "link")
+
+    def path(self) -> tuple[Step, ...]:
+        """The chain of causes that ends last, from the start on."""
+        work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op.kind, end - start)]
+        if not work:
+            return ()
+        node = max(work, key=lambda at: self.events[at].end)
+        end = self.events[node].end
+        steps: list[Step] = []
+        current: int | Transfer | None = node
+        while current is not None:
+            cause = self.cause(current)
+            what = current if isinstance(current, Transfer) else self.events[current].op
+            start = current.start if isinstance(current, Transfer) else self.events[current].start
+            steps.append(Step(what, start, end, cause.why if cause.node is not None else "start"))
+            end, current = start, cause.node
+        return tuple(reversed(steps))
+
+    def waits(self, ranks: int, makespan: float) -> tuple[Wait, ...]:
+        """Each time that a rank's main lane does nothing, rank by rank."""
+        rows: list[list[tuple[float, float, int | None]]] = [[] for _ in range(ranks)]
+        for at, (op, start, end) in enumerate(self.events):
+            if is_work(op.kind, end - start):
+                rows[op.rank].append((start, end, at))
+        if self.busy:
+            for one in self.sent.values():
+                rows[one.source].append((one.start, one.end, None))
+        found: list[Wait] = []
+        for rank, row in enumerate(rows):
+            free = 0.0
+            for start, end, at in sorted(row, key=lambda one: one[:2]):
+                if start > free:
+                    found.append(Wait(rank, free, start, *self._whom(at)))
+                free = max(free, end)
+            if makespan > free:
+                found.append(Wait(rank, free, makespan, None, None, None))
+        return tuple(found)
+
+    def _whom(self, at: int | None) -> tuple[Op | None, Op | None, int | None]:
+        if at is None:
+            return None, None, None
+        op, (_, node, why) = self.events[at].op, self.cause(at)
+        while why == "rank" and isinstance(node, int):  # an op that took no time waited in its place
+            _, node, why = self.cause(node)
+        # A measured timeline has SEND and RECV but no transfers: it is what they carry that is waited for.
+        while isinstance(node, int) and self.events[node].op.kind in ("RECV", "SEND"):
+            node = self.writer.get(self.events[node].op.reads[0])
+        if isinstance(node, Transfer):
+            made = self.writer.get(node.value)
+            return op, None if made is None else self.events[made].op, node.source
+        return op, None if node is None else self.events[node].op, None if node is None else self.events[node].op.rank
+
+
+def _name(what: Op | Transfer) -> str:
+    return what.cell if isinstance(what, Op) else f"{what.value} {what.source} > {what.target}"
+
+
+def in_order(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    """Transfers in their one order: by time, then link, then value."""
+    return tuple(sorted(transfers, key=lambda one: (one.start, one.end, one.source, one.target, str(one.value))))

@@ -1,0 +1,210 @@
+"""Say how the leaves of a batch are cut, and those of the results joined, in words that a program can carry.
+
+    {"x": Chunk(1), "table": Replicate()}        --> spec_text, spec_of -->        the same, out of a program's text
+
+A spec is one of these, a function that has a name, a prefix tree of them, or what torch.distributed.pipelining has for
+it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fpipe import tree as trees
+
+What = str | tuple[str, ...]
+"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rows of a tensor are along this dimension.
+
+    >>> import torch
+    >>> cut_along({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
+    [1, None]
+    """
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise TypeError(f"Chunk(dim) names the dimension of the rows by a whole number, found {self.dim!r}.")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A leaf goes whole to every microbatch, and comes back the same from each.
+
+    >>> import torch
+    >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
+    >>> cut_along(batch, {"x": Chunk(), "table": Replicate()})
+    [0, None]
+    """
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How to join what is counted: the parts of all microbatches are added.
+
+    >>> from fpipe.runtimes.microbatch import join
+    >>> join([{"right": 3}, {"right": 4}], spec=Sum())
+    {'right': 7}
+    """
+
+
+def cut_along(tree: Any, spec: Any, what: What = "batch") -> list[int | None]:
+    """Along which dimension each leaf is cut; None for a leaf that goes whole."""
+    found: list[int | None] = []
+    for leaf, how in zip(trees.leaves(tree), spread(spec, tree, what), strict=True):
+        kind = in_our_words(how(leaf) if callable(how) and not isinstance(how, type) else how)
+        if isinstance(kind, Sum):
+            raise ValueError(
+                "Sum() says how parts are joined, and not how a leaf is cut: say Chunk(dim) or Replicate()."
+            )
+        found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
+    return found
+
+
+def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
+    """What a spec says of each leaf: the same of all below a place where it says one thing.
+
+    Raises:
+        ValueError: it says more than there is.
+
+    >>> spread({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
+    [Chunk(dim=0), Replicate(), Replicate()]
+    """
+    try:
+        return trees.broadcast_prefix(spec, tree)
+    except ValueError:
+        odd = trees.misfit(spec, tree)
+        if odd is None:
+            raise
+        place, said, found = odd
+        for index, word in enumerate(what if isinstance(what, tuple) else ()):
+            place = place.replace(f"[{index}]", word, 1) if place.startswith(f"[{index}]") else place
+        name = place if isinstance(what, tuple) else what + place
+        raise ValueError(
+            f"the spec has {said} where {name or 'the batch'} is {found}; a spec says one thing of all, or is built "
+            "as what it is for."
+        ) from None
+
+
+def in_our_words(how: Any) -> Chunk | Replicate | Sum:
+    """A spec in our words; torch's TensorChunkSpec and _Replicate are known by their looks."""
+    said = how() if isinstance(how, type) else how
+    if said is None or isinstance(said, Chunk | Replicate | Sum):
+        return said or Chunk()
+    if hasattr(said, "split_dim"):
+        return Chunk(said.split_dim)
+    if type(said).__name__ == "_Replicate":
+        return Replicate()
+    raise ValueError(f"{how!r} does not say how a leaf is cut or joined: say Chunk(dim), Replicate() or a function.")
+
+
+_REGISTERED: dict[str, Any] = {}
+
+
+def register_spec(name: str, spec: Any) -> Any:
+    """Give a function a name, under which a program can carry it as a spec; a program itself is data.
+
+    Args:
+        name: under which it stands in the program's text.
+        spec: for `split` a function of a leaf that says `Chunk(dim)` or `Replicate()`. For `merge` a function of the
+            list of a leaf's parts that joins them, or torch's `_CustomReducer`.
+
+    Returns:
+        The function itself, to hand to `split` or `merge`.
+
+    Raises:
+        ValueError: the name is taken by another.
+
+    >>> import fpipe, torch
+    >>> first = register_spec("first", lambda parts: parts[0])
+    >>> program = fpipe.merge(first)(fpipe.split(2)(fpipe.program(1)))
+    >>> print(*(op for op in program.ops if op.kind == "MERGE"))
+    loss outputs = MERGE[0] loss[0,0] loss[0,1] w[0,0] w[0,1] y[0,0] y[0,1] {spec="Named('first')"} @ 0
+    """
+    if not _is_function(spec):
+        raise ValueError(f"a function or a reducer gets a name, found {spec!r}; other specs say what they are.")
+    if _REGISTERED.setdefault(name, spec) is not spec:
+        raise ValueError(f"another spec is called {name!r} already; take another name.")
+    return spec
+
+
+def _is_function(spec: Any) -> bool:
+    return (callable(spec) or hasattr(spec, "reduce_fn")) and not isinstance(spec, type)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Named:
+    """A registered function in the text of a spec."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Named({self.name!r})"
+
+
+def spec_text(spec: Any) -> str:
+    """A spec as a program carries it: text, so that the program stays hashable and its own text round-trips.
+
+    >>> spec_text({"x": Chunk(1), "n": Replicate()})
+    "{'x': Chunk(dim=1), 'n': Replicate()}"
+    """
+
+    def said(leaf: Any) -> Any:
+        if _is_function(leaf):
+            name = next((name for name, known in _REGISTERED.items() if known is leaf), None)
+            if name is None:
+                raise ValueError(
+                    f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(leaf)})."
+                )
+            return _Named(name)
+        return leaf if leaf is None else in_our_words(leaf)
+
+    return repr(trees.tree_map(said, spec))
+
+
+@functools.lru_cache
+def spec_of(text: str | None) -> Any:
+    """The spec that a text says.
+
+    >>> spec_of("(Chunk(dim=1), Replicate())")
+    (Chunk(dim=1), Replicate())
+    """
+
+    def read(node: ast.expr) -> Any:
+        match node:
+            case ast.Tuple(elts=inner):
+                return tuple(map(read, inner))
+            case ast.List(elts=inner):
+                return list(map(read, inner))
+            case ast.Dict(keys=keys, values=values):
+                return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
+            case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
+                return Chunk(ast.literal_eval(dim))
+            case ast.Call(func=ast.Name(id="Replicate")):
+                return Replicate()
+            case ast.Call(func=ast.Name(id="Sum")):
+                return Sum()
+            case ast.Call(func=ast.Name(id="Named"), args=[ast.Constant(value=name)]):
+                if name not in _REGISTERED:
+                    raise ValueError(f"no spec is called {name!r} here; say what it is by fpipe.register_spec.")
+                return _REGISTERED[str(name)]
+            case ast.Constant(value=None):
+                return None
+            case _:
+                raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
+
+    return None if text is None else read(ast.parse(text, mode="eval").body)

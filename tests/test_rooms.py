@@ -1,0 +1,148 @@
+"""The package is a house: imports point down, and nothing on the way up shadows a public name."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fpipe"
+
+# Each folder, and what it may import: exactly that, and itself.
+ROOMS = {
+    "root": set[str](),
+    "graphs": {"root"},
+    "transforms": {"root", "graphs"},
+    "timing": {"root", "transforms"},
+    "schedules": {"root", "transforms", "timing"},
+    "runtimes": {"root", "graphs", "transforms", "timing"},
+    "models": {"root", "graphs", "timing", "runtimes"},
+    "pictures": {"root", "timing"},
+    "interop": {"root", "transforms", "timing"},
+    "testing": {"root", "transforms", "timing", "schedules", "runtimes", "models", "pictures"},
+    "cli": {"root", "transforms", "timing", "schedules", "runtimes", "models", "pictures", "interop"},
+}
+# Nobody imports these: the list of public names, and the command line's door.
+DOORS = ("fpipe", "fpipe.__main__")
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    """The folder that a module is in: `fpipe.runtimes.lowering.lower` is in `runtimes`."""
+    inner = FILES[module].relative_to(PACKAGE).parts[:-1]
+    return inner[0] if inner else "root"
+
+
+def imports(module: str) -> Iterator[tuple[int, str, str | None]]:
+    """Every import of a file, inside functions too: line, absolute name of the module, and the name taken from it."""
+    file = FILES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, source, alias.name) for alias in node.names)
+
+
+def inner_imports(module: str) -> Iterator[tuple[int, str]]:
+    """The imports of our own modules. `from fpipe import tree` is an import of fpipe.tree, not of all of fpipe."""
+    for line, source, name in imports(module):
+        if source.split(".")[0] == "fpipe":
+            yield line, f"{source}.{name}" if f"{source}.{name}" in FILES else source
+
+
+def graph() -> dict[str, set[str]]:
+    return {module: {target for _, target in inner_imports(module)} for module in FILES}
+
+
+def reachable(module: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        new = edges.get(todo.pop(), set()) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def test_the_root_has_at_most_nine_files():
+    assert len([*PACKAGE.glob("*.py")]) <= 9
+
+
+def test_every_folder_is_a_room():
+    assert {room(module) for module in FILES} == {*ROOMS}
+
+
+def test_rooms_import_each_other_in_one_direction():
+    below: set[str] = set()
+    for name, allowed in ROOMS.items():
+        assert allowed <= below, f"{name} may import a room that stands above it: {allowed - below}"
+        below.add(name)
+
+
+def test_imports_between_rooms_are_those_that_are_listed():
+    found = {name: set[str]() for name in ROOMS}
+    for module in FILES:
+        if module not in DOORS:
+            found[room(module)] |= {room(target) for _, target in inner_imports(module)} - {room(module)}
+    assert found == ROOMS
+
+
+def test_nobody_imports_the_doors():
+    users = [module for module in FILES for _, target in inner_imports(module) if target in DOORS]
+    assert not users
+
+
+def test_imports_have_no_cycle():
+    try:
+        graphlib.TopologicalSorter(graph()).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError("These modules import each other in a circle: " + " <- ".join(error.args[1])) from None
+
+
+def test_runtimes_and_schedules_meet_only_in_the_program():
+    edges = graph()
+    apart = {"runtimes": "schedules", "schedules": "runtimes"}
+    met = {
+        f"{module} reaches {target}"
+        for module in FILES
+        for target in reachable(module, edges)
+        if apart.get(room(module)) == room(target)
+    }
+    assert not met, sorted(met)
+
+
+def test_only_tree_imports_optree():
+    users = {module for module in FILES for _, source, _ in imports(module) if source.split(".")[0] == "optree"}
+    assert users <= {"fpipe.tree"}
+
+
+# In a process of its own: here pytest has imported the submodules already. A name that is a module holding a public
+# thing of the same name (fpipe.check, with check in it) was shadowed before anybody looked.
+SHADOWS = """
+import importlib, pkgutil, types
+import fpipe
+
+before = {name: getattr(fpipe, name) for name in fpipe.__all__}
+for module in pkgutil.walk_packages(fpipe.__path__, "fpipe."):
+    importlib.import_module(module.name)
+for name, value in before.items():
+    if getattr(fpipe, name) is not value or isinstance(value, types.ModuleType) and hasattr(value, name):
+        print(f"fpipe.{name} is hidden by the module of that name")
+"""
+
+
+def test_public_names_survive_the_import_of_every_module():
+    run = subprocess.run([sys.executable, "-c", SHADOWS], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (run.stdout, run.returncode) == ("", 0), run.stderr
