@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -236,7 +237,7 @@ def check_state(
     for number in sorted(readers):
         own: Any = state[number]
         stage = model.stages[number].forward
-        wanted = stage.writes if isinstance(stage, ByPlace) else ()
+        wanted = stage.writes if isinstance(stage, PositionalStage) else ()
         if wanted and not isinstance(own, Mapping):
             raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
         missing = next((name for name in wanted if name not in own), None)
@@ -353,29 +354,68 @@ Names = tuple[tuple[str, ...], ...]
 """The names of each parameter that the stage is handed."""
 
 
-class ByPlace(ABC):
-    """A stage of a model that a front end has cut.
+class PositionalStage(ABC):
+    """A stage function that a front door has cut out of a net: it also takes its parameters by position, so that equal
+    stages share a trace, whatever their parameters are called.
+
+    f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], x)
 
     Attributes:
         number: which stage it is.
         names: what its parameters are called, the first name of each in `params`.
         holds: what the buffers are called that it reads and writes.
+        apart: what the buffers are called that only its update reads and writes.
         writes: what all buffers are called that it or its update writes: its state.
+        modules: the modules that it runs, and the lock of those that run them.
     """
 
     number: int
     names: Names
     holds: Sequence[str] = ()
+    apart: Sequence[str] = ()
     writes: Sequence[str] = ()
+    modules: Sequence[tuple[str, Any]] = ()
+    lock: AbstractContextManager[Any] = nullcontext()
 
     @abstractmethod
-    def pure(self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]) -> Any:
-        """The stage's output as a function of all that it reads, in the order of names."""
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The output as a function of all that the stage reads, in the order of names; and by name what it gives
+        beside: its `state` after it, what it has `seen` for its update, and the buffers `apart` after an `update`."""
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
         return what()
 
+    def constants(self) -> list[Tensor]:
+        """What it reads besides parameters and state, as it is now; the buffers `apart` are among them."""
+        return []
+
+    def at_constants(self) -> list[int]:
+        """The positions of the buffers `apart` among the constants."""
+        return []
+
+    def modes(self) -> tuple[Any, ...]:
+        """What a trace of it depends on, besides abstract values."""
+        return ()
+
+    def batch_norms(self) -> list[str] | None:
+        """The paths of its batch norms, if nothing else in it has state and an op can update their statistics."""
+        return None
+
+    def momenta(self) -> list[Any]:
+        """How much a batch weighs in the running statistics of each of its norms, as it is now."""
+        return []
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """All tensors that it holds, by name."""
+        return ()
+
+    def unreadable(self) -> Iterable[tuple[str, Tensor]]:
+        """Those that no forward may read, since only updates know them."""
+        return ()
+
     @abstractmethod
     def twin(self) -> Any:
-        """Equal for stages that compute the same function of what they take by place."""
+        """Equal for stages that compute the same function of what they take by position."""

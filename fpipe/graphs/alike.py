@@ -91,7 +91,7 @@ def _is_known(value: FunctionType, odd: list[Any] | None, known: Known) -> bool:
 
 def _function(value: FunctionType, odd: list[Any] | None, inner: tuple[int, ...], known: Known) -> tuple[Any, ...]:
     """A function without the globals that it names."""
-    cells = [_content(cell) for cell in value.__closure__ or ()]
+    cells = [content_of(cell) for cell in value.__closure__ or ()]
     parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
     return Same(value), *(_alike(part, odd, inner, known) for part in parts)
 
@@ -125,7 +125,8 @@ def named_in(code: CodeType) -> Iterator[str]:
             yield inner
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
+    """What a closure has in a cell; a class where it has nothing yet."""
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet

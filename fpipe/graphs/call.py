@@ -16,8 +16,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import Aval, alias, aval
 from fpipe.graphs.keep import listening
-from fpipe.graphs.returned import loss_of, outputs_of, refuse_odd_output, taken_apart
-from fpipe.model import ByPlace, Model, same_keys
+from fpipe.graphs.pure import pure
+from fpipe.graphs.returned import called, loss_of, outputs_of, refuse_odd_output, taken_apart
+from fpipe.model import Model, PositionalStage, same_keys
 
 Spec = Any
 
@@ -101,7 +102,8 @@ def flat(
         return tree.unflatten(containers[label], map(alias, given[label]) if came else given[label])
 
     def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        made, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
+        with pure(model.loss, "it", given, tracing=True):
+            made, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
         beside = {"count": total} if model.reduction == "count" else {}
         return written({"loss": made} | beside | ({"aux": aux} if model.aux else {}))
 
@@ -110,13 +112,13 @@ def flat(
         one = model.stages[call.stage]
         taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
         x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
-        if isinstance(one.forward, ByPlace):
+        if isinstance(one.forward, PositionalStage):
             order = positions(model, one.forward, call)
             params = [given[label][at] for label, at in order]
             places = buffers(one.forward, call)
-            with listening() as kept:
-                made = one.forward.pure(params, given.get("const", []), x, [given["state"][at] for at in places])
-            y, beside = taken_apart(one, made)
+            with listening() as kept, pure(one.forward, "it", given, tracing=True):
+                held = [given["state"][at].clone() for at in places]
+                y, beside = one.forward.pure(params, given.get("const", []), x, held)
             if places:  # in the order that they came in
                 beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
             return outputs(call.stage, y, beside, kept)
@@ -125,8 +127,8 @@ def flat(
         more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-        with listening() as kept:
-            made = one.forward({**own, **more} if more else own, x, **{word: said[word] for word in one.asks})
+        with listening() as kept, pure(one.forward, "it", given, tracing=True):
+            made = called(one, {**own, **more} if more else own, x, said)
         return outputs(call.stage, *taken_apart(one, made), kept)
 
     def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
@@ -144,7 +146,7 @@ def flat(
     return loss if call.stage is None else stage
 
 
-def positions(model: Model, module: ByPlace, call: Call) -> tuple[tuple[str, int], ...]:
+def positions(model: Model, module: PositionalStage, call: Call) -> tuple[tuple[str, int], ...]:
     """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
@@ -153,7 +155,7 @@ def positions(model: Model, module: ByPlace, call: Call) -> tuple[tuple[str, int
     return tuple(given[leaf[0]] for leaf in module.names)
 
 
-def buffers(module: ByPlace, call: Call) -> tuple[int, ...]:
+def buffers(module: PositionalStage, call: Call) -> tuple[int, ...]:
     """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
     if not module.holds:
         return ()

@@ -6,8 +6,11 @@ transposed data, whose gradient then is viewed where plain autograd copies. Who 
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import traceback
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -29,6 +32,49 @@ _CONTIGUOUS = tuple(getattr(_aten, name).default for name in ("mm", "bmm", "addm
 def fake_mode() -> Any:
     """Within it tensors have no data; what it rests on is imported when it is first needed, which takes a second."""
     return _mode()(allow_non_fake_inputs=True)
+
+
+class LeakedTensor(RuntimeError):
+    """A fake tensor outlives the run that made it: real runs would find it."""
+
+
+@contextmanager
+def no_leaks(mode: Any) -> Generator[None]:
+    """While it lasts a function runs on fake tensors, and leaves none behind, as under `jax.checking_leaks`.
+
+    Raises:
+        LeakedTensor: one of those that ops made is still there.
+    """
+    mode.made = made = list[weakref.ref[Tensor]]()
+    try:
+        yield
+    except Exception as error:
+        forget_frames(error)  # they hold what the function has made
+        _check_leaks(made)
+        raise
+    finally:
+        mode.made = None
+    _check_leaks(made)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of the local variables on the way of an error, and of those that led to it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _check_leaks(made: list[weakref.ref[Tensor]]) -> None:
+    if any(one() is not None for one in made):
+        gc.collect()  # some may be gone but for references to themselves
+    left = next((one for one in (each() for each in made) if one is not None), None)
+    if left is not None:
+        kinds = {type(holder).__name__ for holder in gc.get_referrers(left)} & {"dict", "list", "tuple", "set", "cell"}
+        raise LeakedTensor(
+            f"a tensor of shape {tuple(left.shape)} that was made of fake tensors, and so has no data, is left behind"
+            f"{f' in a {min(kinds)}' if kinds else ''}, where real runs would find it. Clear it there, and run the "
+            "stage on real data first, as a step does, so that what it caches is real; or let it keep no tensors."
+        )
 
 
 class _Switch(threading.local):
@@ -77,14 +123,23 @@ def _mode() -> Any:
     logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
 
     class Mode(FakeTensorMode):
-        """torch's own, whose tensors are put into the order that the ops really write."""
+        """torch's own, whose tensors are put into the order that the ops really write.
+
+        Attributes:
+            made: takes what ops make, if somebody wants to know.
+        """
+
+        made: list[Any] | None = None
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             before, _QUIET.on = _QUIET.on, True
             try:
-                return super().__torch_dispatch__(func, types, args, kwargs or {})
+                results = super().__torch_dispatch__(func, types, args, kwargs or {})
             finally:
                 _QUIET.on = before
+            if self.made is not None:
+                self.made += map(weakref.ref, _tensors(results if isinstance(results, list | tuple) else [results]))
+            return results
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             made: Any = super().dispatch(func, types, args, kwargs or {})

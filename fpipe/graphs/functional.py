@@ -11,29 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import storage_of
+from fpipe.graphs.schema import BATCH_NORMS, written
 
 _aten: Any = torch.ops.aten
 
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an op changes in place."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    target: Any = node.target
-    schema = target._schema.arguments
-    values = [*node.args, *(node.kwargs.get(a.name) for a in schema[len(node.args) :])]
-    if node.target in BATCH_NORMS and len(values) > 5 and values[5]:  # its schema does not say so
-        return [value for value in values[3:5] if isinstance(value, fx.Node)]
-    changed = [v for a, v in zip(schema, values, strict=False) if a.alias_info is not None and a.alias_info.is_write]
-    flat = [one for value in changed for one in (value if isinstance(value, list | tuple) else [value])]
-    return [value for value in flat if isinstance(value, fx.Node)]
-
-
-BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+    return [value for value in written(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
 
 
 def refuse_changes(traced: Any) -> None:

@@ -107,9 +107,7 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
         yield
         return
     with _LOCK:  # there is one such generator for all threads
-        generators = [TORCHS]
-        if torch.cuda.is_initialized():
-            generators += torch.cuda.default_generators
+        generators = _torchs_generators()
         before = [generator.get_state() for generator in generators]
         try:
             if seed is not None:
@@ -123,6 +121,29 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
     if seed is None and not all(map(torch.equal, before, now)):
         other = " Or another thread drew meanwhile: torch's own generator is one for all threads."
         raise ValueError(needs_key(who) + other * (threading.active_count() > 1))
+
+
+def _torchs_generators() -> list[torch.Generator]:
+    return [TORCHS, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def random_states() -> list[torch.Tensor]:
+    """Where torch's own random numbers are now."""
+    return [generator.get_state() for generator in _torchs_generators()]
+
+
+@contextmanager
+def replaying(states: list[torch.Tensor]) -> Generator[None]:
+    """While it lasts torch's own random numbers go on from there; afterwards they are as they were found."""
+    with _LOCK:
+        generators, before = _torchs_generators(), random_states()
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
 def needs_key(who: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,6 +12,27 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.symbols import in_words
 from fpipe.model import Model, Reduction, Stage
+
+
+def called(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
+    """What a stage function returns. Its state is a copy, which it may write.
+
+    Args:
+        said: at least what it asks for, by keyword.
+    """
+    asked = {word: said[word] for word in stage.asks}
+    if "state" in asked:
+        asked["state"] = copied(asked["state"])
+    return stage.forward(params, x, **asked)
+
+
+def copied(state: Any) -> Any:
+    """A state in memory of its own."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree.tree_map(copy, state)
 
 
 def taken_apart(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:

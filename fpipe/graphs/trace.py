@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import (
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.evenly import evenly
-from fpipe.graphs.fake import fake_mode, watched_memory
+from fpipe.graphs.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.functional import changed_by, functional, refuse_changes
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.graphs.keys import alone
+from fpipe.graphs.pure import Impure
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -63,9 +64,16 @@ def outline(
     >>> ran
     ('aten.t.default',)
     """
+    with alone(), _reasons(), fake_mode() as mode, no_leaks(mode):
+        return _outline(function, reads, keys)
+
+
+def _outline(
+    function: Flat, reads: Groups, keys: Keys | None
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
-    with alone(), _reasons(), fake_mode(), _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
+    with _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
@@ -295,8 +303,10 @@ def _reasons() -> Generator[None]:
     try:
         with _TRACING, _disable_current_modes():
             yield
-    except Untraceable:
+    except (Untraceable, LeakedTensor):
         raise
+    except Impure as error:
+        raise Untraceable(str(error)) from error
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Untraceable(f"{type(error).__name__}: {reason}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -19,9 +19,7 @@ from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, inlined, same
 from fpipe.graphs.keys import TracedKey, fold_in, unseeding
 from fpipe.graphs.lru_cache import Recent
 from fpipe.graphs.trace import Around, outline, trace
-from fpipe.model import ByPlace, Model
-from fpipe.models.cached import Caches
-from fpipe.models.reached import closed_over
+from fpipe.model import Model, PositionalStage
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class Traces:
         self._shared: dict[Call, Call] = {}
         self._twins: dict[int, Any] = {}
         self._stores: dict[int, tuple[Store, int]] = {}
-        self._caches: dict[int, Caches] = {}
 
     def outline(self, call: Call) -> Outline:
         """What a call writes, by running it once on tensors without data."""
@@ -92,9 +89,8 @@ class Traces:
                 self._refuse_new()
                 specs: dict[str, Spec] = {}
                 root = TracedKey(0)
-                with self._pure(call):
-                    function = flat(self.model, call, specs, root)
-                    reads, writes, ran, python = outline(function, dict(call.reads), root.known)
+                function = flat(self.model, call, specs, root)
+                reads, writes, ran, python = outline(function, dict(call.reads), root.known)
                 made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
             self._outlines[call] = made
         return self._outlines[call]
@@ -114,8 +110,7 @@ class Traces:
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            with self._pure(call):
-                found = self._written_down(call, seeds)
+            found = self._written_down(call, seeds)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
@@ -133,18 +128,6 @@ class Traces:
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one
-
-    @contextmanager
-    def _pure(self, call: Call) -> Generator[None]:
-        """What a function reaches stays as it is."""
-        function = self.model.loss if call.stage is None else self.model.stages[call.stage].forward
-        if id(function) not in self._caches:
-            self._caches[id(function)] = Caches(function)
-        try:
-            with self._caches[id(function)].clean(), closed_over(function, "it"):
-                yield
-        except (ValueError, RuntimeError) as error:
-            raise Untraceable(str(error)) from error
 
     def _refuse_new(self) -> None:
         if self.known_only:
@@ -189,7 +172,7 @@ class Traces:
             store, own = self._store(self.model.loss)
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
-        by_place = isinstance(stage.forward, ByPlace)
+        by_place = isinstance(stage.forward, PositionalStage)
         names = tuple("" if by_place else leaf for _, _, leaf in self.model.tied(call.stage))
         how = (
             frozenset(stage.asks),
@@ -199,7 +182,7 @@ class Traces:
             isinstance(self.model.inputs[call.stage], tuple),
             call.microbatch,
         )
-        if isinstance(stage.forward, ByPlace):
+        if isinstance(stage.forward, PositionalStage):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
@@ -223,7 +206,7 @@ class Traces:
     def _around(self, call: Call) -> Around | None:
         """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
-        if not isinstance(module, ByPlace):
+        if not isinstance(module, PositionalStage):
             return None
         order = positions(self.model, module, call)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.ambient import kernels, plainly
-from fpipe.graphs.functional import BATCH_NORMS
 from fpipe.graphs.graph import Aval, Graph, Name, Node, apart
+from fpipe.graphs.schema import BATCH_NORMS
 
 _aten: Any = torch.ops.aten
 OLD, NEW, FACTOR = "running", "running", "factor"

@@ -9,12 +9,9 @@ statistics of the whole batch, as one device does on a batch that is not cut.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
-_SYS: Any = sys
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]
 """For each norm what its update needs of its calls. By place, since equal stages share a trace, and no names."""
@@ -46,45 +42,15 @@ def has_torchs_forward(module: nn.Module) -> bool:
 
 
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
-_KINDS = (_NormBase, _BatchNorm, _InstanceNorm, nn.SyncBatchNorm)
-_OWN = {one.__code__ for kind in _KINDS for one in vars(kind).values() if isinstance(one, FunctionType)}
-_TORCH = str(Path(torch.__file__).parent)
-
-
-class _Away(dict[str, Any]):
-    """The buffers of a norm without its statistics, which its own forward asks for, and then does without."""
-
-    def __getitem__(self, name: str) -> Any:
-        reader = _reader() if name in STATISTICS else None
-        if reader is not None:
-            raise RuntimeError(
-                f"{reader} reads {name!r} of a norm in training, and no module's code shows that it does: it is not "
-                f"there while a stage runs. Read it in a module's forward, as self.norm.{name}: then it is module "
-                "state that the stage reads."
-            )
-        return super().__getitem__(name)
-
-
-def _reader() -> str | None:
-    """Who asks for an attribute of a module, if it is not a norm itself. A tracer may ask on behalf of either."""
-    asked = _SYS._getframe(2)
-    if asked.f_code.co_name == "__getattr__":
-        while asked.f_code.co_filename.startswith(_TORCH):
-            if asked.f_code in _OWN:
-                return None
-            asked = asked.f_back
-        return asked.f_code.co_name
-    return None
 
 
 @contextmanager
-def noted(
-    norms: Norms, deferred: bool, copying: bool = False, who: str = "a forward"
-) -> Generator[list[tuple[Any, ...]]]:
-    """While it lasts these norms have no buffers, and what their updates need of each call is noted in their order.
+def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[list[tuple[Any, ...]]]:
+    """While it lasts these norms do without their running statistics, and what their updates need of each call is noted
+    in their order.
 
-    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too. An input is noted as it is,
-    and the forward must not change it later on; with `copying` it may, where autograd does not keep the input as well.
+    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too. An input is noted as it is
+    where autograd keeps it too, so that the forward must not change it later on; else a copy.
     """
     notes: list[tuple[Any, ...]] = [() for _ in norms]
     versions: list[tuple[str, Tensor, int]] = []
@@ -93,19 +59,19 @@ def noted(
         type(module)._check_input_dim(module, x)
         if deferred and isinstance(module, _BatchNorm):
             note: Any = statistics(x.detach())
-        elif copying and not _is_saved(module, x):
-            note = x.detach().clone()
-        else:
+        elif _is_saved(module, x):
             note = x.detach()
             versions.append((norms[place][0], x, x._version))
+        else:
+            note = x.detach().clone()
         notes[place] = (*notes[place], note)
 
-    kept = [module._buffers for _, module in norms]
     tracks = [module.track_running_stats for _, module in norms]
     try:
         for place, (_, module) in enumerate(norms):
-            vars(module)["_buffers"] = _Away(module._buffers | dict.fromkeys(STATISTICS))
-            module.track_running_stats = False  # SyncBatchNorm insists on its buffers otherwise
+            module.track_running_stats = False
+            if not isinstance(module, _BatchNorm):  # an instance norm takes them whether it tracks or not
+                vars(module)["_apply_instance_norm"] = partial(_normalised, module)
             vars(module)["_check_input_dim"] = partial(meet, place, module)
         yield notes
         changed = next((path for path, x, version in versions if x._version != version), None)
@@ -115,10 +81,15 @@ def noted(
                 "running statistics reads it. Change a copy."
             )
     finally:
-        for (_, module), buffers, tracked in zip(norms, kept, tracks, strict=True):
-            vars(module)["_buffers"] = buffers
+        for (_, module), tracked in zip(norms, tracks, strict=True):
             module.track_running_stats = tracked
-            vars(module).pop("_check_input_dim", None)
+            for name in ("_check_input_dim", "_apply_instance_norm"):
+                vars(module).pop(name, None)
+
+
+def _normalised(module: Any, x: Tensor) -> Tensor:
+    """What an instance norm makes in training."""
+    return F.instance_norm(x, None, None, module.weight, module.bias, True, module.momentum or 0.0, module.eps)
 
 
 def _is_saved(module: Any, x: Tensor) -> bool:

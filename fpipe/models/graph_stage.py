@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graphs.alike import Same, alike
 from fpipe.graphs.symbols import in_words
-from fpipe.model import ByPlace
+from fpipe.model import PositionalStage
 from fpipe.models.modes import as_found
 
 
-class GraphStage(ByPlace):
+class GraphStage(PositionalStage):
     """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
 
     Args:
@@ -44,17 +44,17 @@ class GraphStage(ByPlace):
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
         """The stage's output."""
-        return self.pure([params[name] for name in self.reads], (), x)
+        return self.pure([params[name] for name in self.reads], (), x)[0]
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
-    ) -> Any:
-        """The same, parameters by place; those that it does not read come last."""
+    ) -> tuple[Any, dict[str, Any]]:
+        """The same, parameters by position; those that it does not read come last."""
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
         if self.rows is not None:
             self.rows.check(given[0])
         with as_found():
-            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes])
+            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes]), {}
 
     def twin(self) -> Any:
         """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that

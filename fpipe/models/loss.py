@@ -24,14 +24,13 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.pure import pure
 from fpipe.graphs.returned import loss_apart
 from fpipe.model import Model, Reduction, odd_signature
 from fpipe.models.functions import from_functions
 from fpipe.models.loss_graph import KEY, loss_graph, seeding
 from fpipe.models.marks import Marked
 from fpipe.models.params import join_params
-from fpipe.models.reached import modules_of, unwritten
-from fpipe.models.watched import watching
 from fpipe.runtimes.microbatch import check_batch
 from fpipe.runtimes.reference import reference
 
@@ -80,10 +79,8 @@ def from_loss(
     check_batch(batch)
     refuse_odd_modes()
     names = _names(params)
-    reached = modules_of(loss_fn)
-    with watching(_checked(loss_fn, reduction, aux)) as watched, unwritten(reached):
-        traced = loss_graph(watched, params, batch)
-        marked = Marked(traced, names)
+    traced = loss_graph(_checked(loss_fn, reduction, aux), params, batch)
+    marked = Marked(traced, names)
     model = from_functions(
         marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
     )
@@ -93,8 +90,7 @@ def from_loss(
     leaves = dict(zip(names, tree.leaves(params), strict=True))
     own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        with unwritten(reached):
-            _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
+        _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
     return model, own
 
 
@@ -125,7 +121,8 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
     """The loss function, with a look at what it returns."""
 
     def checked(params: Any, batch: Any) -> Any:
-        made = loss_fn(params, batch)
+        with pure(loss_fn, "loss_fn", (params, batch), tracing=True):
+            made = loss_fn(params, batch)
         loss_apart(made, reduction, aux, "what loss_fn returns")
         return made
 
@@ -167,7 +164,7 @@ def _compare(
     the backward of a custom `autograd.Function`."""
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    with torch.enable_grad(), seeding():
+    with torch.enable_grad(), seeding(), pure(loss_fn, "loss_fn", (params, batch)):
         loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
@@ -115,7 +116,8 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+        with _NoGenerators():
+            return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
     _TRACING.on = True
     try:
@@ -137,6 +139,18 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     return Traced(module, tree.leaves(named[0]), named[1], batch, guards)
+
+
+class _NoGenerators(TorchFunctionMode):
+    """Refuses random numbers that follow from no key."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:
+            name = getattr(func, "__name__", "")
+            raise ValueError(
+                f"loss_fn draws from a generator of its own ({name}), which is in no key; draw without it."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _make_literals_pure(graph: fx.Graph) -> None:

@@ -3,8 +3,9 @@
     Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
 
 The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
-parameters, and buffers that no stage writes, are constants: a stage reads the module's own at each call. What would
-make a stage impure (weights that it writes, hooks that nobody would run) is refused by name.
+parameters, and buffers that no stage mutates, are constants: a stage reads the module's own at each call. Torch's norms
+are known by class; what else a net mutates is found by running it on an example. What would make a stage impure
+(weights that it mutates, hooks that nobody would run) is refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from fpipe.models.batch_norm import has_torchs_forward
 from fpipe.models.functions import from_functions
 from fpipe.models.impure import refuse_impure
 from fpipe.models.skips import planned
-from fpipe.models.stage_module import StageModule
+from fpipe.models.stage_module import How, StageModule
+from fpipe.models.state import written_buffers
 from fpipe.timing.balance import balance
 
 Params = tuple[dict[str, Tensor], ...]
@@ -40,6 +42,8 @@ def from_sequential(
     reduction: Reduction = "mean",
     aux: bool = False,
     keywords: bool = False,
+    example: Any = None,
+    state: Mapping[str, How] | None = None,
 ) -> tuple[Model, Params, Params]:
     """Cut a Sequential into stages.
 
@@ -51,19 +55,26 @@ def from_sequential(
         reduction, aux: as in `from_functions`.
         keywords: whether the inputs of a batch are a dict that the first child takes as keywords, as
             `forward(self, input_ids, mask=None)` does. Without it a dict is handed on as one argument.
+        example: the inputs of a batch, for a net that mutates buffers of its own (a counter, a running mean): each
+            stage runs once on fake tensors like these, which may be on the meta device. The batch, instance and
+            spectral norms of torch need none.
+        state: says it instead, for buffers by name: "update" where only the module's own updates read what is written,
+            "ordered" where outputs read it too.
 
     A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
     `Pop` among the children are skips.
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name; per stage its module state: the buffers that its modules write, by name. Updates of buffers that
+        first name; per stage its module state: the buffers that its modules mutate, by name. Updates of buffers that
         are read only to update them (those of batch and instance norms, a counter or a running mean of your own) are
-        apart from the forwards, which then come in any order. A stage with a module that reads what it writes (spectral
-        norm), or that may by what its code shows, reads its state in its forward, microbatch after microbatch.
+        apart from the forwards, which then come in any order. A stage whose output reads what it mutates (spectral
+        norm) reads its state in its forward, microbatch after microbatch. All other buffers are constants; a step that
+        would mutate one is refused by name.
 
     Raises:
-        ValueError: sizes that do not fit, or a module that cannot be part of a pure stage, by name.
+        ValueError: sizes that do not fit, a module that cannot be part of a pure stage, or a name in `state` that is no
+            buffer, by name.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -88,11 +99,19 @@ def from_sequential(
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
     skips, inputs = planned(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
-    runs = [StageModule(number, group, names[number], skips[number]) for number, group in enumerate(groups)]
-    _share(runs)
+    said = _said(net, state)
+
+    def made(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
+        each = enumerate(zip(groups, names, skips, found, strict=True))
+        return [StageModule(n, group, own, skip, state={**one, **said}) for n, (group, own, skip, one) in each]
+
+    runs = made([{}] * len(groups))
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
+    if example is not None:
+        runs = made(written_buffers(runs, model, example))
+    _share(runs)
     cut = tuple(
-        replace(stage, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
+        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)
     )
     return (
@@ -100,6 +119,19 @@ def from_sequential(
         tuple({leaf[n][0]: tensors[leaf[n][0]] for leaf in each if min(leaf) == n} for n in range(len(groups))),
         tuple(run.state() for run in runs),
     )
+
+
+def _said(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
+    """What the caller says of buffers, if it is about buffers."""
+    buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
+    for name, how in (state or {}).items():
+        if name not in buffers:
+            raise ValueError(
+                f"state= names {name!r}, which is no buffer of the net; these are: {', '.join(sorted(buffers))}."
+            )
+        if how not in ("update", "ordered"):
+            raise ValueError(f"state= says 'update' or 'ordered' of a buffer, found {how!r} for {name!r}.")
+    return dict(state or {})
 
 
 def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
@@ -259,6 +291,6 @@ def _deferred(stage: Stage) -> Stage:
         )
     if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage
-    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True)
+    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True, state=run.state_of)
     later.lock = run.lock  # of all stages that have a module in common
     return replace(stage, forward=later, within=later.within, **later.remembering())

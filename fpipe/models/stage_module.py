@@ -1,44 +1,55 @@
-"""The function of a stage that is made of modules: they run on what they are handed instead of what they hold.
+"""The function of a stage made of modules: they run on what they are handed instead of what they hold.
 
 f(params, x) = modules(x)                         while `params` are in the place of the modules' own
-f(params, x, state=s) = modules(x), s'            and buffers too, where a module reads what it writes
+f(params, x, state=s) = modules(x), s'            and buffers too, where an output reads what the modules write
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fpipe import tree
 from fpipe.graphs.alike import Same
-from fpipe.graphs.graph import is_plain, storage_of
-from fpipe.model import ByPlace, Names, same_keys
-from fpipe.models.attributes import Attributes
+from fpipe.graphs.keys import random_states, replaying
+from fpipe.graphs.pure import Attributes, Impure, OwnMemory, memory
+from fpipe.model import Names, PositionalStage, same_keys
 from fpipe.models.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
-from fpipe.models.buffers import Buffers, Places, own_buffers
 from fpipe.models.impure import DEPEND_ON_MODE, draws, refuse_impure
-from fpipe.models.reads import asks_for_mode, changes_others, names_any, read_buffers
 from fpipe.models.skips import Skips, through
-from fpipe.models.tapes import Recorder, copy_of, updated_with
 from fpipe.models.twins import twin
-from fpipe.models.writers import Write, written_buffers
+
+How = Literal["update", "ordered"]
+"""Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
+Place = tuple[str, nn.Module, str]
+"""A tensor of a module: its path in the net, the module that has it, its name there."""
 
 
-class StageModule(ByPlace):
+class StageModule(PositionalStage):
     """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
 
     The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
 
+    Args:
+        number: which stage it is.
+        children: its modules by their names in the net.
+        names: what its parameters are called.
+        skips: what it takes of earlier stages, and puts aside for later ones.
+        deferred: whether batch norms update their statistics once a step.
+        state: the buffers that its modules write, besides those of torch's norms, which are known by class.
+
     Attributes:
         norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
-        unread: the buffers that modules write, and read only to do so: their updates are apart too.
-        held: where a module reads what it writes: these are the stage's state, all of it, and a forward reads it.
+        updates: the other buffers that are written and that no output reads: their updates are apart too.
+        held: where an output reads what its modules write: these are the stage's state, and a forward reads it.
     """
 
     def __init__(
@@ -48,49 +59,51 @@ class StageModule(ByPlace):
         names: Names,
         skips: Skips | None = None,
         deferred: bool = False,
+        state: Mapping[str, How] | None = None,
     ) -> None:
         self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
-        self.skips = skips or Skips()
-        self.held: list[tuple[str, nn.Module, str]] = []
+        self.skips, self.state_of = skips or Skips(), dict[str, How](state or {})
+        self.who = f"stage {number}"
         self.bound = _Bound(children)
-        modules = [(path, module) for path, module in self.bound.named_modules() if path]
-        self.modules = modules
-        self.moody = [(path, module) for path, module in modules if isinstance(module, DEPEND_ON_MODE)]
-        self.caching = [m for _, m in modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)]
+        self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
+        self.caching = [
+            m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
+        ]
         self.lock = threading.RLock()
-        self.norms = [(path, module) for path, module in modules if remembers(module)]
-        writes = [write for write in written_buffers(m for _, m in modules) if not _is_statistic(write)]
-        turning = [write.writer for write in writes if write.moody]
+        self._place_buffers()
         trained = {name for leaf in names for name in leaf}
-        fixed = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        own = {(norm, name) for _, norm in self.norms for name, _ in norm.named_buffers(recurse=False)}
-        each = [module for _, module in modules]
-        asked = bool(self.norms) and names_any(each, STATISTICS)  # of a norm by another module, or by a hook
-        odd = [norm for norm in each if tracks(norm) and (asked or not remembers(norm))]
-        reads = {(norm, name) for norm in odd for name, _ in norm.named_buffers(recurse=False)}
-        reads |= {(write.owner, write.name) for write in writes if write.now}
-        own |= reads
-        buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
-        self.remembered = [(path, *place) for path, place in buffers if place in own]
-        self.unread: list[tuple[str, nn.Module, str]] = []
-        if reads and (odd or read_buffers(each, reads)):
-            self.held, self.norms = self.remembered, []
-            turning += [module for module in each if isinstance(module, _NormBase)]
-        elif reads:
-            self.unread = [(path, *place) for path, place in buffers if place in reads]
-            turning += [module for module in each if asks_for_mode(module, reads)]
-        self.copying = bool(self.unread or self.norms) and changes_others(each, reads)
-        self.holds = [path for path, _, _ in self.held]
-        self.apart = [path for path, _, _ in self.unread]
-        self.writes = [path for path, _, _ in self.remembered]
-        self.turning = [(path, m, m.training) for path, m in modules if any(m is one for one in turning)]
-        # What is not read is fixed too: stand-ins are made of it.
-        fixed += [path for path, place in buffers if place not in own or path in self.apart]
-        self.fixed = [(path, *place) for path, place in self._places(fixed)]
-        self.swapped = [[path for path, _ in self._places(leaf)] for leaf in names]
+        frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
+        gone = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        taken = {place[1:] for place in self.held} | gone
+        self.fixed = [*self._places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
+        self.swapped = [[path for path, _, _ in self._places(leaf)] for leaf in names]
 
-    def _places(self, paths: Iterable[str]) -> list[tuple[str, tuple[nn.Module, str]]]:
-        """Each place where a tensor is, as its module and name, under the first of its paths.
+    def _place_buffers(self) -> None:
+        """Sort the buffers by who writes and reads them."""
+        self.buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
+        known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
+        for _, module in self.modules:
+            odd = tracks(module) and not remembers(module)  # a forward of its own may read what it remembers
+            for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
+                known[module, name] = "ordered"
+        self.norms = [(path, module) for path, module in self.modules if remembers(module)]
+        own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
+        self.updates: list[Place] = []
+        self.held: list[Place] = []
+        if "ordered" in known.values():
+            self.held, self.norms = self.remembered, []
+        else:
+            self.updates = [place for place in self.buffers if place[1:] in known]
+        self.holds = [path for path, _, _ in self.held]
+        self.apart = [path for path, _, _ in self.updates]
+        self.writes = [path for path, _, _ in self.remembered]
+        self.moody = [(path, module) for path, module in self.modules if isinstance(module, DEPEND_ON_MODE)]
+        # What is written may depend on the mode of any module.
+        self.turning = [(path, m, m.training) for path, m in self.modules] if self.held or self.updates else []
+
+    def _places(self, paths: Iterable[str]) -> list[Place]:
+        """Each place where a tensor is, under the first of its paths.
 
         A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.
         """
@@ -98,122 +111,111 @@ class StageModule(ByPlace):
         for path in paths:
             owner, _, name = path.rpartition(".")
             first.setdefault((self.bound.get_submodule(owner), name), path)
-        return [(path, place) for place, path in first.items()]
+        return [(path, *place) for place, path in first.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names, self.skips, self.deferred)
+        return StageModule, (self.number, self.children, self.names, self.skips, self.deferred, self.state_of)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with updates that are apart, also what they need; with a state, also the new."""
-        if not self.held:
-            return self.within(params, partial(self._through, x), noting=bool(self.norms or self.unread))
-        given = state or {}
-        same_keys(given, self.holds, f"state of stage {self.number}", "a buffer that it writes")
-        made = self.within(params, partial(self._through, x), buffers=[given[name] for name in self.holds])
-        new = dict(zip(self.holds, made[1], strict=True))
-        return made[0], {name: new[name] for name in given}
+        own = self._by_path(params)
+        if self.held:
+            given = state or {}
+            same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
+            y, _, new = self._run(own | {path: given[path] for path in self.holds}, x)
+            return y, {name: new[name] for name in given}
+        again = _Again(self, own, x) if self.updates else None
+        y, notes, _ = self._run(own | self._copies(self.updates), x)
+        return (y, (notes, again)) if again else (y, notes) if self.norms else y
 
-    def _through(self, x: Any) -> Any:
-        return through(self.children, self.skips, x)
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
+    ) -> tuple[Any, dict[str, Any]]:
+        """The stage's output, and by name its state, what its norms note, and its other buffers as they are then."""
+        own = self._own(params, constants)
+        own |= {path: own[path].clone() for path in self.apart} | dict(zip(self.holds, buffers, strict=True))
+        y, notes, new = self._run(own, x)
+        if self.held:
+            return y, {"state": [new[path] for path in self.holds]}
+        beside: dict[str, Any] = {"seen": notes} if self.norms or self.updates else {}
+        return y, beside | ({"update": [new[path] for path in self.apart]} if self.updates else {})
 
-    def within(
-        self,
-        params: Mapping[str, Tensor],
-        what: Callable[[], Any],
-        noting: bool = False,
-        buffers: Sequence[Tensor] | None = None,
-    ) -> Any:
-        """Do something while `params` are in the modules' place.
+    def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The output where these are in the place of parameters and buffers, and the buffers afterwards."""
+        y, _, now = self._run(dict(own), x)
+        new = {path: now[path] for path in own if path in now}
+        self._refuse_one_memory(new)
+        return y, new
 
-        A backward pass needs this where a module runs again in it: torch.utils.checkpoint recomputes with whatever
-        parameters the modules hold by then.
+    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
+        """Do something, such as the backward of the output, while `params` are in the modules' place.
+
+        torch.utils.checkpoint recomputes with whatever parameters the modules hold by then.
         """
-        same_keys(params, [leaf[0] for leaf in self.names], f"params of stage {self.number}")
-        own = {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
+        return self._again(self._by_path(params), what)
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """The same by position."""
+        attributes = Attributes(self.modules, self.who)
+        try:
+            return self._again(self._own(params, constants), what)
+        finally:
+            attributes.put_back()
+
+    def _again(self, own: dict[str, Tensor], what: Callable[[], Any]) -> Any:
+        def refuse(tensor: Tensor, op: Any) -> None:
+            name = next((path for path, one in self.named_tensors() if memory(one) == memory(tensor)), None)
+            raise Impure(
+                f"{self.who} writes buffer {name!r} once more as its backward computes it again: "
+                "torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
+            )
+
+        mine = [tensor for _, tensor in self.named_tensors()]
+        with self._swapping(), noted(self.norms, self.deferred, self.who), OwnMemory(refuse, mine):
+            return torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+
+    def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+        """The output, what the norms noted, and the buffers afterwards."""
+
+        def run() -> tuple[Any, dict[str, Any]]:
+            y = through(self.children, self.skips, x)
+            return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
+
+        with self._swapping(), noted(self.norms, self.deferred, self.who) as notes:
+            # A copy, since functional_call notes in it what is bound anew.
+            y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
+        odd = next((path for path in self.writes if path in own and not isinstance(new[path], Tensor)), None)
+        if odd is not None:
+            raise Impure(f"{self.who} left no tensor in buffer {odd!r}, which is its module state.")
+        self._refuse_one_memory({path: new[path] for path in self.writes if path in own})
+        return y, notes, new
+
+    @contextmanager
+    def _swapping(self) -> Generator[None]:
+        """Tensors are in the place of the modules' own, one thread at a time.
+
+        functional_call leaves behind the weight that pruning or old-style weight norm keeps as an attribute, and an
+        RNN's list of its weights, which would go on computing with another's.
+        """
         with self.lock:
             self._refuse_changed()
-            before = Buffers(self.modules)
             kept = [_kept(module) for module in self.caching]
             try:
-                with self._noted() as notes:
-                    made, new, tape = self._called(own, buffers, what, noting)
+                yield
             finally:
                 for module, attributes in zip(self.caching, kept, strict=True):
                     vars(module).update(attributes)
-                written = before.put_back()
-        self._refuse_written(written)
-        return (made, self._seen(notes, tape)) if noting else (made, new) if buffers is not None else made
 
-    def _noted(self) -> AbstractContextManager[Any]:
-        """While it lasts, what the updates of norms need is noted."""
-        return noted(self.norms, self.deferred, self.copying, f"stage {self.number}")
-
-    def _seen(self, notes: Any, tape: Any) -> Any:
-        """What the updates need, of norms and of others."""
-        return (notes, *tape) if self.unread else notes
-
-    def _called(
-        self,
-        own: dict[str, Tensor],
-        buffers: Sequence[Tensor] | None,
-        what: Callable[[], Any],
-        noting: bool,
-    ) -> tuple[Any, list[Any], Any]:
-        """What something makes while tensors are in the modules' place; what is then in the place of the buffers that
-        it may write, which are copies of those handed in; and what it did to those that it does not read.
-        """
-        unread = self.unread if noting else []
-        recorder = Recorder(self.apart, self.copying, f"stage {self.number}")
-        if unread:
-            here = [own[path] if path in own else getattr(owner, name) for path, owner, name in unread]
-            own |= dict(zip(self.apart, recorder.stand_ins(here), strict=True))
-        held = [] if buffers is None else self.held
-        copies = [buffer.clone() for buffer in buffers or ()]
-        own |= {path: copy for (path, _, _), copy in zip(held, copies, strict=True)}
-
-        def watched() -> tuple[Any, list[Any]]:
-            before = Places(self.modules)
-            with Attributes(self.modules).watched(f"stage {self.number}"):
-                made = what()
-            new = [own_buffers(owner).get(name) for _, owner, name in (*held, *unread)]
-            self._refuse_written(before.put_back({(owner, name) for _, owner, name in (*held, *unread)}))
-            return made, new
-
-        made, new = torch.func.functional_call(self.bound, own, (watched,), tie_weights=False)
-        pairs = zip((*held, *unread), new, strict=True)
-        odd = next((path for (path, _, _), one in pairs if not isinstance(one, Tensor)), None)
-        if odd is not None:
-            raise RuntimeError(f"stage {self.number} left no tensor in buffer {odd!r}, which is its module state.")
-        self._refuse_one_memory([path for path, _, _ in (*held, *unread)], new)
-        recorder.refuse_in(made, "its output comes from it")
-        return made, new[: len(held)], recorder.finished(new[len(held) :])
-
-    def _refuse_one_memory(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
+    def _refuse_one_memory(self, new: Mapping[str, Tensor]) -> None:
         """As state they are apart from then on, while in the module what is written into one shows in the other."""
-        first: dict[int, str] = {}
-        for name, one in zip(names, new, strict=True):
-            copy = copy_of(one)
-            other = first.setdefault(storage_of(copy), name) if is_plain(copy) else name
-            if other != name:
-                raise RuntimeError(
-                    f"stage {self.number} left buffers {other!r} and {name!r} in one memory; module state is a tensor "
-                    "of its own for each: assign a .clone()."
+        first: dict[Any, str] = {}
+        for name, one in new.items():
+            other = first.setdefault(memory(one), name)
+            if other != name and memory(one) is not None:
+                raise Impure(
+                    f"{self.who} left buffers {other!r} and {name!r} in one storage; module state is a tensor of its "
+                    "own for each: assign a .clone()."
                 )
-
-    def _refuse_written(self, written: Sequence[str]) -> None:
-        if not written:
-            return
-        if written[0] in self.writes:
-            raise RuntimeError(
-                f"stage {self.number} wrote buffer {written[0]!r} once more as its backward computed it again (it is "
-                "put back): torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
-            )
-        name = written[0].rpartition(".")[2]
-        raise RuntimeError(
-            f"stage {self.number} wrote buffer {written[0]!r} of its module as it ran (it is put back), and the "
-            f"module's code does not show that it does. Write it in the module's forward, as self.{name} = ... or "
-            f"self.{name}.copy_(...): then it is module state. Or switch the writing off, say by .eval()."
-        )
 
     def _refuse_changed(self) -> None:
         """The mode may have changed since the stage was made."""
@@ -238,43 +240,46 @@ class StageModule(ByPlace):
         with self.lock:
             return [getattr(owner, name) for _, owner, name in self.fixed]
 
-    def pure(
-        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
-    ) -> Any:
-        """The stage's output, with its state or what its update needs, as a function of all that it reads."""
-        through, noting = partial(self._through, x), bool(self.norms or self.unread)
-        with self._untouched(), self._noted() as notes:
-            given = buffers if self.held else None
-            made, new, tape = self._called(self._own(params, constants), given, through, noting)
-        return (made, new) if self.held else (made, self._seen(notes, tape)) if noting else made
+    def at_constants(self) -> list[int]:
+        """The positions of the buffers `apart` among the constants."""
+        paths = [path for path, _, _ in self.fixed]
+        return [paths.index(path) for path in self.apart]
 
-    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Do something while these are in the modules' place, as `within`; what it would write is none of theirs."""
-        copies = {path: getattr(owner, name).detach().clone() for path, owner, name in self.remembered}
-        versions = [copy._version for copy in copies.values()]
-        with self._untouched(), self._noted():
-            made, _, _ = self._called(self._own(params, constants) | copies, None, what, False)
-        changed = zip(copies.items(), versions, strict=True)
-        self._refuse_written([path for (path, copy), version in changed if copy._version != version])
-        return made
+    def modes(self) -> tuple[Any, ...]:
+        """What its traces depend on: the modes of its modules, and which norms have a momentum."""
+        return (*(module.training for _, module in self.modules), *(norm.momentum is None for _, norm in self.norms))
+
+    def momenta(self) -> list[Any]:
+        """How much a batch weighs in the running statistics of each norm."""
+        return [norm.momentum for _, norm in self.norms]
+
+    def batch_norms(self) -> list[str] | None:
+        """The paths of its batch norms, if they alone remember, at once, and every batch weighs the same."""
+        alone = bool(self.norms) and not self.updates and not self.deferred
+        plain = all(isinstance(norm, _BatchNorm) and norm.momentum is not None for _, norm in self.norms)
+        return [path for path, _ in self.norms] if alone and plain else None
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of its modules by their paths."""
+        yield from (*self.bound.named_buffers(), *self.bound.named_parameters())
+
+    def unreadable(self) -> Iterator[tuple[str, Tensor]]:
+        """The running statistics of norms that update them apart: a forward has them not."""
+        for path, norm in self.norms:
+            yield from ((f"{path}.{name}", held) for name, held in norm.named_buffers(recurse=False))
+
+    def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
+        return {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
 
     def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
         """What a stage reads, under all its names."""
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         return own | {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
 
-    @contextmanager
-    def _untouched(self) -> Generator[None]:
-        """Whatever modules note while it lasts is without data: afterwards they are as they were."""
+    def _copies(self, places: Sequence[Place]) -> dict[str, Tensor]:
         with self.lock:
-            self._refuse_changed()
-            kept = [vars(module) | _kept(module) for _, module in self.modules]
-            try:
-                yield
-            finally:
-                for (_, module), attributes in zip(self.modules, kept, strict=True):
-                    vars(module).clear()
-                    vars(module).update(attributes)
+            return {path: getattr(owner, name).detach().clone() for path, owner, name in places}
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
@@ -283,11 +288,18 @@ class StageModule(ByPlace):
     def remembering(self) -> dict[str, Any]:
         """What a `Stage` says about its state: nothing if it writes no buffer."""
         said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
-        if not self.norms and not self.unread:
+        if not self.norms and not self.updates:
             return said
-        update = partial(updated_at_the_end if self.deferred else updated, self.norms)
-        update = partial(updated_with, update, self.apart) if self.unread else update
-        return said | {"update": update, "notes": True, "counts": self.deferred}
+        return said | {"update": self.update, "notes": True, "counts": self.deferred}
+
+    def update(self, state: Mapping[str, Any], seen: Any, **counted: int) -> dict[str, Any]:
+        """The module state after a forward, from the state before and what the forward noted."""
+        notes, again = seen if self.updates else (seen, None)
+        rest = {name: held for name, held in state.items() if name not in self.apart}
+        new = (updated_at_the_end if self.deferred else updated)(self.norms, rest, notes, **counted)
+        if again is not None:
+            new |= again({name: state[name] for name in self.apart})
+        return {name: new[name] for name in dict.fromkeys((*state, *new)) if name in new}
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
@@ -307,9 +319,40 @@ class StageModule(ByPlace):
         return tuple(short), fixed, written, twins, self.skips, self.deferred, Same(self) if odd else None
 
 
-def _is_statistic(write: Write) -> bool:
-    """Whether it is a norm's way to remember, which is known without reading its code."""
-    return isinstance(write.owner, _NormBase) and write.name in STATISTICS
+def spectral_buffers(module: nn.Module) -> list[str]:
+    """The buffers that torch's spectral norm of a module writes now, new style and old."""
+    if not module.training:
+        return []
+    if isinstance(module, _SpectralNorm):
+        return [name for name, _ in module.named_buffers(recurse=False)]
+    hooks = [hook for hook in _hooks(module) if isinstance(hook, SpectralNorm)]
+    return [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return list(vars(module)["_forward_pre_hooks"].values())
+
+
+class _Again:
+    """Runs a forward once more for what it writes, on other buffers: what an update needs of a stage under autograd."""
+
+    def __init__(self, stage: StageModule, own: Mapping[str, Tensor], x: Any) -> None:
+        self.stage, self.own, self.x = stage, dict(own), tree.tree_map(_detached, x)
+        self.states = random_states()
+
+    def __repr__(self) -> str:
+        return "_Again()"
+
+    def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers afterwards."""
+        copies = {name: held.clone() for name, held in state.items()}
+        with torch.enable_grad(), replaying(self.states):
+            _, _, new = self.stage._run(self.own | copies, self.x)  # pyright: ignore[reportPrivateUsage]
+        return {name: new[name].detach() for name in state}
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _short(path: str, place: Mapping[str, str]) -> str:
@@ -332,8 +375,7 @@ class _Bound(nn.Module):
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """What functional_call leaves behind in a module, as it was: the weight that pruning or old-style weight norm keeps
-    as an attribute, and an RNN's list of its weights, which would go on computing with another's."""
+    """The attributes of a module that functional_call leaves changed, as they are."""
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
     return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}

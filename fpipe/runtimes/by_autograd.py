@@ -19,10 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from fpipe import tree
 from fpipe.graphs.graph import alias
 from fpipe.graphs.keys import drawing, seed_of
-from fpipe.graphs.pure import unchanged
-from fpipe.graphs.returned import loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
+from fpipe.graphs.pure import pure
+from fpipe.graphs.returned import called, loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
 from fpipe.model import Model, Stage, trained, who_draws
-from fpipe.models.reached import closed_over
 from fpipe.program import Op
 
 Leaves = list[Any]
@@ -103,8 +102,6 @@ class _Given:
         self.seed = None if run.key is None else seed_of(run.key, number, op.microbatch or 0, op.slice)
         said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
         self.said = {word: said[word] for word in self.stage.asks}
-        self.watched = [leaf for leaf in tree.leaves(named["params"]) if isinstance(leaf, Tensor)]
-        self.versions = [leaf._version for leaf in self.watched]
         self.x = tuple(self.taken) if isinstance(run.model.inputs[number], tuple) else self.taken[0]
         self.has_loss = "t" in named or "target" in named
         self.target = tree.tree_map(_itself, (named.get("t") or named.get("target") or [None])[0])
@@ -117,17 +114,13 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     saved: list[Tensor] = []
     watching = _watching(saved) if run.watch_saved else nullcontext()
     with torch.enable_grad(), watching, drawing(given.seed, who_draws(run.model, op.stage or 0)):
-        with unchanged((given.taken, given.said.get("state")), given.who), closed_over(stage.forward, given.who):
+        with pure(stage.forward, given.who, (given.taken, params, given.carry)):
             y, beside = taken_apart(stage, _called(stage, given))
-        with unchanged(given.target, "the loss"), closed_over(run.model.loss, "the loss"):
+        with pure(run.model.loss if given.has_loss else None, "the loss", (y, given.target)):
             loss, count, aux = (
                 loss_of(run.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
             )
     outputs, carried = tree.leaves(y), beside.get("carry")
-    if given.versions != [leaf._version for leaf in given.watched]:
-        raise RuntimeError(
-            f"{given.who} changed its parameters in place, and they stay so; a stage is a pure function."
-        )
     ports = outputs_of(run.model, op.stage or 0, y)
     for port in ports:
         refuse_odd_output(port, given.who)
@@ -166,7 +159,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 def _called(stage: Stage, given: _Given) -> Any:
     try:
-        return stage.forward(given.params, given.x, **given.said)
+        return called(stage, given.params, given.x, given.said)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise

@@ -19,8 +19,7 @@ from fpipe.graphs.ambient import Untraceable, casts, plainly, refuse_odd_modes, 
 from fpipe.graphs.graph import Fact, fact, is_plain, layout_of
 from fpipe.graphs.keys import needs_key
 from fpipe.graphs.lru_cache import Recent
-from fpipe.model import Model, taken_gradients, trained, who_draws
-from fpipe.models.stage_module import StageModule
+from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
 from fpipe.runtimes.book import Book
 from fpipe.runtimes.by_autograd import Run
@@ -179,11 +178,10 @@ class Prepared:
                 train = [False] * len(found)
             pairs = zip(found, train, strict=True)
             things[value] = Thing(tuple(_fact(leaves[leaf.at], storages, one) for leaf, one in pairs), spec)
-        modules = {number: stage.forward for number, stage in enumerate(model.stages)}
-        constants = {Value("const", n): m for n, m in modules.items() if isinstance(m, StageModule) and m.fixed}
-        for value, module in constants.items():
-            facts = [_fact(leaf, storages) for leaf in module.constants()]
-            things[value] = Thing(tuple(facts))
+        cut = {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
+        constants = {Value("const", number): stage for number, stage in cut.items() if stage.constants()}
+        for value, stage in constants.items():
+            things[value] = Thing(tuple(_fact(leaf, storages) for leaf in stage.constants()))
         wanted = taken_gradients(model, program.ops)
         run = Run(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
         self.lowered = lower(program, run, things, plain)
@@ -193,10 +191,8 @@ class Prepared:
         count = len(slots) - sum(len(call.writes) for call in self.calls)
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
-        self.constants = [(slots[value], module) for value, module in constants.items() if value in slots]
-        stages = [(n, module) for n, module in modules.items() if isinstance(module, StageModule)]
-        norms = [((*FACTORS, n), [norm for _, norm in module.norms]) for n, module in stages]
-        self.factors = [(slots[key], found) for key, found in norms if key in slots]
+        self.constants = [(slots[value], stage) for value, stage in constants.items() if value in slots]
+        self.factors = [(slots[*FACTORS, n], stage) for n, stage in cut.items() if (*FACTORS, n) in slots]
         self.key = self.lowered.key
         self.asked = slots.get(Value("key"))
         self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
@@ -217,10 +213,10 @@ class Prepared:
             slots[self.asked] = [None]  # a list of its own, which its last reader empties
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
-        for slot, module in self.constants:
-            slots[slot] = module.constants()
-        for slot, norms in self.factors:
-            slots[slot] = [norm.momentum for norm in norms]
+        for slot, stage in self.constants:
+            slots[slot] = stage.constants()
+        for slot, stage in self.factors:
+            slots[slot] = stage.momenta()
         with plainly():
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]

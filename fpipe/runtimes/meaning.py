@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.keys import drawing
-from fpipe.graphs.pure import unchanged
-from fpipe.models.stage_module import StageModule
+from fpipe.graphs.pure import pure
+from fpipe.graphs.returned import copied
+from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, kind_of
 from fpipe.runtimes.by_autograd import Leaves, Rule, Run, backward, detached, forward, weight_gradient
 from fpipe.runtimes.microbatch import (
@@ -164,11 +165,11 @@ def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
     state, *taken = args
     x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
     more = dict(op.how) if stage.counts else {}
-    if isinstance(stage.forward, StageModule):  # it is ours; a function of others is watched
+    if isinstance(stage.forward, PositionalStage):  # it is ours; a function of others is watched
         return [change(state, x, **more)]
     who = f"the update of stage {op.stage}"
-    with unchanged(state, who), drawing(None, who):
-        return [change(state, tree.tree_map(detached, x), **more)]
+    with drawing(None, who), pure(change, who, x):
+        return [change(copied(state), tree.tree_map(detached, x), **more)]
 
 
 def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import is_plain
 from fpipe.graphs.keys import drawing, seed_of
-from fpipe.graphs.returned import loss_of, outputs_of, taken_apart
+from fpipe.graphs.pure import pure
+from fpipe.graphs.returned import called, copied, loss_of, outputs_of, taken_apart
 from fpipe.model import Model, who_draws
-from fpipe.models.reached import closed_over
 
 
 def aliases(model: Model, stage: int, full: Any) -> Any:
@@ -90,10 +90,11 @@ def forward(
         seed = None if key is None else seed_of(key, number, *place)
         said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
         with drawing(seed, who_draws(model, number)):
-            with closed_over(stage.forward, f"stage {number} ({stage.name})" if stage.name else f"stage {number}"):
-                made = stage.forward(own[number], x, **{word: said[word] for word in stage.asks})
+            who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
+            with pure(stage.forward, who, (x, own[number], carries[number])):
+                made = called(stage, own[number], x, said)
             y, beside = taken_apart(stage, made)
-            with closed_over(model.loss if number == last else None, "the loss"):
+            with pure(model.loss if number == last else None, "the loss", (y, target)):
                 lost = loss_of(model, y, target) if number == last else None
         values.append(outputs_of(model, number, y))
         carried.append(beside.get("carry"))
@@ -102,7 +103,9 @@ def forward(
             states[number] = tree.tree_map(detached, beside["state"])
         if stage.update is not None:
             counted = dict(zip(("index", "count"), turn, strict=True)) if stage.counts else {}
-            states[number] = stage.update(states[number], tree.tree_map(detached, beside.get("seen", x)), **counted)
+            seen = tree.tree_map(detached, beside.get("seen", x))
+            with pure(stage.update, f"the update of stage {number}", seen):
+                states[number] = stage.update(copied(states[number]), seen, **counted)
     loss, counted, aux = lost
     return sum(losses, loss), counted, aux, values[-1][0], carried
 

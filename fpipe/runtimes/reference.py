@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
-from fpipe.graphs.pure import unchanged
 from fpipe.model import (
     Model,
     check_params,
@@ -169,10 +168,8 @@ def over_parts(
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
             turn = (index * sliced.slices + k, len(parts) * sliced.slices)
-            with torch.enable_grad(), unchanged(piece, "a stage"):
-                before = [_versions(each) for each in own]
+            with torch.enable_grad():
                 made = forward(model, own, readers, piece, states, taken, place, turn, key)
-                _refuse_changed(model, before, own)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
             graphs.append(Graph(own, taken, weighted, carries, readers))
@@ -206,20 +203,6 @@ def over_parts(
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )
-
-
-def _versions(params: Any) -> list[int]:
-    return [leaf._version for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
-
-
-def _refuse_changed(model: Model, before: Sequence[list[int]], own: Sequence[Any]) -> None:
-    for number, (versions, params) in enumerate(zip(before, own, strict=True)):
-        if versions != _versions(params):
-            name = model.stages[number].name
-            raise RuntimeError(
-                f"stage {number}{f' ({name})' * bool(name)} changed its parameters in place, and they stay so; a stage "
-                "is a pure function."
-            )
 
 
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:

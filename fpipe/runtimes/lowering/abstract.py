@@ -5,7 +5,7 @@ sum[0,1] = ADD g[0,0] g[0,1],   g[0,0]: float32[8, 8]        -->        sum[0,1]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from fpipe.runtimes.meaning import RULES, rounding
 
 def abstractly(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
     """What an op writes that reads these things; `fake` is the mode in which tensors have no data."""
-    how = {"ADD": _sum, "MERGE": _merged}.get(op.kind, _by_rule)
+    how = {"ADD": _sum, "MERGE": _merged}.get(op.kind, by_rule)
     return how(op, things, run, fake)
 
 
@@ -39,7 +39,7 @@ def _sum(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
         elif alike and dense(facts[0]):
             leaves.append(apart(facts[0].aval))
         else:
-            return _by_rule(op, things, run, fake)
+            return by_rule(op, things, run, fake)
     return [Thing(tuple(leaves), things[0].spec)]
 
 
@@ -49,22 +49,24 @@ def _merged(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]
     alike = {(leaf.aval, thing.spec) for thing in losses for leaf in thing.leaves if isinstance(leaf, Fact)}
     itself = len(losses) == 1 and run.model.reduction == "sum"
     if len(alike) != 1 or itself or run.model.reduction == "count":
-        return _by_rule(op, things, run, fake)
+        return by_rule(op, things, run, fake)
     aval, spec = alike.pop()
     rest = [value for value in op.writes if value.name != "loss"]
-    made = dict(zip(rest, _by_rule(op._replace(writes=tuple(rest)), things, run, fake), strict=True))
+    made = dict(zip(rest, by_rule(op._replace(writes=tuple(rest)), things, run, fake), strict=True))
     return [made[value] if value in made else Thing((apart(aval),), spec) for value in op.writes]
 
 
-def _by_rule(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
-    """What an op writes, by running its rule on tensors without data."""
+def by_rule(
+    op: Op, things: Sequence[Thing], run: Run, fake: Any, shown: Callable[[list[Any]], list[Any]] = list
+) -> list[Thing]:
+    """What an op writes, by running its rule on tensors without data; `shown` says what the rule is handed of them."""
     homes: dict[int, int] = {}
     # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
     device = "meta" if op.kind == "SPLIT" else None
     with fake if device is None else nullcontext():
         args = [whole(thing, [_fake(leaf, homes, device) for leaf in thing.leaves]) for thing in things]
         try:
-            made = RULES[op.kind](op, args, run)
+            made = RULES[op.kind](op, shown(args), run)
         except Exception as error:
             raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
     devices = {leaf.storage: leaf.aval.device for thing in things for leaf in thing.leaves if isinstance(leaf, Fact)}

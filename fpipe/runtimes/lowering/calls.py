@@ -21,11 +21,10 @@ from fpipe import tree
 from fpipe.graphs.ambient import Casts, casting
 from fpipe.graphs.graph import Fact, Stream, aval
 from fpipe.graphs.keys import fold_in, generator_on, seeder
-from fpipe.models.tapes import replayed
 from fpipe.program import Op
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.lowering.abstract import is_list
-from fpipe.runtimes.lowering.things import Thing, whole
+from fpipe.runtimes.lowering.things import OPAQUE, Thing, whole
 from fpipe.runtimes.meaning import RULES, summed
 
 Leaves = list[Any]
@@ -120,15 +119,6 @@ def by_rule(
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
 
-def by_tape(places: Sequence[int], state: Leaves, seen: Leaves) -> Sequence[Leaves]:
-    """What U does where a forward noted nothing but a tape: the buffers on it are in these places of the state."""
-    tape, *given = seen
-    made = dict(zip(places, replayed(tape, [state[at] for at in places], given), strict=True))
-    new = [made[at] if at in made else leaf.clone() for at, leaf in enumerate(state)]
-    _empty((state, seen))
-    return [new]
-
-
 def under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Any) -> Sequence[Leaves]:
     """What a stage does that is not traced; others rely on what it was seen to write. A forward is told the key."""
     if op.kind in "FR":
@@ -139,7 +129,7 @@ def under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run:
     for value, thing, each in zip(op.writes, writes, wholes, strict=True):
         if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
             raise Surprise(f"{op.cell} wrote {value} in other containers than before")
-    opaque = [value.name in ("res", "wres") for value in op.writes]  # one object, a list of gradients as it may be
+    opaque = [thing is OPAQUE for thing in writes]  # one object, a list of gradients as it may be
     made = [
         [each] if one else list(each) if is_list(op, each) else tree.leaves(each)
         for one, each in zip(opaque, wholes, strict=True)

@@ -25,7 +25,7 @@ from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
 from fpipe.graphs.returned import scaled
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
-from fpipe.models.tapes import Tape
+from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.by_autograd import Run
 from fpipe.runtimes.lowering.calls import (
@@ -33,7 +33,6 @@ from fpipe.runtimes.lowering.calls import (
     add_to,
     apart,
     by_rule,
-    by_tape,
     container,
     drawing,
     pass_on,
@@ -105,6 +104,7 @@ def lower(program: Program, run: Run, given: Mapping[Value, Thing], plain: Plain
         shapes = Shapes(run, dict(given), plain)
         for op in ops:
             shapes.follow(op)
+        shapes.note()
         mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
         return _Writer(program, ops, shapes, mine | shapes.constant).write()
 
@@ -264,15 +264,26 @@ class _Writer:
             if all(part is not None for part in plan):
                 return self.call(at, slicing(plan), op.reads, op.writes)
         things = [self.things[value] for value in op.reads]
-        module: Any = self.shapes.model.stages[op.stage or 0].forward
-        noted = things[1].leaves if op.kind == "U" else ()
-        if noted and isinstance(noted[0], Tape) and not module.norms:  # norms that did not run have an update too
-            names: dict[str, int] = tree.unflatten(things[0].spec, range(len(things[0].leaves)))
-            return self.call(at, partial(by_tape, [names[name] for name in module.apart]), op.reads, op.writes)
-        run = partial(by_rule, op, [*map(container, things)], self.shapes.run, self.casts)
+        containers = [*map(container, things)]
+        if op.kind == "U" and self.shapes.apart(op):
+            containers[1] = self.noted(op)
+        run = partial(by_rule, op, containers, self.shapes.run, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
             return self.call(at, lambda *lists: run(*map(apart, lists)), op.reads, op.writes)
         return self.call(at, run, op.reads, op.writes)
+
+    def noted(self, op: Op) -> Callable[[Leaves], Any]:
+        """What puts together what a forward left for its U: what norms noted, and the rest of its graph."""
+        cut, stage = self.shapes.cut_of(op), self.shapes.model.stages[op.stage or 0].forward
+        assert isinstance(stage, PositionalStage)
+        run = cut.graph.once(("update", cut.apart, self.kernels), lambda: compiled(_apart(cut.update()), "update"))
+        spec = self.shapes.traces.outline(self.shapes.calls[op[1:4]][0]).specs["seen"]
+        notes, names = len(cut.graph.writes["seen"]), stage.apart
+
+        def again(crossing: Leaves, state: Mapping[str, Any]) -> dict[str, Any]:
+            return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
+
+        return lambda leaves: (tree.unflatten(spec, leaves[:notes]), partial(again, leaves[notes:]))
 
     def slices(self, op: Op, value: Value) -> Any:
         """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
@@ -320,6 +331,17 @@ def _code(
     graph = adding(graph, adds) if adds else graph
     first, rest = prepared(graph)
     return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
+
+
+def _apart(graph: Graph) -> Graph:
+    """The graph of an update with copies of what would share its memory with what was handed in, or with another."""
+    taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
+    copied: list[tuple[str, int]] = []
+    for place, name in enumerate(graph.writes["update"]):
+        storage = graph.facts[name].storage
+        copied += [("update", place)] if storage in taken else []
+        taken.add(storage)
+    return owned(graph, copied) if copied else graph
 
 
 def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:

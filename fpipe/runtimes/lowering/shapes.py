@@ -21,18 +21,16 @@ from fpipe.graphs.call import Call, wants
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage, is_plain
+from fpipe.graphs.returned import copied
 from fpipe.graphs.trace_cache import Outline, Traces
-from fpipe.model import ByPlace
+from fpipe.model import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.lowering.abstract import abstractly, rounded
-from fpipe.runtimes.lowering.things import Places, Thing, aval_of, described, wanting_fact
+from fpipe.runtimes.lowering.abstract import abstractly, by_rule, rounded
+from fpipe.runtimes.lowering.things import OPAQUE, Places, Thing, aval_of, described, wanting_fact
 
 Place = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
-
-
-_OPAQUE = Thing((None,), tree.flatten(None)[1])  # residuals of plain autograd: one object
 
 
 @dataclass
@@ -53,8 +51,8 @@ class Plain:
 
     def see(self, value: Value, made: Any) -> None:
         """Note what a value was. Its tensors are taken to be each in memory of its own."""
-        if value.name not in ("res", "wres"):
-            leaves, containers = tree.flatten(made)
+        leaves, containers = ([], None) if value.name in ("res", "wres") else tree.flatten(made)
+        if containers is not None and not any(map(callable, leaves)):
             if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
                 self.lost = True
                 return
@@ -72,6 +70,10 @@ class Shapes:
         self.fake = fake_mode()
         self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
         self.cuts: dict[Place, Cut] = {}
+        self.forwards: dict[Place, Op] = {}
+        self.notes: dict[Place, Thing] = {}  # what norms note in a forward that leaves more for its update
+        self.noting: dict[Place, Op] = {}  # forwards whose updates read what their graphs say
+        self.moved: dict[Op, Places] = {}
         self.first: dict[Call, Call] = {}
         self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
         self.seed = fresh_storage()
@@ -82,7 +84,7 @@ class Shapes:
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
         if self.is_plain(op):
-            self.things.update({value: self.plain.things.get(value, _OPAQUE) for value in op.writes})
+            self.things.update({value: self.plain.things.get(value, OPAQUE) for value in op.writes})
         elif op.kind in "FRBI":
             try:
                 (self.forward if op.kind in "FR" else self.backward)(op)
@@ -95,13 +97,49 @@ class Shapes:
                 self.copies.setdefault(source, []).append(written)
                 if read in self.things:  # what a forward leaves is known when its backward is
                     self.things[written] = rounded(op, self.things[read], self.fake) if op.how else self.things[read]
+        elif op.kind == "U" and self.apart(op):
+            self.update(op)
         elif op.kind != "W":
             made = abstractly(op, [self.things[value] for value in op.reads], self.run, self.fake)
             self.things.update(zip(op.writes, made, strict=True))
 
     def is_plain(self, op: Op) -> bool:
-        """Whether an op is of a stage that runs under autograd."""
-        return op.kind in "FRBIW" and op.stage in self.plain.stages
+        """Whether an op is of a stage that runs under autograd; its U then runs the forward once more, if it is no
+        norm's."""
+        return op.stage in self.plain.stages and (op.kind in "FRBIW" or (op.kind == "U" and bool(self.apart(op))))
+
+    def apart(self, op: Op) -> tuple[int, ...]:
+        """The places among the constants of the buffers that only the updates of an op's stage read and write."""
+        stage = self.model.stages[op.stage or 0].forward
+        return tuple(stage.at_constants()) if isinstance(stage, PositionalStage) else ()
+
+    def update(self, op: Op) -> None:
+        """What a U writes: tensors like those before. What it reads of its forward is known when that is cut."""
+        before = self.things[op.reads[0]]
+        stage: Any = self.model.stages[op.stage or 0].forward
+        names: Mapping[str, int] = tree.unflatten(before.spec, range(len(before.leaves)))
+        known = self.things[Value("const", op.stage)].leaves
+        after = self.traces.outline(self.calls[op[1:4]][0]).avals("update")
+        for name, at, new in zip(stage.apart, self.apart(op), after, strict=True):
+            if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
+                raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
+        notes = self.notes[op[1:4]]
+        (self.things[op.writes[0]],) = by_rule(
+            op, [before, notes], self.run, self.fake, lambda args: [args[0], (args[1], copied)]
+        )
+        self.noting[op[1:4]] = self.forwards[op[1:4]]
+
+    def note(self) -> None:
+        """What forwards leave for updates, now that all are cut."""
+        for op in self.noting.values():
+            if not self.is_plain(op):
+                cut = self.cut_of(op)
+                graph, facts = cut.graph, cut.graph.facts
+                places = self.places(op, cut, self.labels(op))
+                leaves = (*graph.writes["seen"], *cut.seen())
+                moved = tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
+                seen = next(value for value in op.writes if value.name == "seen")
+                self.things |= dict.fromkeys((seen, *self.copies.get(seen, ())), Thing(moved))
 
     def forward(self, op: Op) -> None:
         """What a stage writes, the loss behind it too."""
@@ -109,7 +147,7 @@ class Shapes:
         named = self.labels(op)
         given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
         made = self.outlined(call, given)
-        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, ByPlace):
+        if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, PositionalStage):
             made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
         loss = None
         if "target" in given:
@@ -118,7 +156,12 @@ class Shapes:
             made |= self.outlined(loss, pair)
             made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
         self.calls[op[1:4]] = (call, loss, op)
-        self.things.update({value: made[label_of(value)] for value in op.writes if value.name != "res"})
+        if op.kind == "F":
+            self.forwards[op[1:4]] = op
+        later = ("res", "seen") if self.apart(op) else ("res",)
+        if self.apart(op):
+            self.notes[op[1:4]] = made["seen"]
+        self.things.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
 
     def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
         """What a call writes, each tensor in memory of its own or in that of what is given."""
@@ -208,7 +251,7 @@ class Shapes:
             if value.name in ("dx", "dcarry")
         )
         saved = dict(first.how).get("saved")
-        cut = self.cuts[place] = graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
+        cut = self.cuts[place] = self.cut(op, graph, wanted, saved)
         self.write(op, first, cut, named)
 
     def cut_of(self, op: Op) -> Cut:
@@ -219,8 +262,23 @@ class Shapes:
             outline = self.traces.outline(call)
             seeds = {f"d{label}": (None,) * len(outline.writes[label]) for label in _outputs(outline)}
             graph = self.traced(call, seeds, loss)
-            self.cuts[place] = graph.once(("cut", ()), lambda: Cut(graph, ()))
+            self.cuts[place] = self.cut(op, graph, (), None)
         return self.cuts[place]
+
+    def cut(self, op: Op, graph: Graph, wanted: Any, saved: Any) -> Cut:
+        """A graph as it is cut, once for all who ask."""
+        apart = self.apart(op)
+        cut = graph.once(("cut", wanted, saved, apart), lambda: Cut(graph, wanted, saved, apart))
+        stale = cut.stale() if apart else None
+        if stale is not None:
+            stage: Any = self.model.stages[op.stage or 0].forward
+            name = stage.apart[stale]
+            raise RuntimeError(
+                f"stage {op.stage} reads buffer {name!r}, which it also writes, and the example that was handed to "
+                f"from_sequential did not show it. Hand in one that does, or say state={{{name!r}: 'ordered'}}: then "
+                "forwards keep to their order."
+            )
+        return cut
 
     def loss_of(self, op: Op) -> Aval:
         """What is known of the loss that an op's stage writes."""
@@ -248,24 +306,8 @@ class Shapes:
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
-        graph, facts = cut.graph, cut.graph.facts  # and places: storages of the graph -> of this microbatch
-        constants = [facts[name].storage for name in graph.constants]
-        self.constant.update(constants)
-        places = Places(zip(constants, constants, strict=True))
-        given = {label: self.things[value] for label, value in self.labels(first).items()}
-        given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
-        given |= self.constants(op.stage)
-        for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            places[facts[name].storage] = self.seed
-        for label, leaves in graph.reads.items():
-            for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
-                if name is not None and isinstance(leaf, Fact):
-                    places[facts[name].storage] = leaf.storage
-        for value in first.writes:  # what F or R writes, it may keep too
-            names = graph.writes.get(label_of(value), ())  # none for residuals
-            for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
-                if isinstance(name, Name):
-                    places.setdefault(facts[name].storage, leaf.storage)
+        graph, facts = cut.graph, cut.graph.facts
+        places = self.places(first, cut, named)
 
         def thing(leaves: Sequence[Any]) -> Thing:
             return Thing(tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
@@ -279,6 +321,34 @@ class Shapes:
         source = self.origin.get(read, read)
         residuals = [source, *self.copies.get(source, ())]
         self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
+
+    def places(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> Places:
+        """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `named` what
+        is read by its backward, or by itself."""
+        if first in self.moved:
+            return self.moved[first]
+        graph, facts = cut.graph, cut.graph.facts
+        constants = [facts[name].storage for name in graph.constants]
+        self.constant.update(constants)
+        places = Places(zip(constants, constants, strict=True))
+        given = {label: self.things[value] for label, value in self.labels(first).items()}
+        given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
+        given |= self.constants(first.stage)
+        for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
+            places[facts[name].storage] = self.seed
+        for label, leaves in graph.reads.items():
+            for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
+                if name is not None and isinstance(leaf, Fact):
+                    places[facts[name].storage] = leaf.storage
+        for value in first.writes:  # what F or R writes, it may keep too
+            later = value.name == "res" or value not in self.things
+            names = () if later else graph.writes.get(label_of(value), ())
+            for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
+                if isinstance(name, Name):
+                    places.setdefault(facts[name].storage, leaf.storage)
+        if self.apart(first):
+            self.moved[first] = places
+        return places
 
 
 _LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}

@@ -16,8 +16,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import layout_of
-from fpipe.model import Model
-from fpipe.models.stage_module import StageModule
+from fpipe.model import Model, PositionalStage
 
 
 class Signature(tuple[Any, ...]):
@@ -33,9 +32,7 @@ class Signatures:
     """The signatures of what one step is handed."""
 
     def __init__(self, model: Model) -> None:
-        self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, StageModule)]
-        self._modules = [module for stage in self._stages for _, module in stage.modules]
-        self._norms = [norm for stage in self._stages for _, norm in stage.norms]
+        self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
         self._new = 0
         self._last: Any = None
         self._now = Signature()
@@ -51,7 +48,7 @@ class Signatures:
             TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under what is around them.
         """
-        modes, now = (*map(_training, self._modules), *[norm.momentum is None for norm in self._norms]), self._now
+        modes, now = tuple([mode for stage in self._stages for mode in stage.modes()]), self._now
         own = [leaf for stage in self._stages for leaf in stage.constants()]
         known = [*map(_known, leaves), *map(_known, own)]
         if example:
@@ -79,7 +76,6 @@ class Signatures:
 _OFTEN = 8
 
 
-_training = attrgetter("training")
 _looks = attrgetter("shape", "dtype", "device")
 
 

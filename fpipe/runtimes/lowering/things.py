@@ -17,6 +17,10 @@ class Thing(NamedTuple):
     spec: Any = None
 
 
+OPAQUE = Thing((None,), tree.flatten(None)[1])
+"""What plain autograd leaves for a backward or an update: one object."""
+
+
 def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
     """Leaves in their containers."""
     return list(leaves) if thing.spec is None else tree.unflatten(thing.spec, leaves)

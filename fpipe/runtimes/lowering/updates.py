@@ -12,17 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple
-
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, Fact
 from fpipe.graphs.update import Norm, updating
-from fpipe.model import Stage
-from fpipe.models.batch_norm import updated
-from fpipe.models.stage_module import StageModule
+from fpipe.model import PositionalStage, Stage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.shapes import Shapes, label_of
 from fpipe.runtimes.lowering.things import Thing, dense
@@ -96,15 +91,13 @@ class Updates:
 
 def _norms(stage: Stage, state: Thing, seen: Thing) -> tuple[Norm, ...] | None:
     """The batch norms of a stage, if all that it remembers is theirs, and each batch weighs the same."""
-    change, module = stage.update, stage.forward
-    if not isinstance(module, StageModule) or not isinstance(change, partial) or change.func is not updated:
+    paths = stage.forward.batch_norms() if isinstance(stage.forward, PositionalStage) else None
+    if paths is None:
         return None
     places: dict[str, int] = tree.unflatten(state.spec, range(len(state.leaves)))
     calls: Sequence[Sequence[int]] = tree.unflatten(seen.spec, range(len(seen.leaves)))
     found: list[Norm] = []
-    for (path, norm), each in zip(module.norms, calls, strict=True):
-        if not isinstance(norm, _BatchNorm) or norm.momentum is None:
-            return None
+    for path, each in zip(paths, calls, strict=True):
         mean, var, batches = (places.get(f"{path}.{name}") for name in ("running_mean", "running_var", _COUNT))
         if mean is None or var is None:
             return None

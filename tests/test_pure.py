@@ -1,0 +1,311 @@
+"""One rule for purity: a call writes only memory that it made or was handed as state, and leaves nothing behind."""
+
+import functools
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.graphs.fake import LeakedTensor
+from fpipe.graphs.pure import Impure, pure
+
+torch.manual_seed(0)
+ROWS = torch.randn(10, 8), torch.randn(10, 8)
+W = torch.randn(8, 8)
+HELD = torch.zeros(8)
+MSE = nn.functional.mse_loss
+PROGRAM = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())
+
+
+# What may be written
+
+
+OWN: dict[str, Callable[[Tensor], Any]] = {
+    "what it made": lambda x: (x * 2).add_(1),
+    "a view of it": lambda x: (x * 2)[1:].zero_(),
+    "as out=": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "a literal": lambda x: torch.tensor([1.0, 2.0]).mul_(2),
+    "a slice": lambda x: torch.zeros(8).__setitem__(slice(2, 4), 1.0),
+    "by its data": lambda x: (x * 2).data.add_(1),
+    "many at once": lambda x: torch._foreach_add_([x * 1, x * 2], 1),
+    "statistics": lambda x: nn.functional.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
+}
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "what it was given": lambda x: x.add_(1),
+    "a view of it": lambda x: x[1:].zero_(),
+    "as out=": lambda x: torch.add(x, 1, out=x),
+    "a slice": lambda x: x.__setitem__(slice(2, 4), 1.0),
+    "by its data": lambda x: x.data.add_(1),
+    "what it closes over": lambda x: HELD.add_(1),
+    "many at once": lambda x: torch._foreach_add_([x * 1, HELD], 1),
+    "statistics": lambda x: nn.functional.batch_norm(x, HELD, torch.ones(8), training=True),
+    "in place by a module": lambda x: nn.ReLU(inplace=True)(x),
+    "at random": lambda x: nn.init.normal_(HELD),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_call_may_write_what_it_made(name: str):
+    with pure(OWN[name], "a stage", ROWS[0]):
+        OWN[name](ROWS[0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_memory_is_refused_before_the_write(name: str):
+    before = ROWS[0].clone()
+    with pytest.raises(Impure, match=r"a stage writes .* in place") as error, pure(OTHERS[name], "a stage", ROWS[0]):
+        OTHERS[name](ROWS[0])
+    assert error.traceback[1].path.name == "test_pure.py"  # the user's line is on the way
+    assert torch.equal(ROWS[0], before)
+    assert torch.equal(HELD, torch.zeros(8))
+
+
+# What is bound
+
+
+class Holder(nn.Module):
+    """A layer with a tensor that is neither a parameter nor a buffer, and something that it does with it."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Tensor], held: Any) -> None:
+        super().__init__()
+        self.layer, self.does, self.held = nn.Linear(8, 8), does, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self, self.layer(x))
+
+
+def averages(module: Any, y: Tensor) -> Tensor:
+    module.held = 0.9 * module.held + 0.1 * y.detach().mean(0)
+    return y - module.held
+
+
+def hands_on(module: Any, y: Tensor) -> Tensor:
+    before, module.held = module.held.detach(), y.mean(0)
+    return torch.stack([y, before.expand_as(y)]).sum(0)
+
+
+def begins(module: Any, y: Tensor) -> Tensor:
+    made = y if module.held is None else y + module.held
+    module.held = y.detach().mean(0)
+    return made
+
+
+STATE: dict[str, Callable[[], Holder]] = {
+    "another": lambda: Holder(averages, torch.zeros(8)),
+    "detached": lambda: Holder(hands_on, torch.zeros(8)),
+    "none at first": lambda: Holder(begins, None),
+}
+
+
+@pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
+@pytest.mark.parametrize("name", STATE)
+def test_state_in_a_plain_attribute_is_refused(name: str, run: str):
+    """A trace held on to what the first step by hand had left there, for good: other numbers, without a word."""
+    net = nn.Sequential(STATE[name](), nn.Linear(8, 8))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    step = fpipe.build(PROGRAM(fpipe.program(model)), model, trace=run == "traced")
+    sentence = (
+        "stage 0 (0) changes 'held' of module '0' (Holder) as it runs, a tensor that is no buffer: what a module "
+        "remembers is state. Say self.register_buffer('held', ...)."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.reference(model, params, ROWS, microbatches=4) if run == "reference" else step(params, ROWS)
+
+
+def shows(module: Any, y: Tensor) -> Tensor:
+    module.held = y.detach()
+    return y * 2
+
+
+def grows(module: Any, y: Tensor) -> Tensor:
+    if module.held is None or len(module.held) < len(y):
+        module.held = torch.arange(float(len(y)))[:, None]
+    return y + module.held[: len(y)]
+
+
+def casts(module: Any, y: Tensor) -> Tensor:
+    module.held = module.held.to(y)
+    return y + module.held
+
+
+NONE: dict[str, Callable[[], Holder]] = {
+    "to look at": lambda: Holder(shows, torch.zeros(8)),
+    "a cache": lambda: Holder(grows, None),
+    "moved": lambda: Holder(casts, torch.arange(8)),
+    "read": lambda: Holder(lambda module, y: y + module.held, torch.arange(8.0)),
+}
+
+
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("name", NONE)
+def test_other_plain_attributes_are_left_alone(name: str, trace: bool):
+    net = nn.Sequential(NONE[name](), nn.Linear(8, 8))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program = PROGRAM(fpipe.program(model))
+    result = fpipe.build(program, model, trace=trace)(params, ROWS)
+    for x, t in zip(ROWS[0].tensor_split(4), ROWS[1].tensor_split(4), strict=True):
+        (MSE(net(x), t) * (len(x) / 10)).backward()
+    grads = fpipe.join_params(model, result.grads)
+    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
+
+
+# What a trace would repeat, or pass by
+
+
+def counts(module: Any, y: Tensor) -> Tensor:
+    module.held += 1
+    return y * module.held
+
+
+def tallies(module: Any, y: Tensor) -> Tensor:
+    module.held["calls"] = module.held.get("calls", 0) + 1
+    return y * module.held["calls"]
+
+
+def flips(module: Any, y: Tensor) -> Tensor:
+    return y * 2 if np.random.rand() < 0.5 else y
+
+
+def tosses(module: Any, y: Tensor) -> Tensor:
+    return y * 2 if random.random() < 0.5 else y
+
+
+MOVED: dict[str, tuple[Callable[[], Holder], str]] = {
+    "a number": (lambda: Holder(counts, 0), r"it changes 'held' of module '0' \(Holder\)"),
+    "a container": (lambda: Holder(tallies, {}), r"it changes 'held' of module '0' \(Holder\)"),
+    "numpy's random numbers": (lambda: Holder(flips, 0), "it draws numpy's random numbers"),
+    "Python's random numbers": (lambda: Holder(tosses, 0), "it draws Python's random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_a_trace_would_freeze_runs_under_autograd_and_says_so(name: str):
+    """The trace kept what the first step had found, in silence."""
+    make, why = MOVED[name]
+
+    def run(trace: bool) -> list[Tensor]:
+        np.random.seed(1)
+        random.seed(1)
+        torch.manual_seed(1)
+        net = nn.Sequential(make(), nn.Linear(8, 8))
+        model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+        step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+        return [step(params, ROWS).loss for _ in range(3)]
+
+    with pytest.warns(UserWarning, match=rf"a stage runs under autograd, without a trace.*stage 0 \(0\): {why}"):
+        found = run(True)
+    assert all(map(torch.equal, found, run(False)))
+
+
+def test_a_function_that_moves_a_module_it_closes_over_runs_under_autograd():
+    net = Holder(counts, 0)
+    model = fpipe.from_functions([lambda p, x: torch.func.functional_call(net, p, (x,))], MSE)
+    params = ({name: leaf.detach() for name, leaf in net.named_parameters()},)
+    step = fpipe.build(fpipe.program(model), model)
+    with pytest.warns(UserWarning, match=r"it changes 'held' of module 'net' \(Holder\)"):
+        one = step(params, ROWS).loss
+    assert not torch.equal(step(params, ROWS).loss, one)
+
+
+# What is left behind
+
+
+class Tables(nn.Module):
+    """Keeps its tables somewhere."""
+
+    def __init__(self, find: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.find = nn.Linear(8, 8), find
+        self.tables: dict[int, Any] = {}
+        self.rows: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.find(self)
+
+
+def in_a_dict(module: Any) -> Tensor:
+    if 8 not in module.tables:
+        module.tables[8] = (torch.arange(8.0), {"shape": 8})
+    return module.tables[8][0]
+
+
+def in_a_list(module: Any) -> Tensor:
+    if not module.rows:
+        module.rows.append(torch.arange(8.0))
+    return module.rows[0]
+
+
+@functools.cache
+def remembered(count: int) -> Tensor:
+    return torch.arange(float(count))
+
+
+READINGS: dict[str, Callable[..., Any]] = {
+    "sizes": lambda program, model, params: fpipe.sizes(program, model, params, ROWS),
+    "example": lambda program, model, params: fpipe.build(program, model, example=(params, ROWS)),
+    "linearize": lambda program, model, params: fpipe.linearize(model.stages[0].forward, params[0], ROWS[0]),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_fake_tensor_that_is_left_behind_is_an_error(reading: str):
+    """The steps that came after `sizes`, and the net itself, made tensors without data. A step comes first on real
+    data, so that what is cached is real."""
+    remembered.cache_clear()
+    net = nn.Sequential(Tables(lambda module: remembered(8)))
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=MSE)
+    program = PROGRAM(fpipe.program(model))
+    with pytest.raises(LeakedTensor, match=r"a tensor of shape \(8,\) that was made of fake tensors, .* left behind"):
+        READINGS[reading](program, model, params)
+    remembered.cache_clear()
+    found = fpipe.build(program, model)(params, ROWS)
+    assert torch.equal(found.loss, fpipe.reference(model, params, ROWS, microbatches=4).loss)
+    READINGS[reading](program, model, params)
+
+
+@pytest.mark.parametrize("find", [in_a_dict, in_a_list])
+def test_what_a_module_caches_while_it_is_traced_is_taken_out_again(find: Callable[[Any], Tensor]):
+    net = Tables(find)
+    model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=MSE)
+    program = PROGRAM(fpipe.program(model))
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): it changes '(tables|rows)' of module '0' \(Tables\)"):
+        fpipe.sizes(program, model, params, ROWS)
+    assert not net.tables
+    assert not net.rows
+    step = fpipe.build(program, model, example=(params, ROWS))
+    assert torch.equal(step(params, ROWS).loss, fpipe.reference(model, params, ROWS, microbatches=4).loss)
+    fpipe.sizes(program, model, params, ROWS)  # what it caches is real now
+
+
+def test_a_hook_that_keeps_what_passes_is_no_stage_of_a_trace():
+    """A list of outputs, as people keep to look at: the trace's would be among them."""
+    kept = list[Tensor]()
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda module, args, y: kept.append(y.detach()))
+    model, params, _ = fpipe.from_sequential(nn.Sequential(layer), stages=1, loss=MSE)
+    program = PROGRAM(fpipe.program(model))
+    with pytest.raises(LeakedTensor, match=r"is left behind in a list, where real runs would find it"):
+        fpipe.build(program, model)(params, ROWS)
+    kept.clear()
+    fpipe.build(program, model, trace=False)(params, ROWS)
+    assert kept
+    assert all(type(y) is Tensor for y in kept)
+
+
+class Odd:
+    """Has an answer of its own to whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_objects_with_odd_attributes_are_walked_past():
+    odd = Odd()
+    model = fpipe.from_functions([lambda p, x: x @ p["w"] + (odd is None)], MSE)
+    assert fpipe.verify(PROGRAM(fpipe.program(model)), model, ({"w": W},), ROWS).bitwise
