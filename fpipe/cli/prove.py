@@ -10,10 +10,8 @@ from fpipe.cli.costs import parse
 from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.cli.output import complain
 from fpipe.cli.see import sizes
-from fpipe.cli.small_model import small_model
 from fpipe.cli.what import read
 from fpipe.program import ProgramError
-from fpipe.runtimes.verify import verify as verify_program
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 
@@ -60,6 +58,10 @@ def verify(
       python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
       python -m fpipe verify my_table.csv
     """
+    # The other commands start without torch, in a third of the time.
+    from fpipe.cli.small_model import small_model
+    from fpipe.runtimes.verify import verify as verify_program
+
     only_of_names(typed, [what])
     program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))

@@ -15,9 +15,6 @@ import csv
 import io
 from pathlib import Path
 
-import torch
-from torch.torch_version import TorchVersion
-
 from fpipe.interop import _torch_write as write
 from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, actions_of, read
 from fpipe.program import Program, ProgramError, the_program
@@ -166,4 +163,7 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
 
 
 def _torch_waits() -> bool:
+    import torch
+    from torch.torch_version import TorchVersion
+
     return TorchVersion(torch.__version__) >= "2.15"

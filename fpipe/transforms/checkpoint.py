@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
-from fpipe.transforms._saved import saved_ops
 
 Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
@@ -71,7 +70,11 @@ def checkpoint(
     if not all(isinstance(group, Iterable) for group in listed):
         raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
     groups = [tuple(group) for group in listed]
-    saved = saved_ops(save)
+    saved: tuple[str, ...] = ()
+    if save != ():
+        from fpipe.transforms._saved import saved_ops  # imports torch, as whoever names its ops has
+
+        saved = saved_ops(save)
     if grain == "stage" and saved:
         raise ValueError("save= is what a backward finds that computes its stage again itself: say grain='layer'.")
     if grain == "layer" and groups:
