@@ -8,7 +8,7 @@ import typer
 
 from fpipe.cli.costs import parse
 from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
-from fpipe.cli.output import complain
+from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
 from fpipe.cli.what import read
 from fpipe.program import ProgramError
@@ -35,7 +35,7 @@ def check(files: Files, replicated: Replicated = False) -> None:
             print(f"{name}: {sizes(read(file, replicated=replicated))}")
         except (ProgramError, OSError) as error:
             wrong += 1
-            complain(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
+            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
     if wrong:
         raise typer.Exit(1)
 
