@@ -154,27 +154,28 @@ class _Ranks:
 
     def placed(self, op: Op) -> Op:
         """An op that no schedule names, on its rank."""
-        if op.kind == "SPLIT":
+        kind, writes = op[0], op[6]
+        if kind == "SPLIT":
             rank = self.reader("F", op)
-        elif op.kind == "R":
+        elif kind == "R":
             rank = self.reader("B", op)
             self.refuse_split_group(op, rank)
-        elif op.writes and op.writes[0].name == "dy":
+        elif writes and writes[0][0] == "dy":
             rank = self.reader("B", op)
         else:
             rank = self.at_home(op)
-        op = moved(op, rank)
-        for value in op.writes:
+        for value in writes:
             self.late[value] = rank
-        return op
+        return op if op[4] == rank else moved(op, rank)
 
     def at_home(self, op: Op) -> int:
         """The rank of an op that adds, scales or merges: where its inputs were made, or the first home of its stage."""
-        at: tuple[int, ...] = self.home.get(op.stage or 0, (op.rank,))
-        travels = op.kind == "ADD" and at[0] not in self.of_stage.get(op.stage or 0, at)  # weights that live elsewhere
+        stage = op[1] or 0
+        at: tuple[int, ...] = self.home.get(stage, (op[4],))
+        travels = op[0] == "ADD" and at[0] not in self.of_stage.get(stage, at)  # weights that live elsewhere
         if len(at) == 1 and not travels:
             return at[0]
-        made = {self.made(value) for value in op.reads}
+        made = {self.made(value) for value in op[5]}
         if travels and len(made) == 1:
             return made.pop() or 0
         return next((rank for rank in at if made - {None} == {rank}), min(at))
