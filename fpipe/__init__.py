@@ -1,31 +1,14 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
 import importlib
-from types import ModuleType
+import sys
+from typing import TYPE_CHECKING, Any
 
 from fpipe import interop, schedules
 from fpipe.check import check
-from fpipe.graphs.keep import keep
-from fpipe.graphs.keys import fold_in
-from fpipe.graphs.linearize import Linearized, linearize
 from fpipe.model import Model, Stage
-from fpipe.models.custom import custom_stage
-from fpipe.models.freeze import freeze
-from fpipe.models.functions import from_functions
-from fpipe.models.loss import from_loss
-from fpipe.models.loss_graph import boundary
-from fpipe.models.params import add_grads, assign_grads, global_norm, join_params, split_params
-from fpipe.models.sequential import deferred_batch_norm, from_sequential
-from fpipe.models.skips import Pop, Stash
 from fpipe.pictures.plot import plot
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
-from fpipe.runtimes.build import build
-from fpipe.runtimes.meaning import register_meaning
-from fpipe.runtimes.profile import profile
-from fpipe.runtimes.reference import reference
-from fpipe.runtimes.result import Result
-from fpipe.runtimes.sizes import Sizes, sizes
-from fpipe.runtimes.verify import GradientMismatch, Report, verify
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
@@ -47,6 +30,53 @@ from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
+
+if TYPE_CHECKING:
+    from fpipe import testing as testing
+    from fpipe.graphs.keep import keep
+    from fpipe.graphs.keys import fold_in
+    from fpipe.graphs.linearize import Linearized, linearize
+    from fpipe.models.custom import custom_stage
+    from fpipe.models.freeze import freeze
+    from fpipe.models.functions import from_functions
+    from fpipe.models.loss import from_loss
+    from fpipe.models.loss_graph import boundary
+    from fpipe.models.params import add_grads, assign_grads, global_norm, join_params, split_params
+    from fpipe.models.sequential import deferred_batch_norm, from_sequential
+    from fpipe.models.skips import Pop, Stash
+    from fpipe.runtimes.build import build
+    from fpipe.runtimes.meaning import register_meaning
+    from fpipe.runtimes.profile import profile
+    from fpipe.runtimes.reference import reference
+    from fpipe.runtimes.result import Result
+    from fpipe.runtimes.sizes import Sizes, sizes
+    from fpipe.runtimes.verify import GradientMismatch, Report, verify
+
+# What is about a model that runs is imported when it is first asked for: torch alone takes twenty times as long as all
+# that writes, draws and simulates a schedule. A type checker reads the imports above; tests/test_imports.py holds both
+# to the same names.
+_WITH_TORCH = {
+    "graphs.keep": ("keep",),
+    "graphs.keys": ("fold_in",),
+    "graphs.linearize": ("Linearized", "linearize"),
+    "models.custom": ("custom_stage",),
+    "models.freeze": ("freeze",),
+    "models.functions": ("from_functions",),
+    "models.loss": ("from_loss",),
+    "models.loss_graph": ("boundary",),
+    "models.params": ("add_grads", "assign_grads", "global_norm", "join_params", "split_params"),
+    "models.sequential": ("deferred_batch_norm", "from_sequential"),
+    "models.skips": ("Pop", "Stash"),
+    "runtimes.build": ("build",),
+    "runtimes.meaning": ("register_meaning",),
+    "runtimes.profile": ("profile",),
+    "runtimes.reference": ("reference",),
+    "runtimes.result": ("Result",),
+    "runtimes.sizes": ("Sizes", "sizes"),
+    "runtimes.verify": ("GradientMismatch", "Report", "verify"),
+}
+_HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
+_ROOMS = ("cli", "graphs", "interop", "models", "pictures", "runtimes", "schedules", "testing", "timing", "transforms")
 
 __all__ = [
     "Bounds",
@@ -124,8 +154,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`fpipe.testing` is imported when it is first asked for: it needs hypothesis, which is an extra."""
-    if name == "testing":
-        return importlib.import_module("fpipe.testing")
-    raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """The public names and the folders; a module at the root is where its names come from, and no more."""
+    return sorted({*__all__, *_ROOMS, *(name for name in globals() if name.startswith("__"))})
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """A name that is imported when it is first asked for."""
+        if name in _HOMES:
+            found = getattr(importlib.import_module(f"fpipe.{_HOMES[name]}"), name)
+        elif name in _ROOMS:  # testing needs hypothesis, which is an extra
+            found = importlib.import_module(f"fpipe.{name}")
+        else:
+            raise AttributeError(f"module 'fpipe' has no attribute {name!r}", name=name, obj=sys.modules["fpipe"])
+        globals()[name] = found
+        return found

@@ -8,19 +8,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
-
-from fpipe import tree
 from fpipe.program import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fpipe import tree
 
 Source = int | Literal["batch"] | tuple[int, int]
 """What a stage takes: another's output, one of several (the stage and which), or the batch."""
 Reduction = Literal["mean", "sum", "count"]
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
 
 
@@ -149,6 +149,8 @@ def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     >>> print(odd_signature(lambda y: y), odd_signature(lambda y, target, weight=None: y))
     (y) None
     """
+    from torch import nn
+
     try:
         taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:
@@ -164,6 +166,8 @@ def the_model(found: object, wanted: str = "a Model is wanted, as from_functions
     """What somebody was given, if it is a model."""
     if isinstance(found, Model):
         return found
+    from torch import nn
+
     hint = ""
     if isinstance(found, nn.Module):
         hint = " A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
@@ -248,6 +252,10 @@ def check_state(
 def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
     """For each leaf of a parameter bundle whether it has a gradient: floating ones that are not frozen. Bundle 0 of a
     stage is its own, the others are its tied leaves in order."""
+    from torch import Tensor
+
+    from fpipe import tree
+
     found = [
         isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.leaves(bundle)
     ]

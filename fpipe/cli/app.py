@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from fpipe.cli import prove, see, write
-from fpipe.cli.options import bring, usage
-from fpipe.cli.output import complain
+from fpipe.cli.options import load_module, usage
+from fpipe.cli.output import print_error
 
 app = typer.Typer(
     rich_markup_mode=None,  # plain help: it reads the same in a pipe
@@ -44,7 +44,7 @@ def start(imports: Imports = None) -> None:
     Exit codes: 0 well, 1 refused or wrong, 2 typed wrongly.
     """
     for module in imports or ():
-        usage(bring)(module)
+        usage(load_module)(module)
 
 
 def _refusing(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +57,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, AssertionError, ModuleNotFoundError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            complain(str(error))
+            print_error(str(error))
             raise typer.Exit(1) from None
 
     return run

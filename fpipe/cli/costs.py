@@ -15,7 +15,7 @@ CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
 
 @dataclass(frozen=True)
-class Said:
+class TypedCosts:
     """Costs as they were typed: of a whole rank's share of a microbatch (letters), or of a stage's (words).
 
     >>> import fpipe
@@ -46,7 +46,7 @@ class Said:
         return Costs(**{word: cost if word in whole else cost / parts for word, cost in seconds.items()})
 
 
-def parse(text: str) -> Said:
+def parse(text: str) -> TypedCosts:
     """Read a list of costs.
 
     Raises:
@@ -80,7 +80,7 @@ def parse(text: str) -> Said:
         seconds[word] = _number(name, value)
     if len(kinds) > 1:
         raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")
-    return Said(text, seconds, kinds != {False})
+    return TypedCosts(text, seconds, kinds != {False})
 
 
 def _number(name: str, text: str) -> float | list[float]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from fpipe.cli.costs import Said, parse
+from fpipe.cli.costs import TypedCosts, parse
 from fpipe.cli.what import is_file, named, option, read
 from fpipe.program import Program
 from fpipe.schedules import about
@@ -40,7 +40,7 @@ def known(what: str) -> str:
     return what
 
 
-def bring(module: str) -> None:
+def load_module(module: str) -> None:
     """Import a module, or run a file, that registers schedules."""
     if not module.endswith(".py"):
         sys.path.insert(0, "")
@@ -101,7 +101,7 @@ def program_of(
     microbatches: int,
     stages: int | None,
     options: list[tuple[str, Any]] | None,
-    costs: Said,
+    costs: TypedCosts,
     replicated: bool = False,
 ) -> Program:
     """The program of a name at a size, or of a file."""

@@ -64,6 +64,6 @@ def number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def complain(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Say on standard error what went wrong."""
     print(f"error: {sentence}", file=sys.stderr)

@@ -8,12 +8,10 @@ import typer
 
 from fpipe.cli.costs import parse
 from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
-from fpipe.cli.output import complain
+from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
-from fpipe.cli.small_model import small_model
 from fpipe.cli.what import read
 from fpipe.program import ProgramError
-from fpipe.runtimes.verify import verify as verify_program
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 
@@ -37,7 +35,7 @@ def check(files: Files, replicated: Replicated = False) -> None:
             print(f"{name}: {sizes(read(file, replicated=replicated))}")
         except (ProgramError, OSError) as error:
             wrong += 1
-            complain(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
+            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
     if wrong:
         raise typer.Exit(1)
 
@@ -60,6 +58,10 @@ def verify(
       python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
       python -m fpipe verify my_table.csv
     """
+    # The other commands start without torch, in a third of the time.
+    from fpipe.cli.small_model import small_model
+    from fpipe.runtimes.verify import verify as verify_program
+
     only_of_names(typed, [what])
     program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))

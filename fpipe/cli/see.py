@@ -20,7 +20,7 @@ from fpipe.cli.options import (
     program_of,
     usage,
 )
-from fpipe.cli.output import columns_of_terminal, complain, number, table
+from fpipe.cli.output import columns_of_terminal, number, print_error, table
 from fpipe.cli.what import is_file
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError
@@ -169,7 +169,7 @@ def compare(
             timelines = [simulate(program, costs.of(program)) for program in kept.values()]
             print(f"wrote {plot(*timelines, file=file, names=list(kept))}")
     for sentence in refused:
-        complain(sentence)
+        print_error(sentence)
     if refused and what:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fpipe.cli.costs import Said
+from fpipe.cli.costs import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
@@ -31,7 +31,7 @@ def is_file(what: str) -> bool:
 
 
 def named(
-    name: str, ranks: int, microbatches: int, stages: int | None, costs: Said, options: Mapping[str, Any]
+    name: str, ranks: int, microbatches: int, stages: int | None, costs: TypedCosts, options: Mapping[str, Any]
 ) -> Program:
     """A schedule of the registry at a size; one that orders by costs gets them.
 

@@ -21,17 +21,17 @@ def with_waits(row: Sequence[str]) -> list[str]:
     ['1F0', '1SEND_F0', '1RECV_B0', '1B0', '1WAIT_SEND_F0', '1SEND_B0', '1WAIT_SEND_B0']
     """
     done: list[str] = []
-    under_way: list[str] = []
+    in_flight: list[str] = []
     for cell in row:
         done.append(cell)
         if _SEND.fullmatch(cell):
-            under_way.append(cell)
+            in_flight.append(cell)
         for stage, microbatch in _BACKWARD.findall(cell):
             send = f"{stage}SEND_F{microbatch}"
-            if send in under_way:
-                under_way.remove(send)
+            if send in in_flight:
+                in_flight.remove(send)
                 done.append(_wait(send))
-    return [*done, *map(_wait, under_way)]
+    return [*done, *map(_wait, in_flight)]
 
 
 def _wait(send: str) -> str:

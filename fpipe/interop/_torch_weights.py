@@ -10,7 +10,7 @@ from fpipe.program import Op
 _ACTIVE = 3  # stages whose weights are gathered at once: torch's own number
 
 
-def care(row: list[Op], waits: bool) -> list[list[Action]]:
+def weight_actions(row: list[Op], waits: bool) -> list[list[Action]]:
     """What FSDP does before each op of a row, and after the last: weights of the stages that come next are gathered,
     others dropped to make room, gradients reduced (and where said waited for) once the last of a stage is there."""
     reduce = ("REDUCE_GRAD", "WAIT_REDUCE_GRAD") if waits else ("REDUCE_GRAD",)

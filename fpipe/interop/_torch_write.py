@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from fpipe.interop._torch_read import COMPUTE, Action
 from fpipe.interop._torch_waits import with_waits
-from fpipe.interop._torch_weights import care
+from fpipe.interop._torch_weights import weight_actions
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.timing.costs import Ticks
 from fpipe.timing.simulate import simulate
@@ -61,7 +61,7 @@ def with_transfers(program: Program, waits: bool) -> list[list[str]]:
     for op in program.ops:
         if op.parts or op.kind in COMPUTE:
             rows[op.rank].append(op)
-    gaps = [care(row, waits) for row in rows]
+    gaps = [weight_actions(row, waits) for row in rows]
     if not any(op.kind == "SEND" for op in program.ops):
         lowered = _lowered(program, rows, gaps, sends)
         return [with_waits(row) for row in lowered] if waits else lowered
@@ -74,8 +74,8 @@ def with_transfers(program: Program, waits: bool) -> list[list[str]]:
         elif op.kind not in _SILENT:
             placed[op.rank].append(op)
     _in_one_order(placed, [rank for rank in program.placement if isinstance(rank, int)])
-    cared = [_withcare(row, care) for row, care in zip(placed, gaps, strict=True)]
-    return [with_waits(row) for row in cared] if waits else cared
+    complete = [_with_weights(row, actions) for row, actions in zip(placed, gaps, strict=True)]
+    return [with_waits(row) for row in complete] if waits else complete
 
 
 def _lowered(
@@ -86,14 +86,14 @@ def _lowered(
     todo: list[Iterator[Op | Action]] = [_marked(*pair) for pair in zip(rows, gaps, strict=True)]
     heads = {rank: next(items, None) for rank, items in enumerate(todo)}
     done: list[list[str]] = [[] for _ in rows]
-    under_way: set[Value] = set()
+    in_flight: set[Value] = set()
     while any(heads.values()):
         for rank, head in heads.items():
-            if head is None or (isinstance(head, Op) and any(v in sends and v not in under_way for v in head.reads)):
+            if head is None or (isinstance(head, Op) and any(v in sends and v not in in_flight for v in head.reads)):
                 continue
             done[rank].append(cell(head) if isinstance(head, Op) else str(head))
             for value in head.writes if isinstance(head, Op) else ():
-                under_way.add(value)
+                in_flight.add(value)
                 if value in sends:
                     done[rank].append(str(sends[value]))
                     done[readers[value]].append(str(received(sends[value])))
@@ -108,8 +108,8 @@ def _marked(row: list[Op], gaps: list[list[Action]]) -> Iterator[Op | Action]:
             yield op
 
 
-def _withcare(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]:
-    """Between two ops the weights are cared for once the first op's values are sent, and before more is received."""
+def _with_weights(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]:
+    """A row with what is done about weights: once the values of an op are sent, and before more is received."""
     done: list[str] = []
     todo = iter(gaps)
     due: list[Action] = next(todo)

@@ -15,9 +15,6 @@ import csv
 import io
 from pathlib import Path
 
-import torch
-from torch.torch_version import TorchVersion
-
 from fpipe.interop import _torch_write as write
 from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, actions_of, read
 from fpipe.program import Program, ProgramError, the_program
@@ -134,7 +131,7 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
         program: a chain of stages with one rank a stage, without recompute, slices or offload.
         format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with the
             transfers of the program, or, before `fpipe.communicate()`, each value sent as soon as it is there.
-        waits: whether "compute_comms" says when to wait for what is under way, which torch asks for from 2.15 on and
+        waits: whether "compute_comms" says when to wait for what is in flight, which torch asks for from 2.15 on and
             does not know before; by default as the torch that is installed has it.
 
     Returns:
@@ -166,4 +163,7 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
 
 
 def _torch_waits() -> bool:
+    import torch
+    from torch.torch_version import TorchVersion
+
     return TorchVersion(torch.__version__) >= "2.15"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from fpipe.pictures.axis import amount, clock, ticks
 from fpipe.pictures.colours import WORDS, fill, ink_on
-from fpipe.pictures.panel import Bar, Panel, whom_for
+from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text
 from fpipe.program import Op, kind_of
 from fpipe.timing.lanes import Transfer
@@ -217,7 +217,7 @@ class _Painter:
         y, height = self.y[wait.rank, "main"]
         x, width = self.x(wait.start), (wait.end - wait.start) * self.scale
         title = f"rank {wait.rank} waits from {self.time(wait.start)} to {self.time.full(wait.end)}"
-        whom = whom_for(wait)
+        whom = awaited(wait)
         self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", f"{title}\n{whom}".rstrip(), self.edge))
         if whom and wait.on:
             self.label(x, width, y, height, (f"waits for {wait.on.cell}", wait.on.cell), "faint")

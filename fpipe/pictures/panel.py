@@ -139,26 +139,26 @@ class Panel:
         return self.timeline.steps is not None
 
 
-def panels_of(things: Sequence[object], names: Sequence[str] | None, costs: Costs | None) -> list[Panel]:
+def panels_of(drawn: Sequence[object], names: Sequence[str] | None, costs: Costs | None) -> list[Panel]:
     """What `plot` was given, as panels: programs are simulated, timelines stay as they are."""
-    if names is not None and (isinstance(names, str) or len(names) != len(things)):
+    if names is not None and (isinstance(names, str) or len(names) != len(drawn)):
         said = "a string" if isinstance(names, str) else f"{len(names)}"
-        raise ValueError(f"names= is a list with one name for each of the {len(things)} schedules; found {said}.")
-    if costs is not None and not any(isinstance(thing, Program) for thing in things):
+        raise ValueError(f"names= is a list with one name for each of the {len(drawn)} schedules; found {said}.")
+    if costs is not None and not any(isinstance(each, Program) for each in drawn):
         raise ValueError("costs= is for programs; a Timeline has its times already: leave costs out.")
-    given = names or ([""] if len(things) == 1 else [f"{at}" for at in range(1, len(things) + 1)])
+    given = names or ([""] if len(drawn) == 1 else [f"{at}" for at in range(1, len(drawn) + 1)])
     found: list[Panel] = []
-    for thing, name in zip(things, given, strict=True):
-        if isinstance(thing, Timeline):
-            found.append(Panel(name, thing))
-        elif isinstance(thing, Program):
-            found.append(Panel(name, simulate(thing, costs)))
+    for each, name in zip(drawn, given, strict=True):
+        if isinstance(each, Timeline):
+            found.append(Panel(name, each))
+        elif isinstance(each, Program):
+            found.append(Panel(name, simulate(each, costs)))
         else:
-            raise TypeError(f"plot draws a Program or a Timeline; found {type(thing).__name__}.")
+            raise TypeError(f"plot draws a Program or a Timeline; found {type(each).__name__}.")
     return found
 
 
-def whom_for(wait: Wait) -> str:
+def awaited(wait: Wait) -> str:
     """What a rank waits for, if it is something on another rank: the last op that its next one needs."""
     if wait.on is None or wait.source in (wait.rank, None):
         return ""

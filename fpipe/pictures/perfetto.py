@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fpipe.pictures.panel import Panel, whom_for
+from fpipe.pictures.panel import Panel, awaited
 from fpipe.program import Value, kind_of
 from fpipe.timing.waiting import Event
 
@@ -68,7 +68,7 @@ def _waits(panel: Panel, first: int) -> Iterator[Entry]:
     for wait in panel.waits:
         yield {
             "ph": "X",
-            "name": f"waits {whom_for(wait)}".rstrip(),
+            "name": f"waits {awaited(wait)}".rstrip(),
             "cat": "wait",
             "pid": first + wait.rank,
             "tid": 0,

@@ -73,12 +73,12 @@ def plot(
         raise ValueError(f"width= is a number of characters, or of pixels in a picture, at least 40; found {width!r}.")
     if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"file= is the name of a file, such as 'picture.svg', found {file!r}.")
-    things = (what, *more)
+    drawn = (what, *more)
     if file is not None:
-        return _write(Path(file), panels_of(things, names, costs), width)
-    if len(things) == 1 and isinstance(what, Program) and costs is None and names is None:
+        return _write(Path(file), panels_of(drawn, names, costs), width)
+    if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None:
         return grid(Panel("", simulate(what, Ticks())), colour, width)
-    return to_scale(panels_of(things, names, costs), width or 120, colour)
+    return to_scale(panels_of(drawn, names, costs), width or 120, colour)
 
 
 _WRITERS: dict[str, Callable[[Sequence[Panel], float | None], str | bytes]] = {

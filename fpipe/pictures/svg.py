@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from xml.sax.saxutils import escape
 
 from fpipe.pictures.colours import ROLES
 from fpipe.pictures.layout import lay_out
@@ -18,8 +18,12 @@ def svg(panels: Sequence[Panel], width: float | None = None) -> str:
     """The picture of some panels as SVG text."""
     drawing = lay_out(panels, width)
     body = "\n".join([*shapes(drawing.still), *shapes(drawing.timed)])
-    said = escape("; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels))
+    said = _escaped("; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels))
     return frame(drawing, f"<title>{said}</title>\n{body}")
+
+
+def _escaped(words: str) -> str:
+    return html.escape(words, quote=False)
 
 
 def frame(drawing: Drawing, body: str) -> str:
@@ -78,9 +82,9 @@ def _painted(paint: str, what: str = "fill") -> str:
 def element(shape: Shape) -> str:
     """One shape, without what its group says."""
     if isinstance(shape, Text):
-        room = f' data-room="{number(shape.room)}" data-short="{escape(shape.short)}"' if shape.room else ""
-        return f'<text x="{number(shape.x)}" y="{number(shape.y)}"{room}>{escape(shape.words)}</text>'
-    title = f"<title>{escape(shape.title)}</title>" if shape.title else ""
+        room = f' data-room="{number(shape.room)}" data-short="{_escaped(shape.short)}"' if shape.room else ""
+        return f'<text x="{number(shape.x)}" y="{number(shape.y)}"{room}>{_escaped(shape.words)}</text>'
+    title = f"<title>{_escaped(shape.title)}</title>" if shape.title else ""
     if isinstance(shape, Rect):
         box = (f'{word}="{number(getattr(shape, word))}"' for word in ("x", "y", "width", "height"))
         return _closed("rect", " ".join(box), title)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fpipe import tree as trees
 from fpipe.graphs.graph import is_plain, layout_of
-from fpipe.transforms.specs import Chunk, Sum, What, cut_along, in_our_words, spread
+from fpipe.runtimes.leaf_specs import What, cut_along, spread
+from fpipe.transforms.specs import Chunk, Sum, in_our_words
 
 _BATCH = ("inputs", "target")
 

@@ -104,63 +104,23 @@ def keep_to_data(
     made if that is one rank and a home of its stage, else to the stage's first home; what is made away from a home is
     added where it is made, so that one sum travels.
     """
-    where = _Where(ops)
-    for stage, found in where.ranks.items():
-        if len(found) > 1 and stage not in (homes or {}):
-            raise ProgramError(_on_several(stage, ops))
-    home = {stage: tuple(sorted(found)) for stage, found in where.ranks.items()} | dict(homes or {})
+    ranks = _Ranks(ops, homes or {})
     placed = list(ops)
     table = scheduled_kinds()
     used: dict[Value, set[int]] = {end.value: set() for end in inputs if end.value.stage is None}
     for position, op in enumerate(ops):
-        kind, stage = op[0], op[1]
+        kind = op[0]
         if kind in _BACKWARD:  # most ops: they stay, and read nothing of the batch
             continue
-        if kind == "OFFLOAD" and not op.reads[0].at and where.made(op.reads[0]) not in (None, op.rank):
-            raise ProgramError(
-                f"{op.cell} is on rank {op.rank}, and what it reads moves to rank {where.made(op.reads[0])}: put "
-                "fpipe.offload() after what places the program."
-            )
-        if kind not in table and stage is not None and KINDS[kind].lane == "main":
-            if op.kind == "SPLIT":
-                rank = where.reader("F", op)
-            elif op.kind == "R" or (op.writes and op.writes[0].name == "dy"):
-                rank = where.reader("B", op)
-            else:
-                at: tuple[int, ...] = home.get(stage, (op.rank,))
-                rank = at[0]
-                apart = kind == "ADD" and rank not in where.ranks.get(stage, at)  # weights that travel
-                if apart or len(at) > 1:
-                    found = {where.made(value) for value in op.reads}
-                    there = [*found] if apart and len(found) == 1 else [rank for rank in at if found - {None} == {rank}]
-                    rank = there[0] if there else min(at)
-            if kind == "R" and any(where.made(value) != rank for value in op.reads if value.name == "again"):
-                raise ProgramError(
-                    f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; the "
-                    "stages of a checkpoint group are on one rank."
-                )
-            if rank != op.rank:
-                placed[position] = op = moved(op, rank or 0)
-            where.note(op)
-        for value in op.reads:
+        if kind not in table and op[1] is not None and KINDS[kind].lane == "main":
+            placed[position] = op = ranks.placed(op)
+        elif kind == "OFFLOAD":
+            ranks.refuse_moved(op)
+        for value in op[5]:
             if value[1] is None and value in used:
-                used[value].add(op.rank)
-
-    def given(end: Input) -> Input:
-        stage = end.value.stage
-        at = tuple(sorted(used[end.value])) if stage is None else home.get(stage, end.homes)
-        return end._replace(homes=at or (0,))
-
-    def wanted(end: Output) -> Output:
-        (kind, stage, *_), value, homes = end
-        if stage is not None and kind in ("grads", "state"):
-            now = home.get(stage, homes)
-        else:
-            rank = where.made(value)
-            now = homes if rank is None else (rank,)
-        return end if now == homes else _new(Output, (end[0], value, now))
-
-    return tuple(map(given, inputs)), placed, tuple([wanted(end) for end in outputs])
+                used[value].add(op[4])
+    given = tuple([ranks.given(end, used) for end in inputs])
+    return given, placed, tuple([ranks.wanted(end) for end in outputs])
 
 
 def _on_several(stage: int, ops: Sequence[Op]) -> str:
@@ -172,12 +132,12 @@ def _on_several(stage: int, ops: Sequence[Op]) -> str:
     )
 
 
-class _Where:
+class _Ranks:
     """Which rank does what: looked up by stage where a stage is on one rank, else by microbatch and by value."""
 
-    def __init__(self, ops: Sequence[Op]) -> None:
+    def __init__(self, ops: Sequence[Op], homes: Mapping[int, tuple[int, ...]]) -> None:
         self.ops = ops
-        self.ranks: dict[int, set[int]] = {}
+        self.of_stage: dict[int, set[int]] = {}
         self.readers: dict[tuple[str, int | None, int | None, int | None], int] = {}
         self.late: dict[Value, int] = {}  # what unscheduled ops write
         table = scheduled_kinds()
@@ -186,11 +146,43 @@ class _Where:
             if op[0] in table:
                 pairs.add((op[1], op[4]))
         for stage, rank in sorted((stage, rank) for stage, rank in pairs if stage is not None):
-            self.ranks.setdefault(stage, set()).add(rank)
+            self.of_stage.setdefault(stage, set()).add(rank)
+        several = next((stage for stage, found in self.of_stage.items() if len(found) > 1 and stage not in homes), None)
+        if several is not None:
+            raise ProgramError(_on_several(several, ops))
+        self.home = {stage: tuple(sorted(found)) for stage, found in self.of_stage.items()} | dict(homes)
+
+    def placed(self, op: Op) -> Op:
+        """An op that no schedule names, on its rank."""
+        kind, writes = op[0], op[6]
+        if kind == "SPLIT":
+            rank = self.reader("F", op)
+        elif kind == "R":
+            rank = self.reader("B", op)
+            self.refuse_split_group(op, rank)
+        elif writes and writes[0][0] == "dy":
+            rank = self.reader("B", op)
+        else:
+            rank = self.at_home(op)
+        for value in writes:
+            self.late[value] = rank
+        return op if op[4] == rank else moved(op, rank)
+
+    def at_home(self, op: Op) -> int:
+        """The rank of an op that adds, scales or merges: where its inputs were made, or the first home of its stage."""
+        stage = op[1] or 0
+        at: tuple[int, ...] = self.home.get(stage, (op[4],))
+        travels = op[0] == "ADD" and at[0] not in self.of_stage.get(stage, at)  # weights that live elsewhere
+        if len(at) == 1 and not travels:
+            return at[0]
+        made = {self.made(value) for value in op[5]}
+        if travels and len(made) == 1:
+            return made.pop() or 0
+        return next((rank for rank in at if made - {None} == {rank}), min(at))
 
     def reader(self, direction: str, op: Op) -> int:
         """The rank of the forward or backward of a stage for a microbatch (and slice)."""
-        found = self.ranks.get(op.stage or 0, {op.rank})
+        found = self.of_stage.get(op.stage or 0, {op.rank})
         if len(found) == 1:
             return next(iter(found))
         if not self.readers:
@@ -199,19 +191,47 @@ class _Where:
                     self.readers["F" if other.kind == "F" else "B", *other[1:4]] = other.rank
         return self.readers.get((direction, *op[1:4]), op.rank)
 
-    def note(self, op: Op) -> None:
-        """Remember where an unscheduled op has gone."""
-        for value in op[6]:
-            self.late[value] = op[4]
-
     def made(self, value: Value) -> int | None:
         """The rank that writes a value."""
         if value in self.late:
             return self.late[value]
-        found = self.ranks.get(-1 if value.stage is None else value.stage, set())
+        found = self.of_stage.get(-1 if value.stage is None else value.stage, set())
         if len(found) == 1 and value.microbatch is not None:
             return next(iter(found))
         return self._scheduled.get(value)
+
+    def given(self, end: Input, used: Mapping[Value, set[int]]) -> Input:
+        """An input at its homes: of the batch the ranks that read it, of a stage those of its parameters."""
+        stage = end.value.stage
+        at = tuple(sorted(used[end.value])) if stage is None else self.home.get(stage, end.homes)
+        return end._replace(homes=at or (0,))
+
+    def wanted(self, end: Output) -> Output:
+        """An output at its homes: of a stage's gradients and state its parameters', else where it is made."""
+        (name, stage, *_), value, homes = end
+        if stage is not None and name in ("grads", "state"):
+            now = self.home.get(stage, homes)
+        else:
+            rank = self.made(value)
+            now = homes if rank is None else (rank,)
+        return end if now == homes else _new(Output, (end[0], value, now))
+
+    def refuse_moved(self, offload: Op) -> None:
+        """A value is offloaded on the rank that makes it; a copy of a copy goes where it likes."""
+        value = offload.reads[0]
+        if not value.at and (rank := self.made(value)) not in (None, offload.rank):
+            raise ProgramError(
+                f"{offload.cell} is on rank {offload.rank}, and what it reads moves to rank {rank}: put "
+                "fpipe.offload() after what places the program."
+            )
+
+    def refuse_split_group(self, op: Op, rank: int) -> None:
+        """The stages of a checkpoint group are on one rank: an R reads what the one before it recomputed."""
+        if any(self.made(value) != rank for value in op.reads if value.name == "again"):
+            raise ProgramError(
+                f"{op.cell} is on rank {rank} and recomputes from what its group recomputes on another; the "
+                "stages of a checkpoint group are on one rank."
+            )
 
     @cached_property
     def _scheduled(self) -> dict[Value, int]:

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
-from fpipe.transforms._saved import saved_ops
 
 Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
@@ -65,26 +64,9 @@ def checkpoint(
     y[0,0] loss[0,0] res[0,0] = F[0,0] params[0] inputs target {saved=()} @ 0
     g[0,0] = B[0,0] params[0] res[0,0] {saved=()} @ 0
     """
-    if grain not in ("stage", "layer"):
-        raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
-    listed: list[Any] = list(groups)
-    if not all(isinstance(group, Iterable) for group in listed):
-        raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
-    groups = [tuple(group) for group in listed]
-    saved = saved_ops(save)
-    if grain == "stage" and saved:
-        raise ValueError("save= is what a backward finds that computes its stage again itself: say grain='layer'.")
-    if grain == "layer" and groups:
-        raise ValueError("groups= is for grain='stage': by layers, what enters each stage is kept.")
-    if not callable(policy) and policy not in ("always", "except_last", "never"):
-        raise ValueError(
-            f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
-        )
-    for group in groups:
-        if list(group) != list(range(group[0], group[0] + len(group))) if group else True:
-            raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
-    if len({stage for group in groups for stage in group}) < sum(map(len, groups)):
-        raise ValueError(f"a stage is in one group at most; found {groups}.")
+    groups = _groups(list(groups))
+    saved = _names(save)
+    _refuse(policy, grain, groups, saved)
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
 
     @transforming
@@ -127,6 +109,47 @@ def checkpoint(
         return rebuilt(program, placed)
 
     return transform
+
+
+def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
+    """Groups as they are listed: each of adjacent stages, and none of them twice.
+
+    >>> _groups([(0, 2)])
+    Traceback (most recent call last):
+    ValueError: a group is of adjacent stages in order, such as (1, 2, 3); found (0, 2).
+    """
+    if not all(isinstance(group, Iterable) for group in listed):
+        raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
+    groups: list[tuple[int, ...]] = [tuple(group) for group in listed]
+    for group in groups:
+        if not group or list(group) != list(range(group[0], group[0] + len(group))):
+            raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
+    if len({stage for group in groups for stage in group}) < sum(map(len, groups)):
+        raise ValueError(f"a stage is in one group at most; found {groups}.")
+    return groups
+
+
+def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the ops whose results are saved."""
+    if save == ():
+        return ()
+    from fpipe.transforms._saved import saved_ops  # imports torch, as whoever names its ops has
+
+    return saved_ops(save)
+
+
+def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:
+    """Words that are none, and options of the other grain."""
+    if grain not in ("stage", "layer"):
+        raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
+    if grain == "stage" and saved:
+        raise ValueError("save= is what a backward finds that computes its stage again itself: say grain='layer'.")
+    if grain == "layer" and groups:
+        raise ValueError("groups= is for grain='stage': by layers, what enters each stage is kept.")
+    if not callable(policy) and policy not in ("always", "except_last", "never"):
+        raise ValueError(
+            f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
+        )
 
 
 def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:

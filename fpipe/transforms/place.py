@@ -70,7 +70,7 @@ def place(
 
 def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
     """A program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
-    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, homes_said(program, homes))
+    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, given_homes(program, homes))
     if any(kind_of(op.kind).lane == "copy" for op in ops) and any(
         a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)
     ):
@@ -80,7 +80,7 @@ def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Prog
     return made
 
 
-def homes_said(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
+def given_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
     """Where stages live, as far as it was said."""
     if homes is None:
         return {}

@@ -16,7 +16,7 @@ from fpipe.order import arrange, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, building, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, parse_cell, read_table, show
-from fpipe.transforms.place import Homes, homes_said, stage_ranks
+from fpipe.transforms.place import Homes, given_homes, stage_ranks
 from fpipe.transforms.split_backward import halved
 
 
@@ -80,7 +80,7 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
     if found.repaired:
         ops, positions, sources = *found.without_gaps(positions), None
     if move:
-        inputs, ops, outputs = keep_to_data(inputs, ops, outputs, homes_said(program, homes))
+        inputs, ops, outputs = keep_to_data(inputs, ops, outputs, given_homes(program, homes))
     return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources, positions)
 
 

@@ -13,19 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from fpipe import tree as trees
-
-What = str | tuple[str, ...]
-"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
-
 
 @dataclass(frozen=True)
 class Chunk:
     """The rows of a tensor are along this dimension.
 
     >>> import torch
+    >>> from fpipe.runtimes.leaf_specs import cut_along
     >>> cut_along({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
     [1, None]
     """
@@ -42,6 +36,7 @@ class Replicate:
     """A leaf goes whole to every microbatch, and comes back the same from each.
 
     >>> import torch
+    >>> from fpipe.runtimes.leaf_specs import cut_along
     >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
     >>> cut_along(batch, {"x": Chunk(), "table": Replicate()})
     [0, None]
@@ -56,44 +51,6 @@ class Sum:
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
     {'right': 7}
     """
-
-
-def cut_along(tree: Any, spec: Any, what: What = "batch") -> list[int | None]:
-    """Along which dimension each leaf is cut; None for a leaf that goes whole."""
-    found: list[int | None] = []
-    for leaf, how in zip(trees.leaves(tree), spread(spec, tree, what), strict=True):
-        kind = in_our_words(how(leaf) if callable(how) and not isinstance(how, type) else how)
-        if isinstance(kind, Sum):
-            raise ValueError(
-                "Sum() says how parts are joined, and not how a leaf is cut: say Chunk(dim) or Replicate()."
-            )
-        found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
-    return found
-
-
-def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
-    """What a spec says of each leaf: the same of all below a place where it says one thing.
-
-    Raises:
-        ValueError: it says more than there is.
-
-    >>> spread({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
-    [Chunk(dim=0), Replicate(), Replicate()]
-    """
-    try:
-        return trees.broadcast_prefix(spec, tree)
-    except ValueError:
-        odd = trees.misfit(spec, tree)
-        if odd is None:
-            raise
-        place, said, found = odd
-        for index, word in enumerate(what if isinstance(what, tuple) else ()):
-            place = place.replace(f"[{index}]", word, 1) if place.startswith(f"[{index}]") else place
-        name = place if isinstance(what, tuple) else what + place
-        raise ValueError(
-            f"the spec has {said} where {name or 'the batch'} is {found}; a spec says one thing of all, or is built "
-            "as what it is for."
-        ) from None
 
 
 def in_our_words(how: Any) -> Chunk | Replicate | Sum:
@@ -163,17 +120,32 @@ def spec_text(spec: Any) -> str:
     "{'x': Chunk(dim=1), 'n': Replicate()}"
     """
 
-    def said(leaf: Any) -> Any:
-        if _is_function(leaf):
-            name = next((name for name, known in _REGISTERED.items() if known is leaf), None)
-            if name is None:
-                raise ValueError(
-                    f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(leaf)})."
-                )
-            return _Named(name)
-        return leaf if leaf is None else in_our_words(leaf)
+    def said(part: Any) -> Any:
+        match part:
+            case tuple():
+                return tuple(map(said, part))
+            case list():
+                return [*map(said, part)]
+            case dict():
+                return {key: said(value) for key, value in part.items()}
+            case None:
+                return None
+            case _ if _is_function(part):
+                return _named(part)
+            case _:
+                return in_our_words(part)
 
-    return repr(trees.tree_map(said, spec))
+    return repr(said(spec))
+
+
+def _named(function: Any) -> _Named:
+    """The name that a function is registered under."""
+    for name, known in _REGISTERED.items():
+        if known is function:
+            return _Named(name)
+    raise ValueError(
+        f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(function)})."
+    )
 
 
 @functools.lru_cache

@@ -1,0 +1,128 @@
+"""What is imported when: schedules are written, drawn and simulated without torch, and every public name is there."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import fpipe
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "fpipe"
+
+# In a process of its own: here torch is imported already. A module that is None in sys.modules cannot be imported, and
+# whoever tries is in the traceback.
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({modules}))
+"""
+HEAVY = ("torch", "numpy", "optree", "rich", "typer", "matplotlib", "networkx", "ortools", "hypothesis")
+
+SCHEDULES = """
+import fpipe
+
+def written(*steps, stages=4):
+    program = fpipe.chain(*steps)(fpipe.program(stages))
+    fpipe.check(program)
+    assert fpipe.Program.parse(str(program)) == program
+    costs = fpipe.Costs(transfer=0.1)
+    timeline = fpipe.simulate(program, costs)
+    assert fpipe.bounds(program, costs).makespan <= timeline.makespan
+    assert "0F0" in str(fpipe.plot(program))
+    fpipe.plot(program, timeline, file="{folder}/it.svg")
+    fpipe.plot(timeline, file="{folder}/it.html")
+    return program
+
+named = fpipe.schedules
+dicts = ({{"x": fpipe.Chunk(1), "table": [fpipe.Replicate(), None]}}, fpipe.Chunk)
+one_f_one_b = written(fpipe.split(8, dicts), fpipe.checkpoint(), named.one_f_one_b(4), fpipe.merge())
+written(fpipe.split(8), fpipe.split_backward(), named.zb_h1(4), fpipe.merge(), fpipe.communicate(), fpipe.free())
+written(fpipe.split(4), named.from_table("0F0 0F1 0B0 0B1\\n0F2 0F3 0B2 0B3", replicated=True), fpipe.merge(), stages=1)
+written(fpipe.split(8), named.one_f_one_b(4), fpipe.checkpoint(grain="layer"), fpipe.offload())
+written(fpipe.split(4), fpipe.slice_sequence(2), named.seq1f1b(2), fpipe.merge(), stages=2)
+written(fpipe.split(4), fpipe.forward_only(), fpipe.place("v"), stages=2)
+fpipe.balance([1, 2, 3, 4], 2)
+text = fpipe.interop.torch_pipelining.to_csv(named.gpipe(2)(fpipe.split(2)(fpipe.program(2))))
+fpipe.interop.torch_pipelining.from_csv(text)
+assert fpipe.interop.from_json(fpipe.interop.to_json(one_f_one_b)) == one_f_one_b
+"""
+
+COMMANDS = """
+import runpy
+
+for typed in {commands}:
+    sys.argv = ["fpipe", *typed.split()]
+    try:
+        runpy.run_module("fpipe", run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, typed
+"""
+
+
+def run(code: str, *without: str) -> None:
+    """Run code where some modules cannot be imported."""
+    code = WITHOUT.format(modules=without) + code
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_schedule_is_written_drawn_checked_and_simulated_without_torch(tmp_path: Path):
+    run(SCHEDULES.format(folder=tmp_path), *HEAVY)
+
+
+def test_the_commands_about_schedules_need_no_torch(tmp_path: Path):
+    size = "--ranks 4 --microbatches 8"
+    commands = (
+        "--help",
+        "schedules",
+        f"show one_f_one_b {size} --svg {tmp_path / 'it.svg'}",
+        f"compare gpipe one_f_one_b zbv {size}",
+        f"export one_f_one_b {size} --output {tmp_path / 'it.csv'}",
+        f"check {tmp_path / 'it.csv'}",
+    )
+    run(COMMANDS.format(commands=commands), "torch", "numpy", "optree", "matplotlib")
+
+
+def test_what_is_imported_when_it_is_asked_for_is_there():
+    for name, home in fpipe._HOMES.items():
+        fpipe.__dict__.pop(name, None)
+        assert getattr(fpipe, name) is getattr(sys.modules[f"fpipe.{home}"], name)
+        assert name in fpipe.__dict__
+
+
+def test_a_type_checker_sees_the_names_that_are_there():
+    """Names that are imported late stand twice: for the checker, and in the table by which they are found."""
+    body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    late = next(node.body for node in body if isinstance(node, ast.If) and not node.orelse and _asks_checker(node.test))
+    seen = {
+        node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names)
+        for node in late
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"
+    }
+    assert seen == fpipe._WITH_TORCH
+    at_once = [
+        alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")
+        for alias in node.names
+    ]
+    assert sorted([*at_once, *fpipe._HOMES]) == sorted(fpipe.__all__)
+
+
+def _asks_checker(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+def test_dir_shows_the_public_names_and_the_folders():
+    """Not `tree` or `order`, though they are attributes once they are imported."""
+    folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    shown = {name for name in dir(fpipe) if not name.startswith("__")}
+    assert shown == {*fpipe.__all__, *folders}
+    modules = {name for name in shown if isinstance(getattr(fpipe, name), ModuleType)}
+    assert modules == folders
+
+
+def test_a_slip_in_a_name_is_answered_with_the_closest():
+    ran = subprocess.run([sys.executable, "-c", "import fpipe; fpipe.verfy"], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stderr.endswith("module 'fpipe' has no attribute 'verfy'. Did you mean: 'verify'?\n")
