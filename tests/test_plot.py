@@ -302,7 +302,7 @@ def test_programs_timelines_and_plots_show_themselves():
 
 
 def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):
-    monkeypatch.setattr(sys.modules["fpipe.plot"], "_MOST", 10)
+    monkeypatch.setattr(sys.modules["fpipe.pictures.plot"], "_MOST", 10)
     assert GPIPE._repr_html_() == (
         "<pre>makespan 18, span 18, bubble 33.3%, peak 4\nfpipe.plot(..., file='picture.html') draws it.</pre>"
     )

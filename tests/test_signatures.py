@@ -28,7 +28,7 @@ from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import ambient
 from fpipe.tree import leaves, tree_map
 
-TRACES: Any = sys.modules["fpipe.traces"]
+TRACES: Any = sys.modules["fpipe.graphs.trace_cache"]
 
 
 @pytest.fixture
