@@ -18,7 +18,9 @@ from fpipe.schedules import about
 from property_tests.strategies import few
 
 NAMES = [name for name in fpipe.schedules.names() if about(name).source]
-every_schedule = pytest.mark.parametrize("name", NAMES)
+every_schedule = pytest.mark.parametrize(
+    "name", NAMES, scope="module"
+)  # all laws of a schedule in a row, on one worker
 
 seconds = st.integers(1, 6).map(float)
 
@@ -138,7 +140,7 @@ IDLE = [name for name in NAMES if formula(about(name).idle)]
 PEAK = [name for name in NAMES if formula(about(name).peak)]
 
 
-@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("name", IDLE, scope="module")
 @given(data=st.data(), F=seconds, B=seconds, less=st.integers(0, 5))
 def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, B: float, less: int):
     p, m, v = data.draw(st.sampled_from([(p, m, v) for p, m, v in served(name) if 1 < p <= m // 2 and m % p == 0]))
@@ -149,7 +151,7 @@ def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, 
     assert took - m * (F + B + W) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", PEAK)
+@pytest.mark.parametrize("name", PEAK, scope="module")
 @given(data=st.data())
 def test_no_rank_holds_more_than_its_formula_says(name: str, data: st.DataObject):
     ranks, microbatches, each = data.draw(st.sampled_from(served(name)))

@@ -115,7 +115,7 @@ LIKE_OTHERS = {
 }
 SMALL = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-each = pytest.mark.parametrize("name", TRACED)
+each = pytest.mark.parametrize("name", TRACED, scope="module")  # all tests of a case in a row, on one worker
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
