@@ -7,7 +7,10 @@ INSTALLED := .venv/.installed
 export PYRIGHT_PYTHON_GLOBAL_NODE := 0
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo docs test lint bench
+# A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
+
+.PHONY: help demo docs quick test deep lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -19,8 +22,14 @@ demo: $(INSTALLED) ## Run examples/demo.py
 docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
 	$(BIN)/python docs/schedules.py
 
-test: lint ## Lint, then tests, property tests, doctests and the code blocks of the documentation
-	$(BIN)/python -m pytest
+quick: lint ## Lint, types, and the fast half of the tests: what is not marked slow
+	$(PYTEST) -m 'not slow and not deep'
+
+test: lint ## Lint, types, tests, property tests, doctests and the code blocks of the documentation
+	$(PYTEST)
+
+deep: $(INSTALLED) ## Thousands of random cases for each property, and the tests marked deep; hours, without a time limit
+	HYPOTHESIS_PROFILE=deep $(PYTEST) -m 'law or deep' --timeout=0 -o faulthandler_timeout=0
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check .

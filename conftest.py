@@ -1,10 +1,12 @@
-"""What every test runs under: one torch thread, and the same hypothesis examples each time."""
+"""What every test runs under: one torch thread, the same hypothesis examples each time, and which files are slow."""
 
 import os
+from pathlib import Path
 
 # "Bitwise equal" is promised for one number of threads. The variable reaches the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,10 +21,10 @@ settings.register_profile(
     database=None,
     deadline=None,
     print_blob=True,
-    max_examples=50,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# HYPOTHESIS_PROFILE=deep .venv/bin/pytest property_tests --timeout=0 -o faulthandler_timeout=0
+# `make deep`
 settings.register_profile(
     "deep",
     deadline=None,
@@ -31,6 +33,30 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Files that take about four seconds or more each: `make quick` leaves them out.
+ROOT = Path(__file__).parent
+SLOW = {
+    "tests": """
+        bounds cli conformance counts demo digits from_loss grain interop layers losses memory module_kinds
+        offload peers random readme schedules searched seq2seq signatures slices state testing
+        ties_and_skips traces unread_state
+    """,
+    "property_tests": """
+        gradients language_laws linearize_laws schedule_laws slice_laws two_ends_laws whole_laws
+    """,
+}
+SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+        if item.path.is_relative_to(ROOT / "property_tests"):
+            item.add_marker(pytest.mark.law)
+
 
 _trusted = Program.trusted
 

@@ -510,7 +510,7 @@ RETURNS: dict[str, Callable[[Params, Tensor, Tensor], Any]] = {
     "input_view": lambda p, x, h: (h, x[..., ::2]),
     "input_alone": lambda p, x, h: x,
     "param": lambda p, x, h: (h, _first(p, h)),
-    "param_view": lambda p, x, h: (h, _first(p, h).expand(2, *_first(p, h).shape)),
+    "param_view": lambda p, x, h: (h, _first(p, h[0]).expand(2, *_first(p, h[0]).shape)),  # rows stay in dim 0
     "of_params": lambda p, x, h: (h, _first(p, h).sin()),
     "params_alone": lambda p, x, h: torch.tanh(_first(p, h).sum()).expand(h.shape),
     "all_params": lambda p, x, h: {"h": h, **{f"p{k}": leaf for k, leaf in enumerate(p.values())}},

@@ -34,9 +34,8 @@ __all__ = [
 
 
 def few(examples: int) -> settings:
-    """At most so many examples in profile `ci`, where each is traced anew; all of them in `deep`."""
-    most = settings().max_examples
-    return settings(max_examples=examples if most <= 50 else most)
+    """So many examples in profile `ci`, where each takes long or more are worth while; all of them in `deep`."""
+    return settings(max_examples=examples) if settings.get_current_profile_name() == "ci" else settings()
 
 
 def tiny(takes: Takes) -> Net:

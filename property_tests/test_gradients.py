@@ -14,7 +14,7 @@ from fpipe.program import Program
 from fpipe.runtimes.result import Result
 from fpipe.tree import leaves
 from property_tests.chains import Chain, chains
-from property_tests.strategies import Net, Plan, legal_tables, nets, plain_autograd, plans
+from property_tests.strategies import Net, Plan, few, legal_tables, nets, plain_autograd, plans
 
 SEED = st.integers(0, 2**16)
 
@@ -72,6 +72,7 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
 
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
 @example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, Chain(("schedule", "merge()")), 1))
+@few(12)
 @given(runs())
 def test_gradients_are_the_references_bit_by_bit(run: Run):
     expected = fpipe.reference(
@@ -80,6 +81,7 @@ def test_gradients_are_the_references_bit_by_bit(run: Run):
     assert same_bits(run.result(), expected.loss, expected.grads)
 
 
+@few(12)
 @given(runs())
 def test_outputs_are_the_references_bit_by_bit(run: Run):
     expected = fpipe.reference(
@@ -89,6 +91,7 @@ def test_outputs_are_the_references_bit_by_bit(run: Run):
     assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
 
 
+@few(12)
 @given(runs(nets().map(lambda net: Net(net.bodies, net.takes, net.reduction, "float64"))))
 def test_gradients_are_those_of_the_undivided_batch(run: Run):
     loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
@@ -107,6 +110,7 @@ def test_gradients_do_not_depend_on_the_plan(plan: Plan, seed: int):
     assert same_bits(fpipe.build(plan.program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
 
 
+@few(8)
 @given(runs())
 def test_a_step_changes_nothing_it_is_given(run: Run):
     params, batch = run.net.params(run.seed), run.net.batch(run.rows, run.seed)
@@ -118,6 +122,7 @@ def test_a_step_changes_nothing_it_is_given(run: Run):
     )
 
 
+@few(8)
 @given(runs())
 def test_two_steps_added_are_twice_one(run: Run):
     step, params, batch = (
@@ -129,6 +134,7 @@ def test_two_steps_added_are_twice_one(run: Run):
     assert all(torch.equal(a + b, 2 * a) for a, b in zip(one, other, strict=True))
 
 
+@few(8)
 @given(runs())
 def test_results_per_microbatch_add_up_to_the_merged_ones(run: Run):
     """Without merge() every microbatch gives its own, in microbatch order."""
@@ -152,6 +158,7 @@ def replicated(draw: st.DrawFn) -> tuple[Net, int, tuple[tuple[str, ...], ...]]:
     return net, m, draw(legal_tables(split, replicas=True))
 
 
+@few(12)
 @given(replicated(), st.sampled_from(["never", "except_last", "always"]), SEED)
 def test_gradients_do_not_depend_on_where_replicas_are(
     found: tuple[Net, int, tuple[tuple[str, ...], ...]], policy, seed: int
@@ -163,6 +170,7 @@ def test_gradients_do_not_depend_on_where_replicas_are(
     assert same_bits(fpipe.build(program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
 
 
+@few(12)
 @given(replicated(), SEED)
 def test_replicas_that_communicate_give_the_same(found: tuple[Net, int, tuple[tuple[str, ...], ...]], seed: int):
     net, m, table = found

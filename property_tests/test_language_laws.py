@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, ProgramError, parts_of
-from property_tests.strategies import Plan, dags, legal_tables, plans, tiny
+from property_tests.strategies import Plan, dags, few, legal_tables, plans, tiny
 
 ANY_ROWS = 8
 
@@ -27,6 +27,7 @@ def timed_events(program: Program, costs: fpipe.Costs) -> set[tuple[str, int, fl
     }
 
 
+@few(15)
 @given(plans())
 def test_schedule_merge_split_backward_and_checkpoint_commute(plan: Plan):
     roads = itertools.permutations(plan.transforms.values())
@@ -57,6 +58,7 @@ def test_csv_round_trips_on_a_base_program(plan: Plan):
     assert fpipe.chain(*others, from_csv)(plan.base) == plan.program
 
 
+@few(15)
 @given(plans())
 def test_csv_with_transfers_round_trips_on_a_base_program(plan: Plan):
     program = fpipe.communicate()(plan.program)
@@ -267,6 +269,7 @@ def test_a_pair_holds_two_ops_that_stand_side_by_side(plan: Plan):
     assert sorted(part.cell for part in parts_of(program.ops)) == sorted(op.cell for op in program.ops)
 
 
+@few(15)
 @given(dags(), st.integers(1, 4), st.data())
 def test_the_four_commute_with_replicas_too(takes, microbatches: int, data: st.DataObject):
     base = fpipe.split(microbatches)(fpipe.program(len(takes), inputs=takes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
+from fpipe.graphs import trace_cache
 from fpipe.program import Program
 from property_tests.bits import bits, tensors
 from property_tests.chains import Chain, chains
@@ -116,7 +116,7 @@ def _like(leaf: Tensor, make: torch.Generator) -> Tensor:
     return torch.empty_like(leaf).copy_(torch.randn(leaf.shape, generator=make))
 
 
-@few(25)
+@few(15)
 @given(recipes(), ROWS, SEED)
 def test_the_four_functions_give_plain_autograds_bits(recipe: Recipe, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
@@ -140,7 +140,7 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@few(60)
+@few(30)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -161,7 +161,7 @@ def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, wanted, dy))
 
 
-@few(20)
+@few(10)
 @given(recipes(), ROWS, SEED)
 def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
@@ -178,7 +178,7 @@ def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
         assert forward + backward == plain.flops
 
 
-@few(20)
+@few(10)
 @given(recipes(), ROWS, SEED)
 def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, seed: int):
     """An op in place is a new tensor in a trace, so that what it changed may be kept beside what came of it."""
@@ -194,7 +194,7 @@ def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, s
         assert sum(storages(res, tensors((params, x))).values()) <= autograd(recipe, rows, seed).saved
 
 
-@few(20)
+@few(10)
 @given(recipes(), ROWS, SEED)
 def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int):
     params, x, dy = recipe.params(seed), recipe.input(rows, seed), autograd(recipe, rows, seed).dy
@@ -237,7 +237,7 @@ class Run:
 
 
 @st.composite
-def runs(draw: st.DrawFn, most: int = 4) -> Run:
+def runs(draw: st.DrawFn, most: int = 3) -> Run:
     stack = draw(stacks(most))
     m = draw(st.integers(1, 3))
     rows = m * draw(st.integers(1, 2)) + draw(st.integers(0, m - 1))
@@ -257,7 +257,7 @@ def of(result: fpipe.Result) -> dict[str, Any]:
 @contextmanager
 def traced() -> Iterator[list[str]]:
     """What is traced in the meantime. A warning, such as that of a step without a trace, is an error here."""
-    module: Any = sys.modules["fpipe.traces"]
+    module: Any = trace_cache
     before, made = (module.trace, module.outline), []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +271,7 @@ def traced() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-@few(10)
+@few(6)
 @given(runs())
 def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run):
     params, batch = run.given
@@ -283,8 +283,8 @@ def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run
     assert bits((params, batch)) == bits(run.given)
 
 
-@few(6)
-@given(runs(most=3))
+@few(4)
+@given(runs(most=2))
 def test_what_was_traced_once_is_traced_no_more(run: Run):
     model = run.stack.model(fresh=True)
     params, batch = run.given
@@ -301,7 +301,7 @@ def test_what_was_traced_once_is_traced_no_more(run: Run):
     assert other
 
 
-@few(12)
+@few(6)
 @given(runs())
 def test_sizes_are_those_of_the_run(run: Run):
     params, batch = run.given
@@ -310,7 +310,7 @@ def test_sizes_are_those_of_the_run(run: Run):
     assert found.peak == fpipe.simulate(run.program, fpipe.Costs(bytes=found)).peak
 
 
-@few(8)
+@few(5)
 @given(runs())
 def test_nothing_outlives_a_step_but_its_results(run: Run):
     params, batch = run.given

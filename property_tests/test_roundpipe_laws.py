@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from property_tests.strategies import Net, nets
+from property_tests.strategies import Net, few, nets
 from property_tests.test_gradients import same_bits
 
 Groups = list[list[int]]
@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(net, forward, backward[::-1], ranks, draw(st.integers(1, 3)))
 
 
-@settings(max_examples=15)
+@few(10)
 @given(runs())
 def test_gradients_do_not_depend_on_the_plans(run: Run):
     params, batch = run.net.params(), run.net.batch(run.microbatches + 1)

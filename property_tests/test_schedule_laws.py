@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.schedules import about
+from property_tests.strategies import few
 
 NAMES = [name for name in fpipe.schedules.names() if about(name).source]
-every_schedule = pytest.mark.parametrize("name", NAMES)
+every_schedule = pytest.mark.parametrize(
+    "name", NAMES, scope="module"
+)  # all laws of a schedule in a row, on one worker
 
 seconds = st.integers(1, 6).map(float)
 
@@ -33,11 +36,15 @@ def served(name: str) -> list[tuple[int, int, int]]:
     return small
 
 
-@st.composite
-def programs(draw: st.DrawFn, name: str) -> Program:
-    """A program of sizes that the schedule serves."""
-    ranks, microbatches, each = draw(st.sampled_from(served(name)))
+@functools.cache
+def published(name: str, ranks: int, microbatches: int, each: int) -> Program:
+    """Made once for all laws: what is searched takes longer to make than to judge."""
     return about(name).program(ranks, microbatches, ranks * each)
+
+
+def programs(name: str) -> st.SearchStrategy[Program]:
+    """A program of sizes that the schedule serves."""
+    return st.sampled_from(served(name)).map(lambda sizes: published(name, *sizes))
 
 
 @st.composite
@@ -67,6 +74,7 @@ def test_it_serves_its_sizes_and_says_why_not_the_others(name: str, ranks: int, 
 
 
 @every_schedule
+@few(15)
 @given(data=st.data())
 def test_every_forward_has_its_backward_once_and_transfers_and_frees_check(name: str, data: st.DataObject):
     program = data.draw(programs(name))
@@ -132,22 +140,22 @@ IDLE = [name for name in NAMES if formula(about(name).idle)]
 PEAK = [name for name in NAMES if formula(about(name).peak)]
 
 
-@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("name", IDLE, scope="module")
 @given(data=st.data(), F=seconds, B=seconds, less=st.integers(0, 5))
 def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, B: float, less: int):
     p, m, v = data.draw(st.sampled_from([(p, m, v) for p, m, v in served(name) if 1 < p <= m // 2 and m % p == 0]))
     W, c = max(1.0, min(F, B) - less), 0.01 if "c" in about(name).idle.partition(",")[0] else 0.0
-    found = fpipe.simulate(about(name).program(p, m, p * v), fpipe.Costs(F / v, B / v, W / v, transfer=c))
+    found = fpipe.simulate(published(name, p, m, v), fpipe.Costs(F / v, B / v, W / v, transfer=c))
     took = found.span if about(name).idle.startswith("span: ") else found.makespan
     expected = value(formula(about(name).idle) or [], p=p, m=m, v=v, F=F, B=B, W=W, T=F + B + W, c=c)
     assert took - m * (F + B + W) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", PEAK)
+@pytest.mark.parametrize("name", PEAK, scope="module")
 @given(data=st.data())
 def test_no_rank_holds_more_than_its_formula_says(name: str, data: st.DataObject):
     ranks, microbatches, each = data.draw(st.sampled_from(served(name)))
-    found = fpipe.simulate(about(name).program(ranks, microbatches, ranks * each)).peak
+    found = fpipe.simulate(published(name, ranks, microbatches, each)).peak
     tokens = formula(about(name).peak) or []
     for rank, held in enumerate(found):
         assert held <= value(tokens, p=ranks, m=microbatches, v=each, r=rank) + 1e-9

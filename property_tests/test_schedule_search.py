@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
@@ -13,6 +13,7 @@ from fpipe.schedules.hillclimb import floor
 from fpipe.schedules.line import Line, cells_of
 from fpipe.schedules.priority import Now
 from fpipe.transforms.reorder import in_rows
+from property_tests.strategies import few
 
 seconds = st.one_of(st.integers(0, 4).map(float), st.floats(0.01, 10))
 
@@ -33,7 +34,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@few(25)
 @given(case=cases())
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
     ranks, chunks, costs, cap = case["ranks"], case["chunks"], case["costs"], case["cap"]
@@ -69,7 +70,7 @@ def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, An
     assert timeline.span >= span - 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@few(25)
 @given(case=cases(), weights=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
 def test_a_priority_ends_in_a_program_under_the_cap_or_in_a_sentence(case: dict[str, Any], weights: list[int]):
     """Whatever the rule says, nothing hangs."""

@@ -14,7 +14,7 @@ from torch import Tensor
 import fpipe
 from fpipe.program import Program
 from fpipe.tree import leaves
-from property_tests.strategies import Plan, legal_tables, plans, tiny
+from property_tests.strategies import Plan, few, legal_tables, plans, tiny
 
 Body = Literal["sums", "attention", "recurrent", "alone"]
 
@@ -137,6 +137,7 @@ def sliced(draw: st.DrawFn) -> Sliced:
     return Sliced(bodies, reduction, rows, length, m, q, steps, table, traced, draw(st.integers(0, 2**16)))
 
 
+@few(15)
 @given(sliced())
 def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     params, batch = run.given()
@@ -146,6 +147,7 @@ def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
+@few(15)
 @given(sliced())
 def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
     params, batch = run.given(torch.float64)
@@ -162,6 +164,7 @@ def test_sliced_programs_check_and_print(run: Sliced):
     assert Program.parse(str(program)) == program
 
 
+@few(15)
 @given(
     plans(),
     st.sampled_from(["always", "worthwhile"]),

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
@@ -15,7 +15,7 @@ from fpipe.timing.columns import columns_of, is_plain, walk_plain
 from fpipe.timing.lanes import Transfer, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.timing.timeline import Timeline
-from property_tests.strategies import Plan, plans, tiny
+from property_tests.strategies import Plan, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
 NAMES = (
@@ -92,7 +92,7 @@ def test_a_timeline_is_the_same_before_and_after_communicate(plan: Plan, costs: 
     assert held(one) == held(other)
 
 
-@settings(max_examples=25)
+@few(10)
 @given(plans())
 def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: Plan):
     net = tiny(plan.takes)

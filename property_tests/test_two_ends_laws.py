@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from property_tests.strategies import Net, nets
+from property_tests.strategies import Net, few, nets
 from property_tests.test_gradients import same_bits
 
 VISITS = {"chimera": 1, "dualpipe": 1, "dualpipev": 2, "hanayo": 2}
@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn, most: int = 8, names: tuple[str, ...] = tuple(VISITS))
     return Run(name, ranks, 2 * draw(st.integers(least, 2 * ranks)))
 
 
-@settings(max_examples=15)
+@few(15)
 @given(runs(most=4))
 def test_every_op_is_there_once_and_it_checks_with_transfers(run: Run):
     program = run.program
@@ -58,7 +58,7 @@ def test_every_op_is_there_once_and_it_checks_with_transfers(run: Run):
     assert work == 3 * run.stages * run.microbatches
 
 
-@settings(max_examples=5)
+@few(5)
 @given(runs(most=2), st.data())
 def test_gradients_are_those_of_plain_autograd(run: Run, data: st.DataObject):
     net: Net = data.draw(nets(st.integers(run.stages, 5)), label="net")

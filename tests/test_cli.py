@@ -267,7 +267,7 @@ def test_compare_says_ranks_and_microbatches_where_they_differ(tmp_path: Path):
 
 def test_in_a_pipe_it_prints_plain_lines_and_ends_quietly():
     """`python -m fpipe export ... | head -1`."""
-    typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "400"]
+    typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "150"]
     with subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == b"params[0] @ 0\n"

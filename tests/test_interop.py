@@ -24,7 +24,11 @@ ORDERS: dict[str, list[str]] = json.loads((DATA / "torch_orders.json").read_text
 COMMS: dict[str, list[str]] = json.loads((DATA / "torch_comms.json").read_text())["tables"]
 WAITS: dict[str, list[str]] = json.loads((DATA / "torch_waits.json").read_text())["tables"]
 
-every_table = pytest.mark.parametrize("name", COMMS)
+# Of four chunks a rank, one table; the others are as long and of the same cells.
+LONG = ("LoopedBFS/local=4", "Interleaved1F1B/local=4")
+every_table = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep if name.startswith(LONG) else ()) for name in COMMS]
+)
 
 
 def order(name: str) -> str:

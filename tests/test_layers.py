@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
 BY_NAME = {case.name: case for case in CASES}
 TRACED = [case.name for case in CASES if not case.untraced]
 UNTRACED = [case.name for case in CASES if case.untraced]
-# A step with these would trace and run what a step with another does already.
+# A step with these traces and runs what a step with another does already: `make deep` tries them too.
 LIKE_OTHERS = {
     "Linear without bias",
     "Conv1d",
@@ -67,10 +67,55 @@ LIKE_OTHERS = {
     "filled by rows",
     "einsum",
     "losses: nll, bce, huber, smooth_l1, kl_div",
+    "Bilinear",
+    "Conv2d, depthwise",
+    "ConvTranspose2d",
+    "AvgPool2d",
+    "AdaptiveAvgPool2d to one",
+    "LPPool2d",
+    "Upsample, bilinear",
+    "PixelShuffle",
+    "ChannelShuffle",
+    "ZeroPad2d",
+    "BatchNorm2d without running statistics",
+    "InstanceNorm2d",
+    "LocalResponseNorm",
+    "RReLU in eval",
+    "GLU",
+    "SiLU in place",
+    "Hardtanh, transposed between two layers",
+    "Softplus, transposed between two layers",
+    "Hardswish, transposed between two layers",
+    "Hardsigmoid, transposed between two layers",
+    "ELU, transposed between two layers",
+    "CELU, transposed between two layers",
+    "logit, transposed between two layers",
+    "GRU",
+    "LSTM, two layers",
+    "RNN, relu, both ways",
+    "TransformerEncoderLayer in eval",
+    "CosineSimilarity",
+    "Embedding, scale_grad_by_freq",
+    "split and stack",
+    "var_mean",
+    "index_put",
+    "scatter, gather",
+    "cumsum, logsumexp, logcumsumexp",
+    "sort and topk",
+    "max, min, median, norm, std",
+    "prod, cumprod",
+    "where",
+    "baddbmm, addmm, bmm, addmv",
+    "linalg: inverse, solve, cholesky, det",
+    "fft",
+    "masked_fill_",
+    "interpolation: grid_sample, affine_grid",
+    "rows repeated, rolled, flipped",
+    "a loss inside: cross_entropy",
 }
 SMALL = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-each = pytest.mark.parametrize("name", TRACED)
+each = pytest.mark.parametrize("name", TRACED, scope="module")  # all tests of a case in a row, on one worker
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
@@ -389,7 +434,12 @@ def same_step(name: str, one: Trained, result: fpipe.Result) -> None:
     agree(name, [result.loss, *(g for g, leaf in pairs if wants(leaf))], [total, *sums])
 
 
-@pytest.mark.parametrize("name", [name for name in TRACED if BY_NAME[name].step and name not in LIKE_OTHERS])
+STEPS = [
+    pytest.param(name, marks=pytest.mark.deep if name in LIKE_OTHERS else ()) for name in TRACED if BY_NAME[name].step
+]
+
+
+@pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_traced_and_gives_what_plain_autograd_gives(name):
     one = trained(BY_NAME[name])
     before = bits((one.params, one.batch))

@@ -1,7 +1,7 @@
 """More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ LOSSES = {"mean": mean, "sum": total, "count": counted}
 JOIN = {"right": fpipe.Sum(), "error": None, "guess": fpipe.Chunk()}
 
 
+@cache
 def model_of(reduction: str) -> fpipe.Model:
     return fpipe.from_functions(
         [linear, balanced, balanced, last],
@@ -80,11 +81,15 @@ def batch(rows=8, dtype=torch.float32):
     return torch.randn(rows, 3, generator=make, dtype=dtype), torch.randn(rows, 3, generator=make, dtype=dtype)
 
 
+@cache
+def frozen(reduction: str) -> fpipe.Model:
+    return fpipe.freeze(model_of(reduction), (1, "w"))
+
+
 @pytest.mark.parametrize("reduction", LOSSES)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_all_at_once_is_plain_autograd_under_every_schedule(schedule, reduction: str):
-    model = model_of(reduction)
-    for one in (model, fpipe.freeze(model, (1, "w"))):
+    for one in (model_of(reduction), frozen(reduction)):
         merge = fpipe.merge(aux=JOIN)
         base = fpipe.program(one, input_grads=True)
         program = fpipe.chain(fpipe.split(4), merge, schedule)(base)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.timing.plan import Plan
-from property_tests.strategies import Net
+from property_tests.strategies import Net, few
 
 SECONDS = st.integers(0, 4)
 
@@ -55,6 +55,7 @@ def size(found: Plan) -> int:
     return len(found.forward) + len(found.backward)
 
 
+@few(50)
 @given(costs=layers(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), data=st.data())
 def test_no_plan_takes_fewer_turns_of_its_largest_group(costs: Any, ranks: int, run: Any, data: st.DataObject):
     count = len(costs.forward)

@@ -5,6 +5,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,11 +43,16 @@ def room(module: str) -> str:
     return inner[0] if inner else "root"
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports(module: str) -> Iterator[tuple[int, str, str | None]]:
     """Every import of a file, inside functions too: line, absolute name of the module, and the name taken from it."""
     file = FILES[module]
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -52,7 +52,11 @@ def test_it_is_no_worse_than_the_published_search_under_the_same_cap(fact: dict[
     assert max(found.peak) <= peak + 1e-6
 
 
-PAPER = [(row, name) for row in FILE["paper_table5"] for name in ("ZB-1p", "ZB-2p")]
+PAPER = [
+    pytest.param(row, name, marks=pytest.mark.deep if row["m"] > 24 else [])
+    for row in FILE["paper_table5"]
+    for name in ("ZB-1p", "ZB-2p")
+]
 
 
 @pytest.mark.parametrize(("row", "name"), PAPER, ids=lambda part: part if isinstance(part, str) else f"m={part['m']}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import warnings
 import weakref
@@ -24,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from fpipe.graphs import trace_cache
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import ambient
 from fpipe.tree import leaves, tree_map
 
-TRACES: Any = sys.modules["fpipe.traces"]
+TRACES: Any = trace_cache
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 LOSSES: dict[str, Any] = {"mean": squares, "sum": lambda y, t: (y - t).square().sum(), "count": counted}
 
 
+@cache
 def attention_model(reduction: Any = "mean") -> fpipe.Model:
     return fpipe.from_functions([block, block, block, head], LOSSES[reduction], reduction=reduction)
 
@@ -118,7 +120,7 @@ def assert_same(found: fpipe.Result, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("reduction", LOSSES)
-@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("trace", [True, False])
 def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, slices: int, trace: bool):
     model = attention_model(reduction)
@@ -128,7 +130,7 @@ def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str,
 
 
 @pytest.mark.parametrize("reduction", LOSSES)
-@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("slices", [1, 3])
 def test_the_reference_in_slices_is_plain_autograd(reduction: str, slices: int):
     found = fpipe.reference(attention_model(reduction), params_of(), sequences(), microbatches=2, slices=slices)
     assert_same(found, by_hand(sequences(), 2, slices, reduction))

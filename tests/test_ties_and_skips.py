@@ -2,6 +2,7 @@
 
 import re
 import threading
+from functools import cache
 
 import pytest
 import torch
@@ -62,6 +63,13 @@ def tied_net(layers=2):
     return nn.Sequential(embedding, *blocks, Head(embedding))
 
 
+@cache
+def tied(*sizes):
+    """Net, model and parameters, made once: the traces of a model serve every program of it."""
+    net = tied_net()
+    return net, *fpipe.from_sequential(net, sizes=sizes, loss=cross_entropy)[:2]
+
+
 def cross_entropy(y, t):
     return F.cross_entropy(y.flatten(0, 1), t.flatten())
 
@@ -75,8 +83,7 @@ def words(rows=8):
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_a_tied_net_is_the_unsplit_one_under_every_schedule(schedule, sizes):
     """Behaviour 6: in one stage, in two stages on one rank, in two stages on two ranks, with replicas on both ends."""
-    net = tied_net()
-    model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=cross_entropy)
+    net, model, params = tied(*sizes)
     if schedule is fpipe.schedules.chimera and len(sizes) == 1:
         schedule = fpipe.schedules.gpipe  # two ends are of two ranks
     pipeline = fpipe.chain(fpipe.split(4), schedule(len(sizes)), fpipe.merge(), fpipe.communicate())
@@ -97,7 +104,7 @@ def test_a_tied_net_is_the_unsplit_one_under_every_schedule(schedule, sizes):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @TRACED
 def test_a_tied_net_is_the_unsplit_one_under_every_policy(policy, trace: bool):
-    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    _, model, params = tied(2, 2, 2)
     schedule = fpipe.schedules.one_f_one_b(2 if policy is POLICIES["groups"] else 3)  # a group is on one rank
     pipeline = fpipe.chain(fpipe.split(3), policy, schedule, fpipe.merge(), fpipe.communicate())
     program = pipeline(fpipe.program(model))
@@ -107,7 +114,7 @@ def test_a_tied_net_is_the_unsplit_one_under_every_policy(policy, trace: bool):
 
 
 def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
-    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    _, model, params = tied(2, 2, 2)
     assert [list(stage) for stage in params] == [["0.weight", "1.weight", "1.bias"], ["3.weight", "3.bias"], []]
     assert model.ties == (((0, "0.weight"), (2, "5.embedding.weight")),)
     pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.communicate())
@@ -119,8 +126,7 @@ def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
 
 
 def test_join_and_split_undo_each_other_with_ties():
-    net = tied_net()
-    model, params, _ = fpipe.from_sequential(net, sizes=[2, 2, 2], loss=cross_entropy)
+    net, model, params = tied(2, 2, 2)
     again = fpipe.split_params(model, net.state_dict())
     assert [list(stage) for stage in again] == [list(stage) for stage in params]
     assert bits(again, params)
@@ -167,7 +173,7 @@ def test_an_optimizer_trains_a_tied_net_through_the_pipeline():
 
 def test_stages_that_share_a_module_take_turns():
     """Its parameters are swapped while one of them runs."""
-    model, params, _ = fpipe.from_sequential(tied_net(), sizes=[2, 2, 2], loss=cross_entropy)
+    _, model, params = tied(2, 2, 2)
     step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=False)
     expected = step(params, words()).grads
     found = [None] * 4
@@ -213,6 +219,12 @@ def unet():
     )
 
 
+@cache
+def skipping(*sizes):
+    """Model and parameters, made once."""
+    return fpipe.from_sequential(unet(), sizes=sizes, loss=F.mse_loss)[:2]
+
+
 def by_hand(net, x):
     outer = net[1](net[0](x))
     inner = net[3](outer)
@@ -228,9 +240,8 @@ def numbers(rows=7, dtype=torch.float32):
 BALANCES = [[12], [2, 10], [3, 9], [6, 6], [3, 3, 3, 3], [1, 4, 2, 5], [2, 1, 1, 1, 2, 1, 2, 2], [1] * 12]
 
 
-@TRACED
 @pytest.mark.parametrize("sizes", BALANCES, ids=str)
-def test_skips_give_the_same_under_every_balance(sizes, trace: bool):
+def test_skips_give_the_same_under_every_balance(sizes):
     """Behaviour 17."""
     net = unet().double()
     model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=F.mse_loss)
@@ -240,19 +251,20 @@ def test_skips_give_the_same_under_every_balance(sizes, trace: bool):
     )
     program = pipeline(fpipe.program(model))
     assert fpipe.verify(program, model, params, batch).bitwise
-    found = fpipe.build(program, model, trace=trace)(params, batch)
     expected = by_hand(net, batch[0])
-    assert torch.allclose(found.outputs, expected, rtol=1e-10)
     F.mse_loss(expected, batch[1]).backward()
-    grads = fpipe.join_params(model, found.grads)
-    for name, parameter in net.named_parameters():
-        assert torch.allclose(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    for trace in (True, False):
+        found = fpipe.build(program, model, trace=trace)(params, batch)
+        assert torch.allclose(found.outputs, expected, rtol=1e-10)
+        grads = fpipe.join_params(model, found.grads)
+        for name, parameter in net.named_parameters():
+            assert torch.allclose(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_skips_give_the_same_under_every_schedule_and_policy(schedule, policy):
-    model, params, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    model, params = skipping(1, 4, 2, 5)
     pipeline = fpipe.chain(fpipe.split(4), policy, schedule(4), fpipe.merge(), fpipe.communicate())
     if policy is POLICIES["groups"]:
         pipeline = fpipe.chain(fpipe.split(4), policy, fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.communicate())
@@ -269,7 +281,7 @@ TRIPS = {
 @pytest.mark.parametrize("sizes", TRIPS)
 def test_a_skip_travels_once_from_its_rank_to_its_readers(sizes):
     """Stage 1's value read by stage 3 goes past stage 2, and back again as one gradient."""
-    model, _, _ = fpipe.from_sequential(unet(), sizes=sizes, loss=F.mse_loss)
+    model, _ = skipping(*sizes)
     pipeline = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(4), fpipe.merge(), fpipe.communicate())
     program = pipeline(fpipe.program(model))
     trips = [(op.rank, int(op.writes[0].at[1:])) for op in program.ops if op.kind == "SEND"]
@@ -288,7 +300,7 @@ def test_a_skip_that_is_an_output_anyway_is_not_handed_on_twice():
 
 
 def test_a_skip_is_gone_after_its_last_reader():
-    model, _, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    model, _ = skipping(1, 4, 2, 5)
     program = fpipe.chain(fpipe.split(2), fpipe.free())(fpipe.program(model))
     skip = fpipe.Value("y", 1, 0, port=1)
     readers = [op.cell for op in program.ops if skip in op.reads]
@@ -463,7 +475,7 @@ def test_a_skip_inside_one_loss_function_travels_past_too(trace: bool):
 
 
 def test_sizes_are_told_with_skips_too():
-    model, params, _ = fpipe.from_sequential(unet(), sizes=[1, 4, 2, 5], loss=F.mse_loss)
+    model, params = skipping(1, 4, 2, 5)
     pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
     program = pipeline(fpipe.program(model))
     batch = numbers(8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from fpipe.graphs import trace_cache
 from fpipe.graphs.linearize import Linearized
 from fpipe.tree import leaves
 from property_tests.strategies import linear
 
-TRACES = sys.modules["fpipe.traces"]
+TRACES = trace_cache
 
 
 @pytest.fixture

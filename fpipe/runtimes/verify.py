@@ -27,7 +27,7 @@ class GradientMismatch(AssertionError):
     >>> import fpipe, torch
     >>> compare(fpipe.Result(loss=torch.tensor(1.0)), fpipe.Result(loss=torch.tensor(1.5)))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    fpipe.verify.GradientMismatch: loss differs from plain autograd by up to 0.5 (every bit was to agree); ...
+    fpipe.runtimes.verify.GradientMismatch: loss differs from plain autograd by up to 0.5 (every bit was to agree); ...
     """
 
 
