@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fpipe
+from fpipe import tree
 
 RANKS, MICROBATCHES, SEED, ROWS, LENGTH, HEADS = 3, 6, 0, 36, 16, 4
 LETTERS = "_abcdefghijklmnopqrstuvwxyz "
@@ -218,7 +219,7 @@ def vowels_right(found: list[str], texts: list[str]) -> float:
 
 
 def same_bits(found: Any, expected: Any) -> bool:
-    pairs = zip(fpipe.tree.leaves(found), fpipe.tree.leaves(expected), strict=True)
+    pairs = zip(tree.leaves(found), tree.leaves(expected), strict=True)
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from fpipe.tree import leaves
 
 SCHEDULES = {
     "as it is": fpipe.identity(),
@@ -98,10 +99,6 @@ def test_all_at_once_is_plain_autograd_under_every_schedule(schedule, reduction:
         for name in ("loss", "grads", "outputs", "aux", "input_grads"):
             pairs = zip(leaves(getattr(traced, name)), leaves(getattr(walked, name)), strict=True)
             assert all(a is b or torch.equal(a, b) for a, b in pairs)
-
-
-def leaves(tree):
-    return fpipe.tree.leaves(tree)
 
 
 # Auxiliary losses

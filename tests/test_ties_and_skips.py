@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe import Pop, Stash
+from fpipe import Pop, Stash, tree
 
 F = nn.functional
 TRACED = pytest.mark.parametrize("trace", [True, False])
@@ -38,7 +38,7 @@ def as_it_is(program):
 
 
 def bits(one, other):
-    pairs = zip(fpipe.tree.leaves(one), fpipe.tree.leaves(other), strict=True)
+    pairs = zip(tree.leaves(one), tree.leaves(other), strict=True)
     return all(a is b or torch.equal(a, b) for a, b in pairs)
 
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from fpipe.graphs import trace_cache
 from fpipe.graphs.linearize import Linearized
-from fpipe.tree import leaves
+from fpipe.tree import leaves, tree_map
 from property_tests.strategies import linear
 
 TRACES = trace_cache
@@ -97,7 +97,7 @@ def test_a_second_step_and_a_second_build_trace_nothing_and_another_shape_does(t
 
 def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
     model, params, batch = blocks()
-    meta = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program(model), model, example=meta)
     assert "trace" in traced
     traced.clear()
