@@ -85,6 +85,13 @@ class Line:
         return found
 
     @cached_property
+    def wakes(self) -> list[int]:
+        """The rank that may wait for what each lane makes, -1 if it is the lane's own or there is none."""
+        ranks = [self.placement[lane % self.stages] for lane in range(2 * self.stages)]
+        readers = [ranks[reader] if reader >= 0 else -1 for reader in self.after]
+        return [-1 if reader == own else reader for reader, own in zip(readers, ranks, strict=True)]
+
+    @cached_property
     def work(self) -> float:
         """Seconds that the busiest rank needs for one microbatch."""
         seconds, stages = self.seconds, self.stages
@@ -180,24 +187,22 @@ def play(
     >>> play(line, [[0, 0, 2, 2], [1, 3, 1, 3]], [1, 1], full), full
     ((7.0, 7.0), [[0, 0, 2, 4, 2, 4], [1, 3, 1, 3, 5, 5]])
     """
-    stages, ranks, placement = line.stages, line.ranks, line.placement
-    weights = 2 * stages
-    seconds, before, after, ways, caps, kept = line.seconds, line.before, line.after, line.ways, line.caps, line.kept
+    stages, ranks, weights = line.stages, line.ranks, 2 * line.stages
+    seconds, after, wakes, ways, caps, kept = line.seconds, line.after, line.wakes, line.ways, line.caps, line.kept
     ends: list[list[float]] = [[] for _ in range(2 * stages)] if times is None else times
-    none: list[float] = []
-    read = [ends[lane] if lane >= 0 else none for lane in before]
+    read = [[0.0] * line.microbatches, *[ends[lane] for lane in line.before[1:]]]  # lane 0 reads what is there
     place, free, held, first = [0] * ranks, [0.0] * ranks, [0.0] * ranks, [-1.0] * ranks
     waiting: list[list[int]] = [[] for _ in range(ranks)]  # the W that could run, as lanes
     done = [0] * ranks  # and how many of them have
     todo = list(range(ranks))
     while todo:
         rank = todo.pop()
-        word, time, holds, cap = words[rank], free[rank], held[rank], caps[rank] - 1
+        word, time, holds = words[rank], free[rank], held[rank]
         queue, head, share = waiting[rank], done[rank], patience[rank]
         at = len(word)
         for turn in range(place[rank], len(word)):
             lane = word[turn]
-            if lane >= weights:
+            if lane >= weights:  # 1. a W that the word names is the next one that waits
                 if head < len(queue):
                     if full is not None:
                         full[rank].append(queue[head])
@@ -205,59 +210,54 @@ def play(
                     head += 1
                     holds -= kept
                 continue
-            own = ends[lane]
-            ready = 0.0
-            if lane:
-                there = read[lane]
-                if len(own) >= len(there):
-                    at = turn
-                    break
-                ready = there[len(own)] + ways[lane]
-            if lane < stages:
-                while holds > cap and head < len(queue):
-                    if full is not None:
-                        full[rank].append(queue[head])
-                    time += seconds[queue[head]]
-                    head += 1
-                    holds -= kept
-                if holds > cap:
-                    return NEVER
-            while time < ready and head < len(queue):
+            own, there = ends[lane], read[lane]
+            if len(own) >= len(there):  # 2. what the op reads is not there: its writer wakes this rank
+                at = turn
+                break
+            ready = there[len(own)] + ways[lane]
+            room = caps[rank] - 1 if lane < stages else math.inf
+            while head < len(queue) and (holds > room or time < ready):  # 3. W make room, and fill the gap
                 longer = seconds[queue[head]]
-                if time + longer * share > ready + 1e-9 * ready:
+                if holds <= room and time + longer * share > ready + 1e-9 * ready:
                     break
                 if full is not None:
                     full[rank].append(queue[head])
                 time += longer
                 head += 1
                 holds -= kept
+            if holds > room:
+                return NEVER
             if ready > time:
                 time = ready
             if first[rank] < 0:
                 first[rank] = time
             if full is not None:
                 full[rank].append(lane)
-            time += seconds[lane]
+            time += seconds[lane]  # 4. the op itself
             own.append(time)
             if lane < stages:
                 holds += 1
             else:
                 queue.append(lane + stages)
                 holds -= 1 - kept
-            reader = after[lane]
-            if reader >= 0:
-                other = placement[reader % stages]
-                if other != rank and place[other] < len(words[other]) and words[other][place[other]] == reader:
-                    todo.append(other)
+            other = wakes[lane]  # 5. a rank that stands before the op that reads this goes on
+            if other >= 0 and place[other] < len(words[other]) and words[other][place[other]] == after[lane]:
+                todo.append(other)
         place[rank], free[rank], held[rank], done[rank] = at, time, holds, head
+    if any(at < len(word) for at, word in zip(place, words, strict=True)):
+        return NEVER
+    return _lengths(line, [queue[head:] for queue, head in zip(waiting, done, strict=True)], free, first, full)
+
+
+def _lengths(
+    line: Line, rest: list[list[int]], free: list[float], first: list[float], full: list[Word] | None
+) -> tuple[float, float]:
+    """Makespan and span, once each rank has also done the rest of its W."""
     makespan = span = 0.0
-    for rank in range(ranks):
-        if place[rank] < len(words[rank]):
-            return NEVER
-        rest = waiting[rank][done[rank] :]
+    for rank, lanes in enumerate(rest):
         if full is not None:
-            full[rank] += rest
-        end = free[rank] + sum([seconds[lane] for lane in rest])
+            full[rank] += lanes
+        end = free[rank] + sum([line.seconds[lane] for lane in lanes])
         makespan = max(makespan, end)
         span = max(span, end - first[rank])
     return makespan, span
