@@ -39,7 +39,7 @@ _PHRASES = {
     "state": "the module state of stage {s} after microbatch {m}",
     "x": "the batch slice of stage {s} for microbatch {m}",
 }
-_MENDS = {
+_REPAIRS = {
     "y": "Add {s}F{m}.",
     "res": "Add {s}F{m} (or, when its residuals are recomputed, {s}R{m}).",
     "wres": "Add {s}I{m} before {s}W{m}.",
@@ -195,12 +195,12 @@ def _fill(words: str, value: Value) -> str:
     return words.format(s=value.stage, m=f"{value.microbatch}{tail}")
 
 
-def _mend(value: Value, otherwise: str) -> str:
+def _repair(value: Value, otherwise: str) -> str:
     """What to add so that a value is written."""
     if value.at:
         missing = "SEND" if value.at.rpartition("@")[2].find(">") >= 0 else "RECV"
         return f"Add the {missing} that makes {value}, or use fpipe.communicate()."
-    return _fill(_MENDS.get(value.name, f"Add the op that writes it, or {otherwise}."), value)
+    return _fill(_REPAIRS.get(value.name, f"Add the op that writes it, or {otherwise}."), value)
 
 
 def _written_once(program: Program) -> set[Value]:
@@ -234,7 +234,7 @@ def _written_before_read(program: Program, written: set[Value]) -> None:
         lost = next((end for end in program.outputs if end[1] not in written), None)
         if lost is None:
             return
-        mend = _mend(lost.value, "leave the output out")
+        mend = _repair(lost.value, "leave the output out")
         raise ProgramError(f"the output {lost.name} is {phrase(lost.value)}, which nothing writes. {mend}")
     position, value = next(
         (at, value)
@@ -247,7 +247,7 @@ def _written_before_read(program: Program, written: set[Value]) -> None:
     head = f"{at}: {op.cell} reads {phrase(value)}, which"
     later = program.writer.get(value)
     if later is None:
-        raise ProgramError(f"{head} nothing writes.\n{drawn}\n{_mend(value, 'name it as an input')}")
+        raise ProgramError(f"{head} nothing writes.\n{drawn}\n{_repair(value, 'name it as an input')}")
     writer = program.ops[later]
     if writer is op:
         raise ProgramError(f"{head} it writes itself.\n{drawn}\nAn op reads only what others wrote before.")
