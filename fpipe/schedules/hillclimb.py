@@ -28,7 +28,7 @@ class Order(NamedTuple):
 
 
 def played(pipeline: LinearPipeline, rows: list[LaneRow], patience: float | Sequence[float]) -> Order:
-    """Words and what they are worth."""
+    """Rows and what they are worth."""
     each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * pipeline.ranks
     return Order(pipeline.worth(play(pipeline, rows, each)), rows, each)
 

@@ -11,7 +11,6 @@ handcrafted zero-bubble schedules apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from fpipe.program import Program
@@ -38,7 +37,7 @@ class RankContext(NamedTuple):
 
     @property
     def forwards(self) -> int:
-        """Every forward of the rank."""
+        """How many forwards the rank has."""
         return self.chunks * self.microbatches
 
 
@@ -92,30 +91,31 @@ def rows_in_turn(
         forwards = [(0, index) for index in range(count)] if units is None else units(context)
         mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
         backwards = forwards[::-1] if last_first else mirrored
-        made.append(_row(chunks, count, forwards, backwards, warm_up(context), lag and lag(context)))
+        row = _row(chunks, forwards, backwards, warm_up(context), lag and lag(context))
+        made.append([cell for cell in row if cell[2] < count])
     return made
 
 
 def _row(
-    chunks: list[list[int]],
-    count: int,
-    forwards: Sequence[Unit],
-    backwards: Sequence[Unit],
-    warm_up: int,
-    lag: int | None,
-) -> list[Key]:
+    chunks: list[list[int]], forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int, lag: int | None
+) -> list[tuple[str, int, int, None]]:
     """The cells of a rank: a forward goes up through the stages of a chunk, a backward comes back down."""
 
-    def cells(kind: str, units: Sequence[Unit]) -> list[list[Key]]:
-        stages = chunks if kind == "F" else [chunk[::-1] for chunk in chunks]
-        return [[(kind, stage, at, None) for stage in stages[chunk]] if at < count else [] for chunk, at in units]
+    def cells(kind: str, unit: Unit) -> list[tuple[str, int, int, None]]:
+        stages = chunks[unit[0]]
+        return [(kind, stage, unit[1], None) for stage in (stages if kind == "F" else stages[::-1])]
 
-    ahead = cells("F", forwards)
-    turns = [ahead[warm_up:], cells("B" if lag is None else "I", backwards)]
-    if lag is not None:
-        turns.append([[]] * lag + cells("W", backwards))
-    in_turn = chain.from_iterable(zip_longest(*turns, fillvalue=()))
-    return list(chain.from_iterable(chain(ahead[:warm_up], in_turn)))
+    row = [cell for unit in forwards[:warm_up] for cell in cells("F", unit)]
+    ahead = len(forwards) - warm_up
+    for turn, unit in enumerate(backwards):
+        if turn < ahead:
+            row += cells("F", forwards[warm_up + turn])
+        row += cells("B" if lag is None else "I", unit)
+        if lag is not None and turn >= lag:
+            row += cells("W", backwards[turn - lag])
+    if lag:
+        row += [cell for unit in backwards[max(0, len(backwards) - lag) :] for cell in cells("W", unit)]
+    return row
 
 
 def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:

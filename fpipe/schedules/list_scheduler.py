@@ -54,8 +54,8 @@ def list_schedule(work: TaskGraph, pick: Pick, earliest: Sequence[float] | None 
 
     No op starts before its `earliest` time.
 
-    >>> line = TaskGraph(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
-    >>> list_schedule(line, lambda rank, time, ready: ready[0])
+    >>> graph = TaskGraph(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
+    >>> list_schedule(graph, lambda rank, time, ready: ready[0])
     Scheduled(rows=[[0, 2], [1]], start=[0.0, 1.5, 1.0], stuck=[[], []])
     """
     ranks, rank_of, seconds, readers, _ = work
