@@ -1,4 +1,4 @@
-"""Make one list of many: from the order of each rank, and the data, to the one global order of a program.
+"""Merge the orders of all ranks into the one global order of a program, by a clock and by data dependencies.
 
 A schedule names only some ops: F, B, I and W (and others, if it likes). The rest keep to their data: SPLIT, R, RECV and
 LOAD stand just before their first reader; ADD, SCALE, MERGE, U, REDUCE, SEND and OFFLOAD go as soon as their inputs are
@@ -10,6 +10,10 @@ there. "As soon as" is told by a clock on which F, B, I, W and R take one tick a
 The clock also is the test for deadlock: when no rank can go on, there is no global order, and the error draws where
 each rank is stuck. Equal schedules give equal lists whatever road led to them, since the result is a function of the
 ops and of the ranks' orders alone; that is why the transforms commute.
+
+This clock is apart from those that simulate (`timing/lanes.py`, `timing/columns.py`): they walk down a global order,
+which is made here, and need none of its rules for ops that no row names. `schedules/list_scheduler.py` chooses the
+order that is given here; to replay given rows takes it 1.4-1.7 times as long (26,000 ops), and it places no such ops.
 """
 
 from __future__ import annotations

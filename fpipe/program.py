@@ -223,7 +223,7 @@ Sources = tuple[int, ...]
 NOWHERE = -2
 
 
-class Shown:
+class HtmlRepr:
     """What programs and timelines have in common: a notebook asks for HTML, and the painter gives it.
 
     `fpipe.pictures` puts the painter here when fpipe is imported.
@@ -236,7 +236,7 @@ class Shown:
     painter: ClassVar[Callable[[Any], str] | None] = None
 
     def _repr_html_(self) -> str | None:
-        return None if Shown.painter is None else Shown.painter(self)
+        return None if HtmlRepr.painter is None else HtmlRepr.painter(self)
 
 
 ENTRY_RULES: list[Callable[[Program], None]] = []
@@ -244,7 +244,7 @@ ENTRY_RULES: list[Callable[[Program], None]] = []
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Program(Shown):
+class Program(HtmlRepr):
     """A training step as a value: hashable, comparable, printable. Built from parts, it is checked at once.
 
     >>> import fpipe

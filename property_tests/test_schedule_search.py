@@ -10,7 +10,7 @@ import fpipe
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
 from fpipe.schedules.hillclimb import floor
-from fpipe.schedules.line import Line, cells_of
+from fpipe.schedules.linear_pipeline import LinearPipeline, cells_of
 from fpipe.schedules.priority import Now
 from fpipe.transforms.reorder import in_rows
 from property_tests.strategies import few
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
     ranks, chunks, costs, cap = case["ranks"], case["chunks"], case["costs"], case["cap"]
     placement = "linear" if chunks == 1 else "v"
-    found: list[Line] = []
+    found: list[LinearPipeline] = []
 
     def rows(program: fpipe.Program, where: list[int]) -> Any:
         stages = len(where)
@@ -48,15 +48,15 @@ def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, An
             for one in (costs.forward, costs.backward_input, costs.backward_weight)
             for at in range(stages)
         )
-        bare = Line(tuple(where), program.microbatches, seconds, (), (), case["kept"])
+        bare = LinearPipeline(tuple(where), program.microbatches, seconds, (), (), case["kept"])
         ways = tuple(
             costs.transfer if source >= 0 and where[source % stages] != where[lane % stages] else 0.0
             for lane, source in enumerate(bare.before)
         )
         caps = (min(cap, program.microbatches) * chunks + 1e-6,) * ranks
-        line = Line(bare.placement, bare.microbatches, seconds, ways, caps, case["kept"])
-        found.append(line)
-        return cells_of(line, (linear_order if chunks == 1 else v_order)(line, 10_000))
+        pipeline = LinearPipeline(bare.placement, bare.microbatches, seconds, ways, caps, case["kept"])
+        found.append(pipeline)
+        return cells_of(pipeline, (linear_order if chunks == 1 else v_order)(pipeline, 10_000))
 
     program = fpipe.chain(fpipe.split(case["microbatches"]), in_rows(placement, ranks, rows), fpipe.merge())(
         fpipe.program(ranks * chunks)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from fpipe.timing.columns import columns_of, is_plain, walk_plain
+from fpipe.timing.columns import is_plain, op_groups, walk_plain
 from fpipe.timing.lanes import Transfer, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.timing.timeline import Timeline
@@ -111,21 +111,21 @@ def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: Plan):
 @given(plans(), costs(plain=True))
 def test_the_fast_pass_is_the_plain_one(plan: Plan, costs: fpipe.Costs):
     program = plan.program
-    assert is_plain(columns_of(program.ops), costs)
+    assert is_plain(op_groups(program.ops), costs)
     (made,) = walk(program, costs)
-    assert walk_plain(program, costs, costs.transfer, columns_of(program.ops)) == (made.starts, made.ends)
+    assert walk_plain(program, costs, costs.transfer, op_groups(program.ops)) == (made.starts, made.ends)
 
 
 @given(plans(), costs(plain=True))
 def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: Plan, costs: fpipe.Costs):
     program = plan.program
-    assert residuals_stay(program, columns_of(program.ops))
+    assert residuals_stay(program, op_groups(program.ops))
     (made,) = walk(program, costs)
     in_time = [
         peaks_of(unit_steps(program, made.starts, made.ends, made.transfers, released), program.ranks)
         for released in (0, 1)
     ]
-    assert [*peaks_in_order(program, columns_of(program.ops))] == in_time
+    assert [*peaks_in_order(program, op_groups(program.ops))] == in_time
 
 
 @given(plans(), costs(), st.integers(1, 3))

@@ -11,10 +11,10 @@ import pytest
 
 import fpipe
 from fpipe.program import ProgramError
-from fpipe.schedules.blocks import lattice, most_held, v_blocks, words_of
+from fpipe.schedules.blocks import lane_rows_of, lattice, most_held, v_blocks
 from fpipe.schedules.by_cost import v_order
 from fpipe.schedules.hillclimb import floor, played, stretched
-from fpipe.schedules.line import NEVER, Line, play
+from fpipe.schedules.linear_pipeline import NEVER, LinearPipeline, play
 
 FILE = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())
 TORCH = json.loads((Path(__file__).parent / "data" / "torch_orders.json").read_text())["tables"]
@@ -177,9 +177,9 @@ def test_stages_that_do_not_fit_are_refused():
         fpipe.schedules.about("v_min").program(2, 4, stages=2)
 
 
-def v_line(ranks: int, microbatches: int, cap: float) -> Line:
+def v_line(ranks: int, microbatches: int, cap: float) -> LinearPipeline:
     placement = (*range(ranks), *reversed(range(ranks)))
-    return Line(placement, microbatches, (1.0,) * 6 * ranks, (0.0,) * 4 * ranks, (2 * cap,) * ranks)
+    return LinearPipeline(placement, microbatches, (1.0,) * 6 * ranks, (0.0,) * 4 * ranks, (2 * cap,) * ranks)
 
 
 def test_no_two_ops_of_a_block_meet():
@@ -193,17 +193,18 @@ def test_no_two_ops_of_a_block_meet():
 
 
 def test_words_that_wait_for_each_other_or_for_room_never_end():
-    line = Line((0, 1), 2, (1.0,) * 6, (0.0,) * 4, (1.0, 1.0))
-    assert play(line, [[0, 0, 2, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
-    assert play(line, [[2, 0, 0, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
+    pipeline = LinearPipeline((0, 1), 2, (1.0,) * 6, (0.0,) * 4, (1.0, 1.0))
+    assert play(pipeline, [[0, 0, 2, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
+    assert play(pipeline, [[2, 0, 0, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
 
 
 def test_a_longer_step_goes_on_as_the_middle_of_a_short_one():
     short, longer = v_line(4, 8, 4), v_line(4, 20, 4)
     order, block = min(
-        ((played(short, words_of(short, block), 0.5), block) for block in v_blocks(short)), key=lambda one: one[0].value
+        ((played(short, lane_rows_of(short, block), 0.5), block) for block in v_blocks(short)),
+        key=lambda one: one[0].value,
     )
     found = played(longer, stretched(short, order, longer), 0.5)
-    assert [sorted(word) for word in found.words] == [sorted(word) for word in words_of(longer, block)]
+    assert [sorted(row) for row in found.rows] == [sorted(row) for row in lane_rows_of(longer, block)]
     assert 12 * short.work <= found.value[0] - order.value[0] <= 12 * short.work * 1.05
     assert found.value >= floor(longer)

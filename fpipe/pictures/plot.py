@@ -12,7 +12,7 @@ from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.png import raster
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
-from fpipe.program import Program, Shown
+from fpipe.program import HtmlRepr, Program
 from fpipe.timing.costs import Costs, Ticks
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
@@ -111,4 +111,4 @@ def _paint(what: Program | Timeline | Picture) -> str:
 
 _MOST = 10_000
 
-Shown.painter = _paint
+HtmlRepr.painter = _paint

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import terminal
 from fpipe.pictures.panel import Panel
-from fpipe.program import Op, Shown
+from fpipe.program import HtmlRepr, Op
 
 Piece = tuple[str, Op | None]
 """Some characters of a line, and the op they stand for."""
 
 
-class Picture(str, Shown):
+class Picture(str, HtmlRepr):
     """Text that prints in colour on a terminal and shows itself as a picture in a notebook; else a string like any.
 
     >>> import fpipe

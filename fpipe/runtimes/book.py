@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.program import Op, Program, Value
-from fpipe.timing.memory import Account, Steps
+from fpipe.timing.memory import Account, HeldChanges
 from fpipe.timing.timeline import Timeline
 
 Storages = dict[Hashable, int]
@@ -30,7 +30,7 @@ class Book:
         self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
         self.ran: list[tuple[Op, float, float]] = []
         self.rows = 0
-        self.steps = Steps()
+        self.steps = HeldChanges()
         self.began = time.perf_counter()
 
     def note(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedules.cadence import in_turn
+from fpipe.schedules.in_turn import in_turn
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
 
@@ -25,7 +25,7 @@ def gpipe(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
     rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda seat: seat.all)
+    return in_turn("linear", ranks, warm_up=lambda context: context.forwards)
 
 
 @published(
@@ -47,7 +47,7 @@ def one_f_one_b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda seat: seat.below)
+    return in_turn("linear", ranks, warm_up=lambda context: context.later_ranks)
 
 
 @published(
@@ -69,4 +69,4 @@ def eager_1f1b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1B0 1F3 1B1  .  1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda seat: 2 * seat.below)
+    return in_turn("linear", ranks, warm_up=lambda context: 2 * context.later_ranks)

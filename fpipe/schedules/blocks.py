@@ -1,8 +1,8 @@
 """The building block: when one microbatch does what, repeated at an interval, is a whole schedule.
 
-A block gives each lane of a line (see line.py) an offset in seconds; microbatch i does what microbatch 0 did, i
-intervals later. Sorted by these times the ops of a rank are its word, and no two need collide: the order is what
-matters, and running it as early as it goes squeezes the gaps out.
+A block gives each lane of a pipeline (see linear_pipeline.py) an offset in seconds; microbatch i does what microbatch 0
+did, i intervals later. Sorted by these times the ops of a rank are its row. Times that overlap do no harm: only the
+order counts, and each op then starts as early as it can.
 
     one block, p=2      f f . F . b . B w w        f F forwards of the first and second chunk, b B their backwards
 """
@@ -13,28 +13,28 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fpipe.schedules.engine import NOTHING, Run, Work, run
-from fpipe.schedules.line import Line, Word
+from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline
+from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """Offsets of the F and I lanes of one microbatch, and the interval after which the next one follows."""
 
     offsets: tuple[float, ...]
     interval: float
 
 
-def words_of(line: Line, block: Block) -> list[Word]:
+def lane_rows_of(pipeline: LinearPipeline, block: BuildingBlock) -> list[LaneRow]:
     """Each rank's F and I, in the order of a repeated block."""
     offsets, interval = block
-    count = range(line.microbatches)
-    words: list[Word] = []
-    for own in line.lanes:
-        lanes = [*own, *(line.stages + stage for stage in own)]
+    count = range(pipeline.microbatches)
+    rows: list[LaneRow] = []
+    for own in pipeline.lanes:
+        lanes = [*own, *(pipeline.stages + stage for stage in own)]
         timed = [(offsets[lane] + interval * index, lane) for lane in lanes for index in count]
         timed.sort()
-        words.append([lane for _, lane in timed])
-    return words
+        rows.append([lane for _, lane in timed])
+    return rows
 
 
 @lru_cache(maxsize=32)
@@ -77,29 +77,30 @@ def most_held(cells: Sequence[int], ranks: int) -> float:
     return max(life[rank] + life[stages - 1 - rank] for rank in range(ranks)) / 6
 
 
-def v_blocks(line: Line) -> Iterator[Block]:
-    """The blocks of the lattice that fit under the caps of a line, those that hold most first."""
-    room = min(line.caps)
-    for cells in reversed(lattice(line.ranks)):
-        if most_held(cells, line.ranks) <= room:
-            yield v_block(line, cells)
+def v_blocks(pipeline: LinearPipeline) -> Iterator[BuildingBlock]:
+    """The blocks of the lattice that fit under the caps of a pipeline, those that hold most first."""
+    room = min(pipeline.caps)
+    for cells in reversed(lattice(pipeline.ranks)):
+        if most_held(cells, pipeline.ranks) <= room:
+            yield v_block(pipeline, cells)
 
 
-def v_block(line: Line, cells: Sequence[int]) -> Block:
+def v_block(pipeline: LinearPipeline, cells: Sequence[int]) -> BuildingBlock:
     """A block of the lattice in seconds."""
-    return Block(tuple(cell * line.work / 6 for cell in cells), line.work)
+    return BuildingBlock(tuple(cell * pipeline.work / 6 for cell in cells), pipeline.work)
 
 
 class Follower:
-    """Runs a line by a block as by a plan: the ready op that the block has first goes first, and nothing waits for its
-    turn; but microbatches enter at the block's interval, and a forward leaves room for what is older."""
+    """Schedules a pipeline by a block as by a priority list: the ready op that the block has first goes first, and
+    nothing waits for its turn; but microbatches enter at the block's interval, and a forward leaves room for what is
+    older."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        stages, count = line.stages, line.microbatches
+    def __init__(self, pipeline: LinearPipeline) -> None:
+        self.pipeline = pipeline
+        stages, count = pipeline.stages, pipeline.microbatches
         readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * stages * count)]
         needs = [0] * len(readers)
-        edges = [(lane, after, line.ways[after]) for lane, after in enumerate(line.after) if after >= 0]
+        edges = [(lane, after, pipeline.ways[after]) for lane, after in enumerate(pipeline.after) if after >= 0]
         edges += [(stages + stage, 2 * stages + stage, 0.0) for stage in range(stages)]
         for lane, after, way in edges:
             for index in range(count):
@@ -108,33 +109,33 @@ class Follower:
         for index in range(1, count):
             readers[index - 1].append((index, 0.0))
             needs[index] += 1
-        ranks = [rank for _ in range(3) for rank in line.placement for _ in range(count)]
-        seconds = [second for second in line.seconds for _ in range(count)]
-        self.work = Work(line.ranks, ranks, seconds, readers, needs)
+        ranks = [rank for _ in range(3) for rank in pipeline.placement for _ in range(count)]
+        seconds = [second for second in pipeline.seconds for _ in range(count)]
+        self.work = TaskGraph(pipeline.ranks, ranks, seconds, readers, needs)
 
-    def order(self, block: Block, late: float, ahead: float) -> tuple[tuple[float, float], list[Word]]:
-        """What the block is worth, and the word of each rank, its W among the rest.
+    def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[LaneRow]]:
+        """What the block is worth, and the row of each rank, its W among the rest.
 
         Args:
             late: how many intervals after its I a W stands in the plan.
             ahead: how many intervals before its turn a microbatch may enter.
         """
-        line, count, stages = self.line, self.line.microbatches, self.line.stages
+        pipeline, count, stages = self.pipeline, self.pipeline.microbatches, self.pipeline.stages
         offsets, interval = block
-        weights = [offsets[stages + one] + line.seconds[stages + one] + late * interval for one in range(stages)]
+        weights = [offsets[stages + one] + pipeline.seconds[stages + one] + late * interval for one in range(stages)]
         turn = [offset + interval * index for offset in (*offsets, *weights) for index in range(count)]
         enters = [max(0.0, interval * (index - ahead)) for index in range(count)]
         found = self._run(turn, [*enters, *([0.0] * (len(turn) - count))])
         first = [found.start[row[0]] for row in found.rows]
         last = [found.start[row[-1]] + self.work.seconds[row[-1]] for row in found.rows]
         span = max(end - begin for begin, end in zip(first, last, strict=True))
-        return line.worth((max(last), span)), [[op // count for op in row] for row in found.rows]
+        return pipeline.worth((max(last), span)), [[op // count for op in row] for row in found.rows]
 
-    def _run(self, turn: list[float], enters: list[float]) -> Run:
-        line, count = self.line, self.line.microbatches
-        caps, kept, own = line.caps, line.kept, line.lanes
-        forwards, inputs = line.stages * count, 2 * line.stages * count
-        held, begun = [0.0] * line.ranks, [0] * line.stages
+    def _run(self, turn: list[float], enters: list[float]) -> Scheduled:
+        pipeline, count = self.pipeline, self.pipeline.microbatches
+        caps, kept, own = pipeline.caps, pipeline.kept, pipeline.lanes
+        forwards, inputs = pipeline.stages * count, 2 * pipeline.stages * count
+        held, begun = [0.0] * pipeline.ranks, [0] * pipeline.stages
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
             best, first = NOTHING, float("inf")
@@ -158,4 +159,4 @@ class Follower:
                 begun[best // count] += 1
             return best
 
-        return run(self.work, pick, enters)
+        return list_schedule(self.work, pick, enters)

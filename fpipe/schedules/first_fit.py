@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe.transforms.cells import Key
 
-Block = Mapping[tuple[str, int], int]
+BlockTicks = Mapping[tuple[str, int], int]
 """The tick at which the first microbatch starts ("F", stage) and ("B", stage)."""
 
 
@@ -40,7 +40,7 @@ class _Starts(NamedTuple):
 
 
 def in_blocks(
-    block: Block, interval: int, ticks: tuple[int, int], placement: Sequence[int], microbatches: int
+    block: BlockTicks, interval: int, ticks: tuple[int, int], placement: Sequence[int], microbatches: int
 ) -> list[list[Key]]:
     """The rows of a block that is repeated at an interval.
 
@@ -67,7 +67,7 @@ def in_blocks(
     return [[key for _, key in sorted(row)] for row in rows]
 
 
-def most_held(block: Block, interval: int, ticks: tuple[int, int], placement: Sequence[int]) -> int:
+def most_held(block: BlockTicks, interval: int, ticks: tuple[int, int], placement: Sequence[int]) -> int:
     """The most forwards that wait on a rank for the end of their backwards, once the block has come round often."""
     held = [[0] * interval for _ in range(1 + max(placement))]
     for stage, rank in enumerate(placement):

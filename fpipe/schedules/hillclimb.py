@@ -7,140 +7,142 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
-from fpipe.schedules.blocks import Block, words_of
-from fpipe.schedules.line import NEVER, Line, Word, play
+from fpipe.schedules.blocks import BuildingBlock, lane_rows_of
+from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline, play
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Order(NamedTuple):
-    """An order of a line, and how good it is: the smaller, the better."""
+    """An order of a pipeline, and how good it is: the smaller, the better."""
 
     value: tuple[float, float]
-    words: list[Word]
+    rows: list[LaneRow]
     patience: list[float]
 
-    def full(self, line: Line) -> list[Word]:
-        """The words with their W."""
-        made: list[Word] = [[] for _ in self.words]
-        play(line, self.words, self.patience, made)
+    def full(self, pipeline: LinearPipeline) -> list[LaneRow]:
+        """The rows with their W."""
+        made: list[LaneRow] = [[] for _ in self.rows]
+        play(pipeline, self.rows, self.patience, made)
         return made
 
 
-def played(line: Line, words: list[Word], patience: float | Sequence[float]) -> Order:
-    """Words and what they are worth."""
-    each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * line.ranks
-    return Order(line.worth(play(line, words, each)), words, each)
+def played(pipeline: LinearPipeline, rows: list[LaneRow], patience: float | Sequence[float]) -> Order:
+    """Rows and what they are worth."""
+    each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * pipeline.ranks
+    return Order(pipeline.worth(play(pipeline, rows, each)), rows, each)
 
 
 @lru_cache(maxsize=16)
-def floor(line: Line) -> tuple[float, float]:
-    """What no order of a line can beat in makespan and span.
+def floor(pipeline: LinearPipeline) -> tuple[float, float]:
+    """A lower bound on the makespan and span of any order of a pipeline.
 
     A rank works from when the first forward reaches it. Until its first input gradient can start it has only forwards
     to do, as many as it may hold; and after its last one those of the stages before still follow, and a W, for which
     the first rank has to stay.
     """
-    stages, seconds, count = line.stages, line.seconds, line.microbatches
+    stages, seconds, count = pipeline.stages, pipeline.seconds, pipeline.microbatches
     heads, tails = [0.0] * stages, [seconds[2 * stages]] * stages
     for stage in range(1, stages):
-        heads[stage] = heads[stage - 1] + seconds[stage - 1] + line.ways[stage]
-        tails[stage] = tails[stage - 1] + seconds[stages + stage - 1] + line.ways[stages + stage - 1]
-    back = heads[-1] + seconds[stages - 1] + line.ways[2 * stages - 1] + seconds[2 * stages - 1] + tails[-1]
+        heads[stage] = heads[stage - 1] + seconds[stage - 1] + pipeline.ways[stage]
+        tails[stage] = tails[stage - 1] + seconds[stages + stage - 1] + pipeline.ways[stages + stage - 1]
+    back = heads[-1] + seconds[stages - 1] + pipeline.ways[2 * stages - 1] + seconds[2 * stages - 1] + tails[-1]
     makespan = span = 0.0
-    for rank, own in enumerate(line.lanes):
+    for rank, own in enumerate(pipeline.lanes):
         chain = count * sum(seconds[stage] + seconds[stages + stage] for stage in own)
         work = chain + count * sum(seconds[2 * stages + stage] for stage in own)
         whole = heads[own[0]] + chain + tails[own[0]]
         alone = back - heads[own[0]] - tails[own[-1]] - seconds[stages + own[-1]]
-        work += max(0.0, alone - min(count * len(own), int(line.caps[rank])) * max(seconds[stage] for stage in own))
+        work += max(0.0, alone - min(count * len(own), int(pipeline.caps[rank])) * max(seconds[stage] for stage in own))
         makespan = max(makespan, heads[own[0]] + work, whole)
         span = max(span, work, whole)
     return makespan, span
 
 
-def at_floor(line: Line, value: tuple[float, float]) -> bool:
+def at_floor(pipeline: LinearPipeline, value: tuple[float, float]) -> bool:
     """Whether there is nothing left to gain."""
-    return all(found <= least * (1 + 1e-9) for found, least in zip(value, floor(line), strict=True))
+    return all(found <= least * (1 + 1e-9) for found, least in zip(value, floor(pipeline), strict=True))
 
 
-def climb(line: Line, order: Order, plays: int, seed: int = 0) -> Order:
+def climb(pipeline: LinearPipeline, order: Order, plays: int, seed: int = 0) -> Order:
     """Move one op of one rank, or change a rank's patience, as often as said; the same seed gives the same order."""
-    dice = Random(seed)
-    value, words, patience = order.value, [word[:] for word in order.words], order.patience[:]
+    random = Random(seed)
+    value, rows, patience = order.value, [row[:] for row in order.rows], order.patience[:]
     for _ in range(plays):
-        if value == NEVER or at_floor(line, value):
+        if value == NEVER or at_floor(pipeline, value):
             break
-        rank = dice.randrange(line.ranks)
-        word, before = words[rank], patience[rank]
-        if dice.random() < 0.08:
-            patience[rank] = dice.choice(PATIENCE)
+        rank = random.randrange(pipeline.ranks)
+        row, before = rows[rank], patience[rank]
+        if random.random() < 0.08:
+            patience[rank] = random.choice(PATIENCE)
         else:
-            take = dice.randrange(len(word))
-            put = take + dice.choice((-4, -3, -2, -1, -1, 1, 1, 2, 3, 4))
-            if dice.random() < 0.05:
-                put = dice.randrange(len(word))
-            if not 0 <= put < len(word) or set(word[min(take, put) : max(take, put) + 1]) == {word[take]}:
+            take = random.randrange(len(row))
+            put = take + random.choice((-4, -3, -2, -1, -1, 1, 1, 2, 3, 4))
+            if random.random() < 0.05:
+                put = random.randrange(len(row))
+            if not 0 <= put < len(row) or set(row[min(take, put) : max(take, put) + 1]) == {row[take]}:
                 continue
-            moved = word[:]
+            moved = row[:]
             moved.insert(put, moved.pop(take))
-            words[rank] = moved
-        found = line.worth(play(line, words, patience))
+            rows[rank] = moved
+        found = pipeline.worth(play(pipeline, rows, patience))
         if found <= value:
             value = found
         else:
-            words[rank], patience[rank] = word, before
-    return Order(value, words, patience)
+            rows[rank], patience[rank] = row, before
+    return Order(value, rows, patience)
 
 
-def loosen(line: Line, block: Block, patience: float, plays: int, seed: int = 0) -> tuple[Order, Block]:
+def loosen(
+    pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int, seed: int = 0
+) -> tuple[Order, BuildingBlock]:
     """Move offsets of a block by sixths of its interval: a lane, all that follow it, or a leg that goes slower."""
-    dice, path, ranks = Random(seed), line.path, line.ranks
-    best = played(line, words_of(line, block), patience)
+    random, path, ranks = Random(seed), pipeline.path, pipeline.ranks
+    best = played(pipeline, lane_rows_of(pipeline, block), patience)
     for _ in range(plays):
-        if at_floor(line, best.value):
+        if at_floor(pipeline, best.value):
             break
         offsets, interval, each = list(block.offsets), block.interval, best.patience[:]
-        chance = dice.random()
+        chance = random.random()
         if chance < 0.1:
-            each = [dice.choice(PATIENCE)] * ranks
+            each = [random.choice(PATIENCE)] * ranks
         elif chance < 0.2:
-            interval *= dice.choice((0.9, 0.95, 0.98, 1.02, 1.05, 1.1))
+            interval *= random.choice((0.9, 0.95, 0.98, 1.02, 1.05, 1.1))
         else:
-            step = dice.choice((-3, -2, -1, -0.5, 0.5, 1, 2, 3)) * line.work / 6
-            at = dice.randrange(len(path))
-            kind = dice.random()
+            step = random.choice((-3, -2, -1, -0.5, 0.5, 1, 2, 3)) * pipeline.work / 6
+            at = random.randrange(len(path))
+            kind = random.random()
             if kind < 0.25:
                 offsets[path[at]] += step
             elif kind < 0.75:
-                until = len(path) if kind < 0.5 else at + 1 + dice.randrange(ranks)
+                until = len(path) if kind < 0.5 else at + 1 + random.randrange(ranks)
                 for lane in path[at:until]:
                     offsets[lane] += step
             else:
                 leg = at - at % ranks
                 for slope, lane in enumerate(path[leg:]):
                     offsets[lane] += step * min(1.0, slope / max(1, ranks - 1))
-        moved = Block(tuple(offsets), interval)
-        found = played(line, words_of(line, moved), each)
+        moved = BuildingBlock(tuple(offsets), interval)
+        found = played(pipeline, lane_rows_of(pipeline, moved), each)
         if found.value <= best.value:
             best, block = found, moved
     return best, block
 
 
-def stretched(line: Line, order: Order, longer: Line) -> list[Word]:
+def stretched(pipeline: LinearPipeline, order: Order, longer: LinearPipeline) -> list[LaneRow]:
     """An order for more microbatches: the middle of this one is repeated at its own pace."""
-    times: list[list[float]] = [[] for _ in range(2 * line.stages)]
-    play(line, order.words, order.patience, None, times)
-    middle, more = line.microbatches // 2, longer.microbatches - line.microbatches
-    pace = sum(times[lane][middle] - times[lane][middle - 1] for lane in line.path) / len(line.path)
-    words: list[Word] = []
-    for own in line.lanes:
+    times: list[list[float]] = [[] for _ in range(2 * pipeline.stages)]
+    play(pipeline, order.rows, order.patience, None, times)
+    middle, more = pipeline.microbatches // 2, longer.microbatches - pipeline.microbatches
+    pace = sum(times[lane][middle] - times[lane][middle - 1] for lane in pipeline.path) / len(pipeline.path)
+    rows: list[LaneRow] = []
+    for own in pipeline.lanes:
         timed: list[tuple[float, int]] = []
-        for lane in (*own, *(line.stages + stage for stage in own)):
-            ends, seconds = times[lane], line.seconds[lane]
+        for lane in (*own, *(pipeline.stages + stage for stage in own)):
+            ends, seconds = times[lane], pipeline.seconds[lane]
             repeated = [ends[middle - 1] + pace * step for step in range(1, more + 1)]
             later = [end + pace * more for end in ends[middle:]]
             timed += [(end - seconds, lane) for end in (*ends[:middle], *repeated, *later)]
         timed.sort()
-        words.append([lane for _, lane in timed])
-    return words
+        rows.append([lane for _, lane in timed])
+    return rows

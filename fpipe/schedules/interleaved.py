@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedules.cadence import Seat, Unit, even_chunks, in_turn
+from fpipe.schedules.in_turn import RankContext, Unit, even_chunks, in_turn
 from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_rounds
 from fpipe.transforms._rewrite import Transform
@@ -45,7 +45,7 @@ def interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2B0 2B1 2B2  .   .
     """
     group = _group(ranks, group, ranks, None)
-    return in_rounds(ranks, group, warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * group)
+    return in_rounds(ranks, group, warm_up=lambda context: 2 * context.later_ranks + (context.chunks - 1) * group)
 
 
 @published(
@@ -70,7 +70,7 @@ def kimi_k2(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .  4B0  .  4B1 4B2 1B0 1B1 1B2  .
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
     """
-    return in_rounds(ranks, ranks, warm_up=lambda seat: 2 * seat.below + (seat.chunks - 1) * ranks + 1)
+    return in_rounds(ranks, ranks, warm_up=lambda context: 2 * context.later_ranks + (context.chunks - 1) * ranks + 1)
 
 
 @published(
@@ -96,10 +96,10 @@ def looped_bfs(ranks: int) -> Transform:
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5F2 5B2 5B1 5B0 2B2 2B1 2B0  .   .
     """
 
-    def by_chunk(seat: Seat) -> list[Unit]:
-        return [(chunk, index) for chunk in range(seat.chunks) for index in range(seat.microbatches)]
+    def by_chunk(context: RankContext) -> list[Unit]:
+        return [(chunk, index) for chunk in range(context.chunks) for index in range(context.microbatches)]
 
-    return in_turn("looped", ranks, warm_up=lambda seat: seat.all, units=by_chunk, last_first=True)
+    return in_turn("looped", ranks, warm_up=lambda context: context.forwards, units=by_chunk, last_first=True)
 
 
 @published(
@@ -133,7 +133,10 @@ def interleaved_zb(ranks: int, group: int | None = None) -> Transform:
     """
     group = _group(ranks, group, ranks, None)
     return in_rounds(
-        ranks, group, warm_up=lambda seat: seat.below + (seat.chunks - 1) * group, lag=lambda seat: seat.rank
+        ranks,
+        group,
+        warm_up=lambda context: context.later_ranks + (context.chunks - 1) * group,
+        lag=lambda context: context.rank,
     )
 
 
@@ -167,7 +170,9 @@ def group_interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 2 |  .   .  2F0 2F1  .  5F0 5I0 5W0 5F1 5I1 5W1 2F2 2I0 2W0 2I1 2W1 5F2 5I2 5W2  .  2I2 2W2  .   .
     """
     group = _group(ranks, group, -(-ranks // 2), ranks)
-    return in_rounds(ranks, group, warm_up=lambda seat: seat.below + (seat.chunks - 1) * group, lag=lambda seat: 0)
+    return in_rounds(
+        ranks, group, warm_up=lambda context: context.later_ranks + (context.chunks - 1) * group, lag=lambda context: 0
+    )
 
 
 def _group(ranks: int, group: int | None, least: int, most: int | None) -> int:

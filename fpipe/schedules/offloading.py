@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.schedules.basic import one_f_one_b
-from fpipe.schedules.cadence import even_chunks
+from fpipe.schedules.in_turn import even_chunks
 from fpipe.schedules.interleaved import group_interleaved
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform

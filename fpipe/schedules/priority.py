@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.schedules.engine import LATER, NOTHING, Run, Work, run
-from fpipe.schedules.line import way
+from fpipe.schedules.linear_pipeline import way
+from fpipe.schedules.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule, place
@@ -84,11 +84,11 @@ def from_priority(
         program = place(placement, ranks=ranks)(program) if named else place(placement)(program)
         if program.ranks != ranks:
             raise ProgramError(f"the placement names {program.ranks} ranks; from_priority was told {ranks}.")
-        desk = _Desk(program, key, limits, costs)
-        found = run(desk.work, desk.pick)
-        if sum(map(len, found.rows)) < len(desk.ops):
-            raise ProgramError(desk.dead_end(found))
-        rows = [[desk.ops[at].cell if desk.ops[at].parts else desk.ops[at][:4] for at in row] for row in found.rows]
+        ready = _ReadyOps(program, key, limits, costs)
+        found = list_schedule(ready.work, ready.pick)
+        if sum(map(len, found.rows)) < len(ready.ops):
+            raise ProgramError(ready.dead_end(found))
+        rows = [[ready.ops[at].cell if ready.ops[at].parts else ready.ops[at][:4] for at in row] for row in found.rows]
         return by_table(program, rows, move=False)
 
     return transform
@@ -107,7 +107,7 @@ def _limits(cap: object, ranks: int) -> list[float]:
     return found
 
 
-class _Desk:
+class _ReadyOps:
     """Where ops wait to be picked: the scheduled ops of a program as numbers, and what each rank holds."""
 
     def __init__(self, program: Program, key: Key, limits: list[float], costs: Costs) -> None:
@@ -127,7 +127,7 @@ class _Desk:
                     f"there. Say a cap of at least {least:g}."
                 )
 
-    def _read(self, program: Program, costs: Costs) -> Work:
+    def _read(self, program: Program, costs: Costs) -> TaskGraph:
         """The scheduled ops as numbers; what no table names is looked through, and an R is part of its reader."""
         number: dict[int, int] = {}
         reach: dict[int, dict[int, float]] = {}  # loose op -> what it waits for, and the seconds from there
@@ -164,7 +164,7 @@ class _Desk:
         for reader, found in enumerate(needs):
             for source, road in found.items():
                 readers[source].append((reader, road))
-        return Work(program.ranks, [op.rank for op in self.ops], seconds, readers, list(map(len, needs)))
+        return TaskGraph(program.ranks, [op.rank for op in self.ops], seconds, readers, list(map(len, needs)))
 
     def _least(self) -> list[float]:
         """What one microbatch by itself holds on each rank."""
@@ -224,7 +224,7 @@ class _Desk:
             self.held[rank] -= self.drops[before]
             self.last[rank] = None
 
-    def dead_end(self, found: Run) -> str:
+    def dead_end(self, found: Scheduled) -> str:
         """Why nothing can go on, rank by rank."""
         lines: list[str] = []
         done = [set(row) for row in found.rows]

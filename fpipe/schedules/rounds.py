@@ -20,17 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fpipe.program import Program
-from fpipe.schedules.cadence import Seat, Unit, beats
-from fpipe.schedules.engine import NOTHING, Run, Work, run
+from fpipe.schedules.in_turn import RankContext, Unit, rows_in_turn
+from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
 
-PerSeat = Callable[[Seat], int]
+PerRank = Callable[[RankContext], int]
 
 
-def in_rounds(ranks: int, group: int, warm_up: PerSeat, lag: PerSeat | None = None) -> Transform:
-    """A looped schedule in the beat of `in_turn` that takes its chunks in rounds of groups.
+def in_rounds(ranks: int, group: int, warm_up: PerRank, lag: PerRank | None = None) -> Transform:
+    """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups.
 
     Where a group has to be short, the padded order and those of the frames are played for F = I = W, and the shortest
     is taken, in doubt the padded one.
@@ -42,33 +42,35 @@ def in_rounds(ranks: int, group: int, warm_up: PerSeat, lag: PerSeat | None = No
     """
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        padded = beats(program, "looped", placed, warm_up, units=lambda seat: in_groups(seat, group), lag=lag)
+        padded = rows_in_turn(
+            program, "looped", placed, warm_up, units=lambda context: in_groups(context, group), lag=lag
+        )
         count, chunks = program.microbatches, placed.count(0)
         if chunks == 1 or count % group == 0 or count % group >= ranks:  # no group, or none that is too short
             return padded
-        loop = _Loop([Seat(rank, ranks, chunks, count) for rank in range(ranks)], group, warm_up, lag)
+        loop = _Loop([RankContext(rank, ranks, chunks, count) for rank in range(ranks)], group, warm_up, lag)
         return loop.shortest(padded)
 
     return in_rows("looped", ranks, rows)
 
 
-def in_groups(seat: Seat, group: int) -> list[Unit]:
+def in_groups(context: RankContext, group: int) -> list[Unit]:
     """Megatron's order: a group of microbatches through chunk 0, the same through chunk 1, and so on; the next group.
 
     A last group of fewer microbatches than ranks is padded up to the ranks with microbatches that are not there.
 
-    >>> [index for _, index in in_groups(Seat(0, 2, 2, 5), 3)]
+    >>> [index for _, index in in_groups(RankContext(0, 2, 2, 5), 3)]
     [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
     """
-    count = seat.microbatches
+    count = context.microbatches
     rest = count % group
     if rest and count > group:
-        count += max(0, min(group, seat.ranks) - rest)
+        count += max(0, min(group, context.ranks) - rest)
     starts = range(0, count, group)
     return [
         (chunk, index)
         for start in starts
-        for chunk in range(seat.chunks)
+        for chunk in range(context.chunks)
         for index in range(start, min(count, start + group))
     ]
 
@@ -76,12 +78,12 @@ def in_groups(seat: Seat, group: int) -> list[Unit]:
 class _Loop:
     """The ops of a looped schedule as numbers, kind by kind, stage by stage, microbatch by microbatch."""
 
-    def __init__(self, seats: list[Seat], group: int, warm_up: PerSeat, lag: PerSeat | None) -> None:
-        self.seats, self.group = seats, group
-        self.ahead = [warm_up(seat) for seat in seats]
-        self.lag = [lag(seat) if lag else 0 for seat in seats]
+    def __init__(self, contexts: list[RankContext], group: int, warm_up: PerRank, lag: PerRank | None) -> None:
+        self.contexts, self.group = contexts, group
+        self.ahead = [warm_up(context) for context in contexts]
+        self.lag = [lag(context) if lag else 0 for context in contexts]
         self.kinds = "FIW" if lag else "FB"
-        self.count, self.stages = seats[0].microbatches, seats[0].chunks * len(seats)
+        self.count, self.stages = contexts[0].microbatches, contexts[0].chunks * len(contexts)
         self.work = self._work()
 
     def shortest(self, padded: list[list[Key]]) -> list[list[Key]]:
@@ -98,7 +100,7 @@ class _Loop:
     def _number(self, kind: str, stage: int | None, index: int | None) -> int:
         return (self.kinds.index(kind) * self.stages + (stage or 0)) * self.count + (index or 0)
 
-    def _work(self) -> Work:
+    def _work(self) -> TaskGraph:
         stages, count, kinds = self.stages, self.count, self.kinds
         total = len(kinds) * stages * count
         readers: list[list[tuple[int, float]]] = [[] for _ in range(total)]
@@ -112,11 +114,11 @@ class _Loop:
         for op, after in edges:
             readers[op].append((after, 0.0))
             needs[after] += 1
-        ranks = [op // count % stages % len(self.seats) for op in range(total)]
+        ranks = [op // count % stages % len(self.contexts) for op in range(total)]
         seconds = [2.0 if kinds[op // count // stages] == "B" else 1.0 for op in range(total)]
-        return Work(len(self.seats), ranks, seconds, readers, needs)
+        return TaskGraph(len(self.contexts), ranks, seconds, readers, needs)
 
-    def _as_written(self, rows: list[list[int]]) -> Run:
+    def _as_written(self, rows: list[list[int]]) -> Scheduled:
         """Play rows as they are."""
         turn = [0] * len(rows)
 
@@ -127,7 +129,7 @@ class _Loop:
             turn[rank] += 1
             return op
 
-        return run(self.work, pick)
+        return list_schedule(self.work, pick)
 
     def _frames(self) -> list[tuple[list[int], list[int]]]:
         """How many forwards, and how many backwards, each group of the frames has that are tried."""
@@ -141,11 +143,14 @@ class _Loop:
             cuts += [[first, count - first] for first in range(rest + 1, group)]
         return [(cut, early) for cut in cuts]
 
-    def _by_frame(self, forward: Sequence[int], backward: Sequence[int]) -> Run:
+    def _by_frame(self, forward: Sequence[int], backward: Sequence[int]) -> Scheduled:
         """The ready op with the first place of a frame in which groups have so many microbatches."""
         places, count, stages = self._places(forward, backward), self.count, self.stages
         forwards, last = stages * count, (len(self.kinds) - 1) * stages * count
-        held, most = [0] * len(self.seats), [ahead + 1 + lag for ahead, lag in zip(self.ahead, self.lag, strict=True)]
+        held, most = (
+            [0] * len(self.contexts),
+            [ahead + 1 + lag for ahead, lag in zip(self.ahead, self.lag, strict=True)],
+        )
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
             full = held[rank] >= most[rank]
@@ -154,16 +159,16 @@ class _Loop:
                 held[rank] += (best < forwards) - (best >= last)
             return best
 
-        return run(self.work, pick)
+        return list_schedule(self.work, pick)
 
     def _places(self, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
         """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn."""
-        chunks, group, per_kind = self.seats[0].chunks, self.group, self.stages * self.count
+        chunks, group, per_kind = self.contexts[0].chunks, self.group, self.stages * self.count
         out, back = (_numbers(sizes, group) for sizes in (forward, backward))
         found = [0] * len(self.work.needs)
-        for seat, ahead, lag in zip(self.seats, self.ahead, self.lag, strict=True):
+        for context, ahead, lag in zip(self.contexts, self.ahead, self.lag, strict=True):
             for chunk in range(chunks):
-                first = (chunk * seat.ranks + seat.rank) * self.count
+                first = (chunk * context.ranks + context.rank) * self.count
                 for index in range(self.count):
                     turn = _turn(out[index], chunk, group, chunks)
                     found[first + index] = turn if turn <= ahead else ahead + 3 * (turn - ahead)

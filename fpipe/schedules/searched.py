@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
-from fpipe.schedules.line import Line, Word, cells_of, line_of
+from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline, cells_of, linear_pipeline_of
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
@@ -65,8 +65,8 @@ def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None 
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
 
-    def order(line: Line) -> list[Word]:
-        return linear_order(line, GLANCE if costs is None else 3 * EFFORT)
+    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+        return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
 
     return _ordered("zb_auto", "linear", ranks, order, costs, 2 * ranks if memory_cap is None else memory_cap, kept)
 
@@ -98,8 +98,8 @@ def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = No
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(line: Line) -> list[Word]:
-        return _on_a_v(line, costs)
+    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+        return _on_a_v(pipeline, costs)
 
     return _ordered("zbv", "v", ranks, order, costs, ranks if memory_cap is None else memory_cap, kept)
 
@@ -131,8 +131,8 @@ def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None =
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(line: Line) -> list[Word]:
-        return _on_a_v(line, costs)
+    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+        return _on_a_v(pipeline, costs)
 
     return _ordered("v_half", "v", ranks, order, costs, (ranks + 2) // 2 if memory_cap is None else memory_cap, kept)
 
@@ -164,34 +164,34 @@ def v_min(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = 
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
 
-    def order(line: Line) -> list[Word]:
-        drawn = v_min_order(line) if costs is None and memory_cap is None else None
-        return drawn or _on_a_v(line, costs)
+    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+        drawn = v_min_order(pipeline) if costs is None and memory_cap is None else None
+        return drawn or _on_a_v(pipeline, costs)
 
     return _ordered("v_min", "v", ranks, order, costs, (ranks + 4) // 3 if memory_cap is None else memory_cap, kept)
 
 
-def _on_a_v(line: Line, costs: Costs | None) -> list[Word]:
+def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[LaneRow]:
     """A V is searched for one share, and what is found is polished for another."""
-    return v_order(line, GLANCE) if costs is None else v_order(line, EFFORT, polish=EFFORT)
+    return v_order(pipeline, GLANCE) if costs is None else v_order(pipeline, EFFORT, polish=EFFORT)
 
 
 def _ordered(
     name: str,
     placement: str,
     ranks: int,
-    order: Callable[[Line], list[Word]],
+    order: Callable[[LinearPipeline], list[LaneRow]],
     costs: Costs | None,
     cap: float,
     kept: float,
 ) -> Transform:
-    """The transform of an order searched on the line of a program's stages."""
+    """The transform of an order searched on the pipeline of a program's stages."""
     seconds = the_costs(costs)
     if isinstance(kept, bool) or not isinstance(kept, int | float) or not 0 <= kept <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"kept is the share of an activation that W needs after I, from 0 to 1; found {kept!r}.")
 
     def rows(program: Program, ranks_of: list[int]) -> list[list[Key]]:
-        line = line_of(program, ranks_of, seconds, cap, kept, name)
-        return cells_of(line, order(line))
+        pipeline = linear_pipeline_of(program, ranks_of, seconds, cap, kept, name)
+        return cells_of(pipeline, order(pipeline))
 
     return in_rows(placement, ranks, rows)

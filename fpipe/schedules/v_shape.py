@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.program import Program
-from fpipe.schedules.first_fit import Block, in_blocks
+from fpipe.schedules.first_fit import BlockTicks, in_blocks
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
@@ -52,7 +52,7 @@ def one_f_one_b_v(ranks: int) -> Transform:
     return in_rows("v", ranks, rows)
 
 
-def _block(ranks: int) -> Block:
+def _block(ranks: int) -> BlockTicks:
     """One microbatch through the V, each op at the first tick whose place in the interval is free.
 
     Rank r has its forwards at the places r and 2p-1-r (or two later) of the interval: an odd distance apart, so that

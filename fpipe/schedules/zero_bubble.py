@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedules.cadence import Seat, in_turn
+from fpipe.schedules.in_turn import RankContext, in_turn
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
 
@@ -25,7 +25,7 @@ def zb_h1(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    return in_turn("linear", ranks, warm_up=lambda seat: seat.below, lag=lambda seat: seat.rank)
+    return in_turn("linear", ranks, warm_up=lambda context: context.later_ranks, lag=lambda context: context.rank)
 
 
 @published(
@@ -51,10 +51,10 @@ def zb_h2(ranks: int) -> Transform:
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """
 
-    def held(seat: Seat) -> int:
-        return max(ranks, min(seat.microbatches, 2 * ranks - 1))
+    def held(context: RankContext) -> int:
+        return max(ranks, min(context.microbatches, 2 * ranks - 1))
 
-    def warm_up(seat: Seat) -> int:
-        return seat.below + min(seat.below, held(seat) - ranks)
+    def warm_up(context: RankContext) -> int:
+        return context.later_ranks + min(context.later_ranks, held(context) - ranks)
 
-    return in_turn("linear", ranks, warm_up, lag=lambda seat: held(seat) - 1 - warm_up(seat))
+    return in_turn("linear", ranks, warm_up, lag=lambda context: held(context) - 1 - warm_up(context))

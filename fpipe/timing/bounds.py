@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from fpipe.program import Op, Program, Value, building, the_program
-from fpipe.timing.columns import columns_of
+from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs, carried, the_costs
 from fpipe.timing.lanes import is_work, walk
 from fpipe.timing.memory import known_shares, residuals_stay, units_held
@@ -162,7 +162,7 @@ def bounds(
 
 def _caps(program: Program, costs: Costs, given: Any) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
-    known = columns_of(program.ops)
+    known = op_groups(program.ops)
     share = known_shares(program, known)
     if not residuals_stay(program, known):
         return []

@@ -1,10 +1,13 @@
-"""Let each rank do its ops in order, each as soon as what it reads is there: the starts and ends of a program's ops.
+"""Simulate a program with lanes, links and transfers: each rank does its ops in order, each as soon as it can start.
 
     main   |0F0|0F1|0F2|            |0B0|       F, B, I, W, R: one after the other, in the order of the program
     copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
 An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no lane: it is done when its data are there.
+
+This is the definition of the simulated time of any program; `columns.walk_plain` is the same where only main lanes
+matter, and a law compares them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Transfer(NamedTuple):
     end: float
 
 
-class Round(NamedTuple):
+class Iteration(NamedTuple):
     """One iteration: start and end of every op, what travelled, when each result was at each of its homes."""
 
     starts: list[float]
@@ -39,7 +42,7 @@ class Round(NamedTuple):
     results: dict[tuple[Value, int], float]
 
 
-def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Round]:
+def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Iteration]:
     """One iteration after the other.
 
     A rank goes on with the next iteration when it is done with its part of this one; what reads parameters (or the
@@ -50,7 +53,7 @@ def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Round]
         yield as_before(program, whole, made)
 
 
-def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Round]:
+def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Iteration]:
     """The same for a program that `program_of_lanes` made."""
     lanes = _Lanes(program, costs)
     ready: dict[Value, float] = {}
@@ -95,7 +98,7 @@ def program_of_lanes(program: Program, costs: Costs) -> Program:
     return program
 
 
-def as_before(program: Program, whole: Program, made: Round) -> Round:
+def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
     """The times of a program, from those of the `program_of_lanes`."""
     if whole is program:
         return made
@@ -110,7 +113,7 @@ def as_before(program: Program, whole: Program, made: Round) -> Round:
         now_ends.append(ends[at] if at >= 0 else last)
     landed = {end.name: end.value for end in program.outputs}
     results = {(landed[end.name], home): made.results[end.value, home] for end in whole.outputs for home in end.homes}
-    return Round(now_starts, now_ends, made.transfers, results)
+    return Iteration(now_starts, now_ends, made.transfers, results)
 
 
 class _Lanes:
@@ -136,7 +139,7 @@ class _Lanes:
             self.latencies[source, target] = self.costs.latency(source, target)
         return self.latencies[source, target]
 
-    def run(self, given: Mapping[Value, float]) -> Round:
+    def run(self, given: Mapping[Value, float]) -> Iteration:
         """One iteration, whose inputs are there at the times `given`, else from the start."""
         program, free, begun = self.program, self.free, self.begun
         ops = program.ops
@@ -186,7 +189,7 @@ class _Lanes:
             for end in program.outputs
             for home in end.homes
         }
-        return Round(starts, ends, transfers, results)
+        return Iteration(starts, ends, transfers, results)
 
     def _send(
         self, op: Op, ready: float, target: int, arrivals: dict[int, Transfer], position: int

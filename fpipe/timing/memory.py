@@ -8,11 +8,11 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 
 from fpipe.program import Program, Value, kind_of, memory_of, parts_of
-from fpipe.timing.columns import Columns, columns_of
+from fpipe.timing.columns import OpGroups, op_groups
 from fpipe.timing.lanes import Transfer
 from fpipe.transforms.shares import shares
 
-Steps = list[tuple[float, float, int, float]]
+HeldChanges = list[tuple[float, float, int, float]]
 """Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""
 
 
@@ -62,7 +62,7 @@ class Account:
 
 def bytes_held(
     program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
-) -> tuple[tuple[float, ...], Steps]:
+) -> tuple[tuple[float, ...], HeldChanges]:
     """The most bytes on each rank, as a walk down a program `with_transfers` holds them, and how they change in time:
     a copy is there from just before its first reader on its rank until after the last."""
     rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
@@ -72,7 +72,7 @@ def bytes_held(
     for value, row in last.items():
         if value not in kept:
             dead[row].append(value)
-    account, steps = Account(program.ranks), Steps()
+    account, steps = Account(program.ranks), HeldChanges()
     for row, (op, at) in enumerate(rows):
         added, gone = account.note(op.rank, [(value, storages(value)) for value in op.writes], dead.get(row, ()))
         steps += [(starts[at], row, rank, size) for rank, size in added]
@@ -80,7 +80,7 @@ def bytes_held(
     return tuple(map(float, account.peak)), steps
 
 
-def known_shares(program: Program, known: Columns) -> list[int]:
+def known_shares(program: Program, known: OpGroups) -> list[int]:
     """`shares` by the columns of a program, without a look at each op where every microbatch has all forwards."""
     if not any(op.parts or op.kind == "R" for op in known.each):
         sizes = Counter(known.group)
@@ -96,7 +96,7 @@ def units_held(
     starts: list[float],
     ends: list[float],
     transfers: Callable[[], Iterable[Transfer]],
-    known: Columns,
+    known: OpGroups,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
     share = known_shares(program, known)
@@ -109,7 +109,7 @@ def units_held(
     return tuple(held), tuple(released)
 
 
-def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]]:
+def curve(steps: HeldChanges, rank: int, share: float = 1) -> list[tuple[float, float]]:
     """What a rank holds from each moment on at which it changes: (seconds, amount)."""
     own = sorted(step[:2] + step[3:] for step in steps if step[2] == rank and step[3])
     amounts = (held / share for held in accumulate(change for _, _, change in own))
@@ -122,7 +122,7 @@ def curve(steps: Steps, rank: int, share: float = 1) -> list[tuple[float, float]
     return [now for now, before in zip(found, [(0.0, 0.0), *found], strict=False) if now[1] != before[1]]
 
 
-def peaks_of(steps: Steps, ranks: int) -> list[float]:
+def peaks_of(steps: HeldChanges, ranks: int) -> list[float]:
     """The most that each rank holds."""
     now, peak = [0.0] * ranks, [0.0] * ranks
     for _, _, rank, change in sorted(steps):
@@ -131,7 +131,7 @@ def peaks_of(steps: Steps, ranks: int) -> list[float]:
     return peak
 
 
-def residuals_stay(program: Program, known: Columns) -> bool:
+def residuals_stay(program: Program, known: OpGroups) -> bool:
     """Whether residuals are only read where they are made, by backwards."""
     places = {(op.stage, op.rank) for op in known.each if kind_of(op.kind).time}
     alone = len({stage for stage, _ in places}) == len(places)
@@ -145,11 +145,11 @@ def residuals_stay(program: Program, known: Columns) -> bool:
     )
 
 
-def peaks_in_order(program: Program, known: Columns) -> tuple[list[float], list[float]]:
+def peaks_in_order(program: Program, known: OpGroups) -> tuple[list[float], list[float]]:
     """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
     ops = parts_of(program.ops)
     if ops is not program.ops:
-        known = columns_of(ops)
+        known = op_groups(ops)
     kinds = [op.kind for op in known.each]
     change = {"F": 1, "R": 1, "B": -1, "W": -1}
     ranks, changes = known.of(op.rank for op in known.each), known.of(change.get(kind, 0) for kind in kinds)
@@ -174,7 +174,7 @@ def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
 
 def unit_steps(
     program: Program, starts: Sequence[float], ends: Sequence[float], transfers: Iterable[Transfer], released: int = 0
-) -> Steps:
+) -> HeldChanges:
     """How the number of residuals on each rank changes in time, wherever they go.
 
     A copy is held from the start of the op that makes it (F, R, LOAD), or from its arrival, to the end of the last op
@@ -209,7 +209,7 @@ def unit_steps(
             from_key = landed.get(value, (value, source))
             uses[from_key].append((end, made[value] + 0.5))
             begins[value, target] = (end, first.get((value, target), len(program.ops)) - 0.5)
-    steps = Steps()
+    steps = HeldChanges()
     for key, (when, order) in begins.items():
         steps.append((when, order, key[1], 1))
         if key in uses:

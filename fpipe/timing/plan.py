@@ -19,7 +19,7 @@ from fpipe.program import Op
 from fpipe.timing.balance import balance, whole_numbers
 from fpipe.timing.costs import Costs
 
-Run = Literal["fused", "train", "infer"]
+RunMode = Literal["fused", "train", "infer"]
 Groups = list[range]
 
 
@@ -36,7 +36,7 @@ def plan(
     costs: Costs,
     ranks: int,
     *,
-    run: Run = ...,
+    run: RunMode = ...,
     stages: int | None = ...,
     threshold: float | None = ...,
     memory: Sequence[float] | None = ...,
@@ -47,7 +47,7 @@ def plan(
     costs: Sequence[Costs],
     ranks: int,
     *,
-    run: Run = ...,
+    run: RunMode = ...,
     stages: Sequence[int] | None = ...,
     threshold: float | None = ...,
     memory: Sequence[Sequence[float]] | None = ...,
@@ -57,7 +57,7 @@ def plan(
     costs: Costs | Sequence[Costs],
     ranks: int,
     *,
-    run: Run = "fused",
+    run: RunMode = "fused",
     stages: Any = None,
     threshold: float | None = 1.1,
     memory: Any = None,
@@ -120,8 +120,8 @@ def plan(
     sizes = list(memory) if several and memory is not None else [memory] * len(models)
     if not len(models) == len(counts) == len(sizes) or not models:
         raise ValueError(f"stages and memory are lists with an entry for each model; there are {len(models)} models.")
-    before: list[Run] = ["train"] if run == "fused" else [run]
-    runs: list[Run] = [*before * (len(models) - 1), run]
+    before: list[RunMode] = ["train"] if run == "fused" else [run]
+    runs: list[RunMode] = [*before * (len(models) - 1), run]
     most = inf if limit is None else limit
     given = zip(models, counts, runs, sizes, strict=True)
     layers = _exact([_layers(one, count, how, own, most) for one, count, how, own in given])
@@ -132,7 +132,7 @@ def plan(
 class _Layers(NamedTuple):
     """The layers of one model: what each costs forward, recomputed and backward, and forward and backward together."""
 
-    run: Run
+    run: RunMode
     ahead: Sequence[float]
     back: Sequence[float]
     both: Sequence[float]
@@ -152,7 +152,7 @@ def _check_layers(stages: object, memory: object) -> None:
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
 
 
-def _layers(costs: Costs, stages: int | None, run: Run, memory: Sequence[float] | None, limit: float) -> _Layers:
+def _layers(costs: Costs, stages: int | None, run: RunMode, memory: Sequence[float] | None, limit: float) -> _Layers:
     _check_layers(stages, memory)
     listed = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
     listed |= set() if stages is None else {stages}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from fpipe.program import Program, building, the_program
-from fpipe.timing.columns import Columns, columns_of, is_plain, walk_plain
+from fpipe.timing.columns import OpGroups, is_plain, op_groups, walk_plain
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.lanes import as_before, program_of_lanes, run_lanes, walk
 from fpipe.timing.memory import bytes_held, units_held
@@ -39,13 +39,13 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
     with building():
-        known = columns_of(program.ops)
+        known = op_groups(program.ops)
         if iterations == 1 and is_plain(known, costs):
             return _plainly(program, costs, known)
         return _by_lanes(program, costs, known, iterations)
 
 
-def _plainly(program: Program, costs: Costs, known: Columns) -> Timeline:
+def _plainly(program: Program, costs: Costs, known: OpGroups) -> Timeline:
     """Where nothing but the main lanes matters."""
     transfer = costs.transfer
     assert isinstance(transfer, int | float)
@@ -54,7 +54,7 @@ def _plainly(program: Program, costs: Costs, known: Columns) -> Timeline:
     return Timeline(program.ops, tuple(starts), tuple(ends), program.ranks, *peaks, program=program, costs=costs)
 
 
-def _by_lanes(program: Program, costs: Costs, known: Columns, iterations: int) -> Timeline:
+def _by_lanes(program: Program, costs: Costs, known: OpGroups, iterations: int) -> Timeline:
     """Everything else."""
     whole = program_of_lanes(program, costs)
     in_whole = list(run_lanes(whole, costs, iterations))

@@ -8,18 +8,18 @@ from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
 
-from fpipe.program import Op, Program, Shown, Value, building
+from fpipe.program import HtmlRepr, Op, Program, Value, building
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work, updated_by, walk
-from fpipe.timing.memory import Steps, curve, unit_steps
-from fpipe.timing.waiting import Event, Step, Wait, Waiting, in_order
+from fpipe.timing.memory import HeldChanges, curve, unit_steps
+from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
 from fpipe.transforms.shares import shares
 
 _new = tuple.__new__
 
 
 @dataclass(frozen=True)
-class Timeline(Shown):
+class Timeline(HtmlRepr):
     """When everything happens. Seconds throughout; ranks by number.
 
     `makespan` is the last end of work; `span` the longest any rank takes from its first start to its last end (what the
@@ -50,7 +50,7 @@ class Timeline(Shown):
     program: Program | None = field(default=None, repr=False, compare=False)
     costs: Costs | None = field(default=None, repr=False, compare=False)
     moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
-    steps: Steps | None = field(default=None, repr=False, compare=False)
+    steps: HeldChanges | None = field(default=None, repr=False, compare=False)
     results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -149,7 +149,7 @@ class Timeline(Shown):
         return Waiting(self.events, self._moved, updates, self.costs is not None and self.costs.sender == "busy")
 
     @cached_property
-    def critical_path(self) -> tuple[Step, ...]:
+    def critical_path(self) -> tuple[PathStep, ...]:
         """The chain of ops and transfers, each held back by the one before it, that ends with the makespan.
 
         >>> import fpipe

@@ -20,7 +20,7 @@ class Event(NamedTuple):
     end: float
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """A piece of the critical path: what ran from start to end, and why not earlier.
 
     `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
@@ -171,20 +171,20 @@ class Waiting:
         before = self.before_link.get(id(node))
         return cause if before is None else _Cause(node.start, before, "link")
 
-    def path(self) -> tuple[Step, ...]:
+    def path(self) -> tuple[PathStep, ...]:
         """The chain of causes that ends last, from the start on."""
         work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op.kind, end - start)]
         if not work:
             return ()
         node = max(work, key=lambda at: self.events[at].end)
         end = self.events[node].end
-        steps: list[Step] = []
+        steps: list[PathStep] = []
         current: int | Transfer | None = node
         while current is not None:
             cause = self.cause(current)
             what = current if isinstance(current, Transfer) else self.events[current].op
             start = current.start if isinstance(current, Transfer) else self.events[current].start
-            steps.append(Step(what, start, end, cause.why if cause.node is not None else "start"))
+            steps.append(PathStep(what, start, end, cause.why if cause.node is not None else "start"))
             end, current = start, cause.node
         return tuple(reversed(steps))
 

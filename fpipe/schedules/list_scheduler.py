@@ -3,6 +3,9 @@
 An op is its index, and all that is known of it is where it runs, how long it takes and which ops it needs. Which of
 the ready ops a rank takes is not decided here but by `pick`; memory caps, priorities and patience are all rules of
 picking. A rank that picks nothing stands idle until something changes.
+
+It is apart from the clock of `order.py` and from `simulate`, which are given the order that is chosen here: they have
+no event queue, since there is never more than one op that a rank may do next.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ Pick = Callable[[int, float, list[int]], int]
 """`pick(rank, time, ready) -> op`, one of the ready ops, or `NOTHING` or `LATER`."""
 
 
-class Work(NamedTuple):
+class TaskGraph(NamedTuple):
     """Ops as numbers.
 
     Args:
@@ -38,7 +41,7 @@ class Work(NamedTuple):
     needs: Sequence[int]
 
 
-class Run(NamedTuple):
+class Scheduled(NamedTuple):
     """What came out: the ops of each rank in order, when each one starts, and those that could not start."""
 
     rows: list[list[int]]
@@ -46,14 +49,14 @@ class Run(NamedTuple):
     stuck: list[list[int]]
 
 
-def run(work: Work, pick: Pick, earliest: Sequence[float] | None = None) -> Run:
+def list_schedule(work: TaskGraph, pick: Pick, earliest: Sequence[float] | None = None) -> Scheduled:
     """Let every rank go on as far as `pick` lets it; ops that are ready in the end and were never picked are `stuck`.
 
     No op starts before its `earliest` time.
 
-    >>> line = Work(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
-    >>> run(line, lambda rank, time, ready: ready[0])
-    Run(rows=[[0, 2], [1]], start=[0.0, 1.5, 1.0], stuck=[[], []])
+    >>> graph = TaskGraph(2, [0, 1, 0], [1.0, 1.0, 1.0], [[(1, 0.5)], [], []], [0, 1, 0])
+    >>> list_schedule(graph, lambda rank, time, ready: ready[0])
+    Scheduled(rows=[[0, 2], [1]], start=[0.0, 1.5, 1.0], stuck=[[], []])
     """
     ranks, rank_of, seconds, readers, _ = work
     needs = list(work.needs)
@@ -97,7 +100,7 @@ def run(work: Work, pick: Pick, earliest: Sequence[float] | None = None) -> Run:
                 if end > now:
                     heappush(events, (end, ~rank))
         if not events:
-            return Run(rows, start, ready)
+            return Scheduled(rows, start, ready)
         now = events[0][0]
         awake = patient
         patient = set()

@@ -1,4 +1,4 @@
-"""The beat that the schedules of fixed order share: warm up with forwards, then one forward and one backward in turn.
+"""Warm up with forwards, then do one forward and one backward in turn: the pattern of all schedules of fixed order.
 
     warm-up 2             F0 F1 | F2 B0 | F3 B1 | B2 B3
     the same, W lag 1     F0 F1 | F2 I0 | F3 I1 W0 | I2 W1 I3 W2 W3
@@ -22,8 +22,8 @@ Unit = tuple[int, int]
 """A chunk of a rank's stages, and a microbatch."""
 
 
-class Seat(NamedTuple):
-    """What a rank knows when it plans its row."""
+class RankContext(NamedTuple):
+    """The sizes that a rank's row depends on."""
 
     rank: int
     ranks: int
@@ -31,26 +31,26 @@ class Seat(NamedTuple):
     microbatches: int
 
     @property
-    def below(self) -> int:
+    def later_ranks(self) -> int:
         """Ranks between this one and the last: how many forwards come before the first backward can be there."""
         return self.ranks - 1 - self.rank
 
     @property
-    def all(self) -> int:
-        """Every forward of the rank."""
+    def forwards(self) -> int:
+        """How many forwards the rank has."""
         return self.chunks * self.microbatches
 
 
 def in_turn(
     placement: str,
     ranks: int,
-    warm_up: Callable[[Seat], int],
+    warm_up: Callable[[RankContext], int],
     *,
-    units: Callable[[Seat], Sequence[Unit]] | None = None,
-    lag: Callable[[Seat], int] | None = None,
+    units: Callable[[RankContext], Sequence[Unit]] | None = None,
+    lag: Callable[[RankContext], int] | None = None,
     last_first: bool = False,
 ) -> Transform:
-    """A schedule in this beat.
+    """A schedule of this pattern.
 
     Args:
         placement: "linear" (all stages of a rank are one chunk), "looped" or "v" (each stage is a chunk of its own).
@@ -65,18 +65,20 @@ def in_turn(
     return in_rows(
         placement,
         ranks,
-        lambda program, placed: beats(program, placement, placed, warm_up, units=units, lag=lag, last_first=last_first),
+        lambda program, placed: rows_in_turn(
+            program, placement, placed, warm_up, units=units, lag=lag, last_first=last_first
+        ),
     )
 
 
-def beats(
+def rows_in_turn(
     program: Program,
     placement: str,
     placed: list[int],
-    warm_up: Callable[[Seat], int],
+    warm_up: Callable[[RankContext], int],
     *,
-    units: Callable[[Seat], Sequence[Unit]] | None = None,
-    lag: Callable[[Seat], int] | None = None,
+    units: Callable[[RankContext], Sequence[Unit]] | None = None,
+    lag: Callable[[RankContext], int] | None = None,
     last_first: bool = False,
 ) -> list[list[Key]]:
     """The rows of `in_turn` for a program whose stages are placed."""
@@ -85,11 +87,11 @@ def beats(
     for rank in range(ranks):
         own = [stage for stage, at in enumerate(placed) if at == rank]
         chunks = [own] if placement == "linear" else [[stage] for stage in own]
-        seat = Seat(rank, ranks, len(chunks), count)
-        forwards = [(0, index) for index in range(count)] if units is None else units(seat)
+        context = RankContext(rank, ranks, len(chunks), count)
+        forwards = [(0, index) for index in range(count)] if units is None else units(context)
         mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
         backwards = forwards[::-1] if last_first else mirrored
-        row = _row(chunks, forwards, backwards, warm_up(seat), lag and lag(seat))
+        row = _row(chunks, forwards, backwards, warm_up(context), lag and lag(context))
         made.append([cell for cell in row if cell[2] < count])
     return made
 
