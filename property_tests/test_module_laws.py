@@ -143,7 +143,7 @@ def test_a_net_that_remembers_is_the_unsplit_net(case: Case):
             torch.manual_seed(fpipe.fold_in(7, stage, index))
             x = whole[end - sizes[stage] : end](x)
         (nn.functional.mse_loss(x, t) * (len(x) / case.rows)).backward()
-    model, params, state = fpipe.from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss, example=batch[0])
     pipeline = fpipe.chain(fpipe.split(case.microbatches), *PLANS[case.plan](n), fpipe.merge())
     step = fpipe.build(pipeline(fpipe.program(model)), model, trace=case.trace)
     result: Any = step(params, batch, state=state, key=7)

@@ -275,8 +275,9 @@ class Whole:
         net = nn.Sequential()
         for name, child in children:
             net.add_module(name, child)
+        example, _ = Cut((3,)).drawn(3, 2, torch.Generator(), getattr(torch, self.dtype))
         model, params, state = fpipe.from_sequential(
-            net, sizes=sizes, loss=partial(judged, self.reduction), reduction=self.reduction, aux=True
+            net, sizes=sizes, loss=partial(judged, self.reduction), reduction=self.reduction, aux=True, example=example
         )
         return fpipe.freeze(model, *(() if self.constant else self.still)), params, state
 

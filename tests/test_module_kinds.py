@@ -206,7 +206,7 @@ def test_a_module_in_stages_is_the_module(name: str, trace: bool):
     x, target = torch.randn(SHAPES[kind.dims]), torch.randn(SHAPES[kind.dims])
     for part, t in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
         (nn.functional.mse_loss(whole(part), t) * (len(part) / 6)).backward()
-    model, params, state = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
     for plan in PLANS.values():
         program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
         with warnings.catch_warnings():
@@ -272,7 +272,8 @@ def asked_by_hook() -> nn.Module:
     ],
 )
 def test_a_batch_norm_that_is_read_as_it_runs_cannot_be_deferred(make: Callable[[], nn.Module], who: str):
-    model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), make()), stages=2)
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), make())
+    model, _, _ = fpipe.from_sequential(net, stages=2, example=torch.zeros(2, 4, 3, 3))
     sentence = f"{who}, which may read what it writes; only torch's own batch norms that nobody asks can be deferred."
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.deferred_batch_norm(model)

@@ -125,7 +125,7 @@ def test_a_relu_in_place_is_right_in_a_stage_and_refused_at_a_cut(policy: str, t
 
 
 CHANGED = (
-    "stage 1 (1, 2) changed what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
+    "stage 1 (1, 2) writes what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
     "inplace=False."
 )
 

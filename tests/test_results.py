@@ -122,7 +122,7 @@ def test_a_stage_that_changes_its_parameters_is_refused():
 
     model = fpipe.from_functions([grows], squares)
     for run in (fpipe.build(fpipe.program(model), model), partial(fpipe.reference, model)):
-        with pytest.raises(RuntimeError, match=r"stage 0 \(grows\) changed its parameters in place"):
+        with pytest.raises(RuntimeError, match=r"stage 0 \(grows\) writes what it was given in place"):
             run(params()[:1], batch())
 
 

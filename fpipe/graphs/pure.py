@@ -131,7 +131,7 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
                 yield mode
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):  # autograd was faster
-                raise Impure(_GIVEN.format(who, "")) from error
+                raise Impure(_GIVEN.format(who)) from error
             raise
         finally:
             moved = attributes.moved(mode.read)
@@ -171,8 +171,7 @@ def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> Genera
 
 
 _GIVEN = (
-    "{} writes what it was given in place{}; a stage and a loss are pure functions. Work on a copy, or use "
-    "inplace=False."
+    "{} writes what it was given in place; a stage and a loss are pure functions. Work on a copy, or use inplace=False."
 )
 
 
@@ -180,7 +179,7 @@ def _refuse(function: Any, who: str, given: Any, tensor: Tensor, op: Any) -> Non
     """Raise for a write, and name the tensor."""
     place = memory(tensor)
     if any(place == memory(leaf) for leaf in tree.leaves(given) if isinstance(leaf, Tensor)):
-        raise Impure(_GIVEN.format(who, f" ({op})"))
+        raise Impure(f"{_GIVEN.format(who)} The op is {op}.")
     of_module = isinstance(function, PositionalStage)
     named = function.named_tensors() if of_module else closed_over(function)
     found = next((name for name, one in named if memory(one) == place), None)
