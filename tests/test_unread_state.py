@@ -556,6 +556,16 @@ def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
     assert all(torch.equal(held, (wanted or ())[0][name]) for name, held in made[0].items() if "gathered" not in name)
 
 
+def test_a_module_that_stands_twice_is_left_as_it_is():
+    """Its tensors have two paths and one place: the second put back a fake tensor."""
+    made, linear = Tracker(), nn.Linear(8, 8)
+    before = [*made.buffers(), *linear.parameters()]
+    _, _, state = fpipe.from_sequential(nn.Sequential(linear, made, linear, made), stages=1, example=ROWS[0])
+    after = [*made.buffers(), *linear.parameters()]
+    assert all(one is other for one, other in zip(after, before, strict=True))
+    assert list(state[0]) == ["1.count", "1.mean"]
+
+
 class Mean(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import traceback
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,25 +45,8 @@ def no_leaks(mode: Any) -> Generator[None]:
         LeakedTensor: one of those that ops made is still there.
     """
     mode.made = made = list[weakref.ref[Tensor]]()
-    try:
-        yield
-    except Exception as error:
-        forget_frames(error)  # they hold what the function has made
-        _check_leaks(made)
-        raise
-    finally:
-        mode.made = None
-    _check_leaks(made)
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Let go of the local variables on the way of an error, and of those that led to it."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _check_leaks(made: list[weakref.ref[Tensor]]) -> None:
+    yield
+    mode.made = None
     if any(one() is not None for one in made):
         gc.collect()  # some may be gone but for references to themselves
     left = next((one for one in (each() for each in made) if one is not None), None)

@@ -254,7 +254,8 @@ class Attributes:
                 container.update(content)
 
 
-_NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
+# What every module has, its hooks say, and an RNN's lists of its weights.
+_NOT_PLAIN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs")) - {"training"}
 
 
 def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:

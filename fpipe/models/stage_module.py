@@ -75,12 +75,12 @@ class StageModule(PositionalStage):
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
         gone = {(norm, name) for _, norm in self.norms for name in STATISTICS}
         taken = {place[1:] for place in self.held} | gone
-        self.fixed = [*self._places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
-        self.swapped = [[path for path, _, _ in self._places(leaf)] for leaf in names]
+        self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
+        self.swapped = [[path for path, _, _ in self.places(leaf)] for leaf in names]
 
     def _place_buffers(self) -> None:
         """Sort the buffers by who writes and reads them."""
-        self.buffers = self._places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
+        self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
         for _, module in self.modules:
             odd = tracks(module) and not remembers(module)  # a forward of its own may read what it remembers
@@ -102,7 +102,7 @@ class StageModule(PositionalStage):
         # What is written may depend on the mode of any module.
         self.turning = [(path, m, m.training) for path, m in self.modules] if self.held or self.updates else []
 
-    def _places(self, paths: Iterable[str]) -> list[Place]:
+    def places(self, paths: Iterable[str]) -> list[Place]:
         """Each place where a tensor is, under the first of its paths.
 
         A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.

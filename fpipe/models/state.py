@@ -147,7 +147,9 @@ class _Run:
 
 
 def _params(stage: StageModule) -> dict[str, Tensor]:
-    return dict(stage.bound.named_parameters(remove_duplicate=False))
+    """Its parameters, each once: a module that stands twice has its tensors in one place."""
+    paths = (path for path, _ in stage.bound.named_parameters(remove_duplicate=False))
+    return {path: getattr(owner, name) for path, owner, name in stage.places(paths)}
 
 
 def _buffers(stage: StageModule) -> dict[str, Tensor]:
