@@ -19,8 +19,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fpipe import tree
 from fpipe.graphs.alike import Same
+from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.keys import random_states, replaying
-from fpipe.graphs.pure import Attributes, Impure, OwnMemory, memory
+from fpipe.graphs.own_memory import OwnMemory, memory
+from fpipe.graphs.pure import Impure
 from fpipe.model import Names, PositionalStage, same_keys
 from fpipe.models.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
 from fpipe.models.impure import DEPEND_ON_MODE, draws, refuse_impure
@@ -94,7 +96,7 @@ class StageModule(PositionalStage):
         if "ordered" in known.values():
             self.held, self.norms = self.remembered, []
         else:
-            self.updates = [place for place in self.buffers if place[1:] in known]
+            self.updates = [place for place in self.buffers if place[1:] in known and place[1:] not in own]
         self.holds = [path for path, _, _ in self.held]
         self.apart = [path for path, _, _ in self.updates]
         self.writes = [path for path, _, _ in self.remembered]

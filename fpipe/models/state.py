@@ -18,9 +18,11 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.graph import Aval, Graph, Name, aval
 from fpipe.graphs.keys import drawing
-from fpipe.graphs.pure import Attributes, Impure, OwnMemory, memory, refused
+from fpipe.graphs.own_memory import OwnMemory, memory
+from fpipe.graphs.pure import Impure, refused
 from fpipe.graphs.returned import outputs_of
 from fpipe.graphs.trace import trace
 from fpipe.model import Model
