@@ -124,6 +124,8 @@ def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Ord
     published = played(pipeline, drawn, 1.0)
     bare = _without_weights(pipeline, drawn)
     orders = [published, *(played(pipeline, bare, patience) for patience in (0.5, 0.0, 1.0))]
+    if pipeline.objective == "span":
+        return pipeline, min(orders, key=lambda order: order.value)
     pipeline = replace(pipeline, span=published.value[1])
     return pipeline, min(orders, key=lambda order: pipeline.worth(order.value))
 

@@ -61,7 +61,8 @@ def floor(pipeline: LinearPipeline) -> tuple[float, float]:
 
 def at_floor(pipeline: LinearPipeline, value: tuple[float, float]) -> bool:
     """Whether there is nothing left to gain."""
-    return all(found <= least * (1 + 1e-9) for found, least in zip(value, floor(pipeline), strict=True))
+    least = pipeline.worth(floor(pipeline))
+    return all(found <= best * (1 + 1e-9) for found, best in zip(value, least, strict=True))
 
 
 def climb(pipeline: LinearPipeline, order: Order, plays: int, seed: int = 0) -> Order:

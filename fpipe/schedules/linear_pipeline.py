@@ -17,13 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
+from typing import Literal
 
 from fpipe.program import Op, Program, ProgramError, Value
 from fpipe.timing.costs import Costs
 from fpipe.transforms.cells import Key
 
 LaneRow = list[int]
+Objective = Literal["makespan", "span"]
 NEVER = (math.inf, math.inf)
 """The makespan and span of an order that does not come to an end."""
 
@@ -40,6 +43,7 @@ class LinearPipeline:
         caps: the most activations each rank may hold; the forward of one stage makes 1.
         kept: the share of an activation that a W still needs after its I.
         span: seconds beyond which a span is worth nothing, however short the makespan.
+        objective: what an order is to make short first, the "makespan" or the "span"; then the other.
     """
 
     placement: tuple[int, ...]
@@ -49,6 +53,7 @@ class LinearPipeline:
     caps: tuple[float, ...]
     kept: float = 1.0
     span: float = math.inf
+    objective: Objective = "makespan"
 
     @property
     def stages(self) -> int:
@@ -105,13 +110,22 @@ class LinearPipeline:
         return replace(self, microbatches=microbatches)
 
     def worth(self, found: tuple[float, float]) -> tuple[float, float]:
-        """What a makespan and span are worth, the less the better: first the makespan, if the span is not too long."""
+        """What a makespan and span are worth, the less the better: first the makespan, if the span is not too long, or
+        first the span."""
         makespan, span = found
+        if self.objective == "span":
+            return span, makespan
         return found if span <= self.span * (1 + 1e-9) else (makespan + 100 * (span - self.span), span)
 
 
 def linear_pipeline_of(
-    program: Program, placement: Sequence[int], costs: Costs, cap: float, kept: float, name: str
+    program: Program,
+    placement: Sequence[int],
+    costs: Costs,
+    cap: float,
+    kept: float,
+    name: str,
+    objective: Objective = "makespan",
 ) -> LinearPipeline:
     """The chain of a program's stages as numbers, on the ranks of a placement.
 
@@ -148,7 +162,35 @@ def linear_pipeline_of(
         )
     most = min(cap, microbatches)
     caps = tuple(most * len(own) + 1e-6 for own in bare.lanes)
-    return LinearPipeline(bare.placement, microbatches, bare.seconds, tuple(ways), caps, kept)
+    ticks = _in_ticks([*seconds, *ways])
+    return LinearPipeline(
+        bare.placement,
+        microbatches,
+        tuple(ticks[: len(seconds)]),
+        tuple(ticks[len(seconds) :]),
+        caps,
+        kept,
+        objective=objective,
+    )
+
+
+def _in_ticks(seconds: Sequence[float]) -> list[float]:
+    """The same costs as whole numbers of their common unit, if they have one; else in a fine grid.
+
+    Sums of whole numbers are exact, so an order does not depend on the unit that costs are told in: in seconds two ways
+    of the same length differ in their last bits, by which a search would choose among them.
+
+    >>> _in_ticks([1e-5, 1.2e-5, 0.8e-5]), _in_ticks([1.0, 1.2, 0.8])
+    ([5.0, 6.0, 4.0], [5.0, 6.0, 4.0])
+    """
+    most = max(seconds, default=0.0)
+    shares = [Fraction(one / most).limit_denominator(_FINEST) if most else Fraction(0) for one in seconds]
+    unit = math.lcm(*(share.denominator for share in shares))
+    return [float(round(share * min(unit, _GRID))) for share in shares]
+
+
+_FINEST = 10**6
+_GRID = 2**30
 
 
 def way(costs: Costs, value: Value, source: int, target: int) -> float:

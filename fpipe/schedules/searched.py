@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
-from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline, cells_of, linear_pipeline_of
+from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline, Objective, cells_of, linear_pipeline_of
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
@@ -45,7 +45,14 @@ def _two_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
     accepts="any m; one stage a rank",
     refuses=_one_stage,
 )
-def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = None, kept: float = 1.0) -> Transform:
+def zb_auto(
+    ranks: int,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
+    kept: float = 1.0,
+    objective: Objective = "makespan",
+) -> Transform:
     """As many forwards ahead as the costs ask for and the memory allows, weight gradients in the gaps (ZB-auto).
 
     Args:
@@ -54,6 +61,8 @@ def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None 
         memory_cap: the most microbatches a rank may hold, from 1; 2p by default (ZB-2p), p is ZB-1p.
         kept: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
             `simulate` counts `peak`; the paper's table 5 counts M_W / M_B, 32h / (34h + 5as) for a transformer.
+        objective: what to make short first, the "makespan" or the "span"; then the other. Orders depend on the ratios
+            of costs alone: the unit they are told in says nothing.
 
     Raises:
         ProgramError: not one stage a rank, a cap below 1.
@@ -68,7 +77,9 @@ def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None 
     def order(pipeline: LinearPipeline) -> list[LaneRow]:
         return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
 
-    return _ordered("zb_auto", "linear", ranks, order, costs, 2 * ranks if memory_cap is None else memory_cap, kept)
+    return _ordered(
+        "zb_auto", "linear", ranks, order, costs, 2 * ranks if memory_cap is None else memory_cap, kept, objective
+    )
 
 
 @published(
@@ -80,7 +91,14 @@ def zb_auto(ranks: int, *, costs: Costs | None = None, memory_cap: float | None 
     stages_per_rank=2,
     refuses=_two_chunks,
 )
-def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = None, kept: float = 1.0) -> Transform:
+def zbv(
+    ranks: int,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
+    kept: float = 1.0,
+    objective: Objective = "makespan",
+) -> Transform:
     """Two chunks a rank on a V, so that the last stage is where the first is: no bubble in the memory of 1F1B (ZB-V).
 
     Args:
@@ -88,6 +106,7 @@ def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = No
         costs: seconds by which to order; without, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; p by default.
         kept: the share of a microbatch's activations that W still needs after I.
+        objective: what to make short first, the "makespan" or the "span"; then the other.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -101,7 +120,8 @@ def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = No
     def order(pipeline: LinearPipeline) -> list[LaneRow]:
         return _on_a_v(pipeline, costs)
 
-    return _ordered("zbv", "v", ranks, order, costs, ranks if memory_cap is None else memory_cap, kept)
+    cap = ranks if memory_cap is None else memory_cap
+    return _ordered("zbv", "v", ranks, order, costs, cap, kept, objective)
 
 
 @published(
@@ -113,7 +133,14 @@ def zbv(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = No
     stages_per_rank=2,
     refuses=_two_chunks,
 )
-def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = None, kept: float = 1.0) -> Transform:
+def v_half(
+    ranks: int,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
+    kept: float = 1.0,
+    objective: Objective = "makespan",
+) -> Transform:
     """A block on a V that holds half of what 1F1B holds, repeated and squeezed (V-Half).
 
     Args:
@@ -121,6 +148,7 @@ def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None =
         costs: seconds by which to order, which the published order ignores; without, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+2)//2 by default.
         kept: the share of a microbatch's activations that W still needs after I.
+        objective: what to make short first, the "makespan" or the "span"; then the other.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -134,7 +162,9 @@ def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None =
     def order(pipeline: LinearPipeline) -> list[LaneRow]:
         return _on_a_v(pipeline, costs)
 
-    return _ordered("v_half", "v", ranks, order, costs, (ranks + 2) // 2 if memory_cap is None else memory_cap, kept)
+    return _ordered(
+        "v_half", "v", ranks, order, costs, (ranks + 2) // 2 if memory_cap is None else memory_cap, kept, objective
+    )
 
 
 @published(
@@ -146,7 +176,14 @@ def v_half(ranks: int, *, costs: Costs | None = None, memory_cap: float | None =
     stages_per_rank=2,
     refuses=_two_chunks,
 )
-def v_min(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = None, kept: float = 1.0) -> Transform:
+def v_min(
+    ranks: int,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
+    kept: float = 1.0,
+    objective: Objective = "makespan",
+) -> Transform:
     """The block on a V that holds least, a third of what 1F1B holds: no leg of it ever waits (V-Min).
 
     Args:
@@ -154,6 +191,7 @@ def v_min(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = 
         costs: seconds by which to order, which the published order ignores; without, the published order.
         memory_cap: the most microbatches a rank may hold, from 1; (p+4)//3 by default.
         kept: the share of a microbatch's activations that W still needs after I.
+        objective: what to make short first, the "makespan" or the "span"; then the other.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -168,7 +206,9 @@ def v_min(ranks: int, *, costs: Costs | None = None, memory_cap: float | None = 
         drawn = v_min_order(pipeline) if costs is None and memory_cap is None else None
         return drawn or _on_a_v(pipeline, costs)
 
-    return _ordered("v_min", "v", ranks, order, costs, (ranks + 4) // 3 if memory_cap is None else memory_cap, kept)
+    return _ordered(
+        "v_min", "v", ranks, order, costs, (ranks + 4) // 3 if memory_cap is None else memory_cap, kept, objective
+    )
 
 
 def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[LaneRow]:
@@ -184,14 +224,17 @@ def _ordered(
     costs: Costs | None,
     cap: float,
     kept: float,
+    objective: Objective,
 ) -> Transform:
     """The transform of an order searched on the pipeline of a program's stages."""
     seconds = the_costs(costs)
+    if objective not in ("makespan", "span"):
+        raise ValueError(f"objective is 'makespan' or 'span', found {objective!r}.")
     if isinstance(kept, bool) or not isinstance(kept, int | float) or not 0 <= kept <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"kept is the share of an activation that W needs after I, from 0 to 1; found {kept!r}.")
 
     def rows(program: Program, ranks_of: list[int]) -> list[list[Key]]:
-        pipeline = linear_pipeline_of(program, ranks_of, seconds, cap, kept, name)
+        pipeline = linear_pipeline_of(program, ranks_of, seconds, cap, kept, name, objective)
         return cells_of(pipeline, order(pipeline))
 
     return in_rows(placement, ranks, rows)
