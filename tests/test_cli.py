@@ -58,10 +58,11 @@ def test_show_draws_the_grid_and_says_time_and_memory():
 
 
 def test_costs_in_letters_are_of_a_whole_rank_and_in_words_of_a_stage():
+    unit = "forward=1,backward_input=1,backward_weight=1,transfer=1"
     letters = out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", "F=2,B=2,W=2,c=1").splitlines()[-2]
-    words = out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", "transfer=1").splitlines()[-2]
+    words = out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", unit).splitlines()[-2]
     assert letters == words
-    each = "forward=1/1/1/1,backward_input=1/1/1/1,transfer=1"
+    each = "forward=1/1/1/1,backward_input=1/1/1/1,backward_weight=1,transfer=1"
     assert out("show", "gpipe", "-p", "2", "-m", "2", "-s", "4", "-c", each).splitlines()[-2] == words
 
 

@@ -141,3 +141,13 @@ def test_the_grid_is_the_clock():
 def test_ranks_of_two_digits_line_up():
     rows = fpipe.plot(fpipe.place("linear")(fpipe.program(11))).splitlines()
     assert len({row.index("|") for row in rows}) == 1
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (32, 128)])
+def test_the_repl_shows_what_fits_on_a_few_lines(ranks: int, microbatches: int):
+    """18,000 characters of ops."""
+    program = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks))
+    costs = fpipe.Costs(bytes={name: [1.0] * ranks for name in ("y", "dx", "res", "g", "x", "t", "w", "loss")})
+    for shown in (program, fpipe.simulate(program), fpipe.bounds(program), costs):
+        assert len(repr(shown)) <= 600
+    assert repr(fpipe.simulate(program)).startswith("<Timeline: makespan ")

@@ -347,6 +347,14 @@ def test_transfers_that_are_there_are_used_again():
     assert sum(op.kind == "SEND" for op in merged.ops) == sum(op.kind == "SEND" for op in program.ops)
 
 
+@pytest.mark.parametrize("placed", [fpipe.place("linear"), fpipe.schedules.gpipe(3)])
+def test_split_comes_before_a_placement(placed: fpipe.transforms.chain.Transform):
+    """It was a serial order, in silence: each microbatch waited for the one before."""
+    sentence = "this program is on 3 ranks already, in an order of its own: its microbatches would follow each other"
+    with pytest.raises(fpipe.ProgramError, match=sentence):
+        fpipe.chain(placed, fpipe.split(4), fpipe.merge())(fpipe.program(3))
+
+
 def test_split_comes_before_transfers():
     with pytest.raises(ProgramError, match=re.escape("put fpipe.split() before fpipe.communicate().")):
         fpipe.chain(fpipe.place("linear"), fpipe.communicate(), fpipe.split(2))(fpipe.program(2))

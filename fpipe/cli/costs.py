@@ -10,6 +10,7 @@ from fpipe.program import Program
 from fpipe.timing.costs import Costs
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
+COMPUTE = ("forward", "backward_input", "backward_weight")
 WORDS = (*SHARES.values(), "offload", "load")
 CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
@@ -20,11 +21,12 @@ class TypedCosts:
 
     >>> import fpipe
     >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
-    >>> shared, own = (parse(text).of(two_a_rank) for text in ("F=3,c=0.5", "forward=3,sender=busy"))
+    >>> texts = "F=3,B=1,W=1,c=0.5", "forward=3,backward_input=1,backward_weight=1,sender=busy"
+    >>> shared, own = (parse(text).of(two_a_rank) for text in texts)
     >>> shared.forward, shared.backward_input, shared.transfer
     (1.5, 0.5, 0.5)
     >>> own.forward, own.backward_input, own.sender
-    (3.0, 1, 'busy')
+    (3.0, 1.0, 'busy')
     """
 
     text: str
@@ -80,7 +82,16 @@ def parse(text: str) -> TypedCosts:
         seconds[word] = _number(name, value)
     if len(kinds) > 1:
         raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")
-    return TypedCosts(text, seconds, kinds != {False})
+    shares = kinds != {False}
+    names = {word: letter for letter, word in SHARES.items()} if shares else {word: word for word in WORDS}
+    said = [word for word in COMPUTE if word in seconds]
+    if said and len(said) < len(COMPUTE):
+        missing = [f"{names[word]}=1" for word in COMPUTE if word not in seconds]
+        raise ValueError(
+            f"{text!r} says {' and '.join(names[word] for word in said)} and nothing of the rest; say all, as "
+            f"{text},{','.join(missing)}."
+        )
+    return TypedCosts(text, seconds, shares)
 
 
 def _number(name: str, text: str) -> float | list[float]:

@@ -73,6 +73,9 @@ class Bounds:
     warm_up: Bound
     lifespan: Bound
 
+    def __repr__(self) -> str:
+        return f"<Bounds: makespan >= {self.makespan:g} ({self.binding.name}), span >= {self.span:g}>"
+
     @property
     def all(self) -> tuple[Bound, ...]:
         """The five, in the order in which they are printed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, cast
 
 from fpipe.program import Op, Program, Value, kind_of
@@ -82,6 +82,44 @@ class Costs:
     host_bandwidth: float | None = None
     bytes: Bytes | None = None
     backward: PerStage | None = None
+
+    def __new__(cls, *given: Any, **named: Any) -> Costs:
+        """Say what letters are for: the papers' are of a whole rank."""
+        letters = [letter for letter in _LETTERS if letter in named]
+        if letters:
+            raise TypeError(
+                f"{' and '.join(letters)} are seconds of a whole rank: Costs.per_rank({letters[0]}=...). Costs are of "
+                "one stage's op, by forward=, backward_input=, backward_weight=, recompute= and transfer=."
+            )
+        return super().__new__(cls)
+
+    @classmethod
+    def per_rank(
+        cls, F: float, B: float, W: float, *, stages: int = 1, slices: int = 1, R: float | None = None, c: float = 0
+    ) -> Costs:
+        """Costs as papers tell them: of a whole rank's share of a microbatch, in the letters that they use.
+
+        Args:
+            F, B, W: seconds of the forward, the input gradient and the weight gradient of all stages of a rank.
+            stages: how many stages a rank has (chunks), among which these are shared out.
+            slices: into how many slices a microbatch's sequences are cut.
+            R: of a recompute; by default what F costs.
+            c: seconds from one rank to another, which are not shared out.
+
+        >>> Costs.per_rank(F=10, B=12, W=8, stages=2, c=1)
+        Costs(forward=5.0, backward_input=6.0, backward_weight=4.0, recompute=None, transfer=1)
+        """
+        for word, parts in (("stages", stages), ("slices", slices)):
+            if type(parts) is not int or parts < 1:
+                raise ValueError(f"{word} is a whole number, at least 1; found {parts!r}.")
+        share = stages * slices
+        return cls(F / share, B / share, W / share, None if R is None else R / share, c)
+
+    def __repr__(self) -> str:
+        """What was said beside the five that come first, only where it was."""
+        first = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self)[:5]]
+        more = [one for one in fields(self)[5:] if getattr(self, one.name) != one.default]
+        return f"Costs({', '.join([*first, *(f'{one.name}={_short(getattr(self, one.name))}' for one in more)])})"
 
     def __post_init__(self) -> None:
         for word in _PER_STAGE:
@@ -179,6 +217,13 @@ class Costs:
         return {value._replace(at=""): cast("int", size)}
 
 
+def _short(given: Any) -> str:
+    """Bytes of a step may be thousands of numbers."""
+    text = repr(given)
+    return text if len(text) <= 60 else f"<{type(given).__name__}>"
+
+
+_LETTERS = ("F", "B", "I", "W", "R", "c")
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward")
 
 

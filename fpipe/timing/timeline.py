@@ -18,6 +18,11 @@ from fpipe.transforms.shares import shares
 _new = tuple.__new__
 
 
+def short(text: str, most: int = 400) -> str:
+    """A text for the REPL, of which the middle is left out where it is long."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 @dataclass(frozen=True)
 class Timeline(HtmlRepr):
     """When everything happens. Seconds throughout; ranks by number.
@@ -52,6 +57,9 @@ class Timeline(HtmlRepr):
     moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
     steps: HeldChanges | None = field(default=None, repr=False, compare=False)
     results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {short(str(self))}>"
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

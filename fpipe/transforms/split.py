@@ -42,7 +42,7 @@ def split(
 
     Raises:
         ValueError: neither or both of `microbatches` and `size`; fewer rows than microbatches; not positive.
-        ProgramError: the program is split already, or frees its values.
+        ProgramError: the program is split already, is on several ranks, or frees its values.
 
     >>> import fpipe
     >>> program = fpipe.program(2)
@@ -70,6 +70,11 @@ def split(
             )
         if any(kind_of(op.kind).lane == "copy" for op in program.ops):
             raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
+        if program.ranks > 1:
+            raise ProgramError(
+                f"this program is on {program.ranks} ranks already, in an order of its own: its microbatches would "
+                "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
+            )
         with building():
             ops, outputs, sources = copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
