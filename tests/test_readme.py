@@ -37,3 +37,10 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypat
 
 def test_the_readme_shows_code():
     assert BLOCK.search(README.read_text(encoding="utf-8")), "README.md has no ```python block"
+
+
+def test_the_map_names_what_is_there():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:fpipe|tests|property_tests|docs|examples|benchmarks)/[\w./]*)`", text)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []

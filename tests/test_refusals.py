@@ -378,3 +378,46 @@ def test_a_kind_that_nobody_gave_a_meaning(monkeypatch: pytest.MonkeyPatch):
     words = "ZIP(zip[0,0]): kind ZIP has no meaning here; add it by fpipe.register_meaning."
     with pytest.raises(ValueError, match=re.escape(words)):
         fpipe.build(program, fpipe.from_functions([linear], lambda y, target: y.sum()))((EYE,), BATCH)
+
+
+HALVES = fpipe.split(2)(fpipe.program(2))
+ZERO_BUBBLE = "0F0 0F1 0B0 0W0 0B1 0W1 \n 1F0 1B0 1F1 1B1 1W0 1W1"
+SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a transform that was not made": (
+        lambda: fpipe.chain(fpipe.split(2), fpipe.merge),
+        "number 1 of the chain is merge itself, which makes a transform: say merge(...).",
+    ),
+    "a schedule that was not made": (
+        lambda: fpipe.schedules.gpipe(HALVES),
+        "gpipe makes a transform of a number of ranks: say gpipe(4), and hand that the program.",
+    ),
+    "rank for ranks": (
+        lambda: fpipe.schedules.gpipe(rank=4),
+        "gpipe takes the number of ranks, as gpipe(4) or gpipe(ranks=4); found rank.",
+    ),
+    "letters of the zero-bubble papers": (
+        lambda: fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES),
+        "0W0 stands twice, or as B and as I and W; an op is named once. In the letters of the zero-bubble papers B is "
+        "our I: from_table(..., notation='zb').",
+    ),
+    "cells without a stage": (
+        lambda: fpipe.schedules.from_table("F0 F1 B0 B1 \n F0 B0 F1 B1")(HALVES),
+        "rank 0, cell 0: the program has no op F0. A cell names its stage too: 0F0, if the stage is the rank.",
+    ),
+    "costs of a rank": (lambda: fpipe.Costs(F=10), "F are seconds of a whole rank: Costs.per_rank(F=...)."),
+}
+
+
+@pytest.mark.parametrize(("slip", "sentence"), SLIPS.values(), ids=SLIPS.keys())
+def test_a_slip_of_somebody_new_ends_in_the_way_out(slip: Callable[[], Any], sentence: str):
+    with pytest.raises((TypeError, fpipe.ProgramError), match=re.escape(sentence)):
+        slip()
+
+
+def test_tables_of_others_are_read_in_their_letters():
+    ours = fpipe.schedules.from_table("0F0 0F1 0I0 0W0 0I1 0W1 \n 1F0 1I0 1F1 1I1 1W0 1W1")(HALVES)
+    assert fpipe.schedules.from_table(ZERO_BUBBLE, notation="zb")(HALVES) == ours
+    whole = fpipe.schedules.from_table("0F0 0F1 0BW0 0BW1 \n 1F0 1BW0 1F1 1BW1", notation="zb")(HALVES)
+    assert whole == fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")(HALVES)
+    pairs = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    assert fpipe.schedules.from_table(pairs)(HALVES).table()[0] == ["0F0", "(0F1;0B0)", "0B1"]

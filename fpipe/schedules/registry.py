@@ -128,6 +128,14 @@ def published(
         @wraps(factory)
         def refusing(*args: P.args, **options: P.kwargs) -> Transform:
             ranks: object = args[0] if args else options.get("ranks")
+            name = factory.__name__
+            if isinstance(ranks, Program):
+                raise TypeError(
+                    f"{name} makes a transform of a number of ranks: say {name}(4), and hand that the program."
+                )
+            if not args and "ranks" not in options:
+                said = f"; found {', '.join(options)}" if options else ""
+                raise TypeError(f"{name} takes the number of ranks, as {name}(4) or {name}(ranks=4){said}.")
             if type(ranks) is not int or ranks < 1:
                 raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
             transform = factory(*args, **options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fpipe.program import Program
 from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.cells import Table, parse_cell, read_table
+from fpipe.transforms.cells import Table, in_our_letters, parse_cell, read_table
 from fpipe.transforms.reorder import by_table
 
 
-def from_table(rows: Table, *, replicated: bool = False) -> Transform:
+def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpipe", "zb"] = "fpipe") -> Transform:
     """Place and order a program as a table says.
 
     Args:
@@ -17,6 +19,7 @@ def from_table(rows: Table, *, replicated: bool = False) -> Transform:
             names an F, B, I, W or R; a pair reads "(0F7;7B3)". B or I and W, cell by cell: a full backward that the
             table names as I and W is split, and B names I then W of a split one.
         replicated: stages may be on several ranks, which then hold replicas of their parameters.
+        notation: "zb" reads the letters of the zero-bubble papers: B is our I, and BW our B.
 
     Raises:
         ProgramError: a cell that cannot be read (with row and column), a missing rank, an op that is missing, stands
@@ -33,7 +36,10 @@ def from_table(rows: Table, *, replicated: bool = False) -> Transform:
     rank 0 | 0F0 0F1  .  0B0  .  0B1
     rank 1 |  .  1F0 1B0 1F1 1B1  .
     """
+    if notation not in ("fpipe", "zb"):
+        raise ValueError(f"notation is 'fpipe' or 'zb', found {notation!r}.")
     cells = read_table(rows)
+    cells = in_our_letters(cells) if notation == "zb" else cells
 
     @transforming
     def transform(program: Program) -> Program:

@@ -32,6 +32,8 @@ def parse_cell(text: str) -> tuple[Key, ...]:
     fpipe.program.ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0 or (0F7;7B3).
     """
     text = text.strip()
+    if text.startswith("("):
+        text = text.removesuffix("OVERLAP_F_B")  # as torch writes a pair
     if text.startswith("(") and text.endswith(")"):
         return tuple(key for part in text[1:-1].split(";") for key in parse_cell(part))
     found = _CELL.match(text)
@@ -45,6 +47,24 @@ def parse_cell(text: str) -> tuple[Key, ...]:
     stage, kind, microbatch, piece = found.groups()
     kind_of(kind)
     return ((kind, int(stage), int(microbatch), None if piece is None else int(piece)),)
+
+
+def in_our_letters(cells: Iterable[Iterable[Cell]]) -> list[list[Cell]]:
+    """Cells in the letters of the zero-bubble papers, as ours: their B is the input gradient, their BW a full backward.
+
+    >>> in_our_letters([["0B0", "0W0", "(1F1;1BW0)"]])
+    [['0I0', '0W0', '(1F1;1B0)']]
+    """
+
+    def ours(cell: Cell) -> Cell:
+        if isinstance(cell, tuple):
+            return (_OURS.get(cell[0], cell[0]), *cell[1:])
+        return cell if is_general(cell) else re.sub("BW|B", lambda found: _OURS[found[0]], cell)
+
+    return [[ours(cell) for cell in row] for row in cells]
+
+
+_OURS = {"B": "I", "BW": "B"}
 
 
 def show(key: Key) -> str:
@@ -130,7 +150,7 @@ def _from_text(text: str) -> list[list[Cell]]:
                 continue
             if not cell.strip()[:1].isupper():
                 try:
-                    parse_cell(cell)
+                    parse_cell(re.sub("BW", "B", cell))
                 except ProgramError as error:
                     raise ProgramError(f"row {number}, column {column}: {error}") from None
             row.append(cell.strip())

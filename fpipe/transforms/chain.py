@@ -23,6 +23,9 @@ def chain(*transforms: Transform) -> Transform:
                 f"number {number} of the chain is no transform, found {type(step).__name__}; a transform is made by a "
                 "call, such as fpipe.schedules.gpipe(4)."
             )
+        name = getattr(step, "__qualname__", "<locals>")
+        if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name and not _is_made(step):
+            raise TypeError(f"number {number} of the chain is {name} itself, which makes a transform: say {name}(...).")
 
     def transform(program: Program) -> Program:
         with building():
@@ -38,6 +41,11 @@ def chain(*transforms: Transform) -> Transform:
         return program
 
     return transform
+
+
+def _is_made(step: Transform) -> bool:
+    """Whether this is the transform that changes nothing, which is made by no function of its own."""
+    return step is the_program
 
 
 def identity() -> Transform:

@@ -8,6 +8,7 @@ split backward, and naming 2I0 and 2W0 splits 2B0. A table that names one R (or 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,8 @@ from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_fre
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, parse_cell, read_table, show
 from fpipe.transforms.place import Homes, given_homes, stage_ranks
 from fpipe.transforms.split_backward import halved
+
+_WITHOUT_STAGE = re.compile(r"[FBIWR]\d+")
 
 
 def reorder(order: Table | Callable[[Program], Rows]) -> Transform:
@@ -165,7 +168,12 @@ class _Finder:
             return (found,)
         if isinstance(cell, str) and is_general(cell):
             if cell not in self.others:
-                raise ProgramError(f"{place}: the program has no op {cell}.")
+                hint = ""
+                if _WITHOUT_STAGE.fullmatch(cell):
+                    hint = (
+                        f" A cell names its stage too: {place.split()[1].rstrip(',')}{cell}, if the stage is the rank."
+                    )
+                raise ProgramError(f"{place}: the program has no op {cell}.{hint}")
             return (self.other(cell),)
         try:
             keys = (cell,) if isinstance(cell, tuple) else parse_cell(cell)
@@ -224,7 +232,10 @@ class _Finder:
         kind, stage, microbatch, _ = key
         stages, microbatches = self.program.stages, self.program.microbatches
         if key in self.known or (kind == "B" and ("I", *key[1:]) in self.known):
-            return f"{show(key)} stands twice, or as B and as I and W; an op is named once."
+            zero_bubble = " In the letters of the zero-bubble papers B is our I: from_table(..., notation='zb')."
+            return (
+                f"{show(key)} stands twice, or as B and as I and W; an op is named once.{zero_bubble * (kind in 'IW')}"
+            )
         if stage is not None and stage >= stages:
             return f"{show(key)} names stage {stage}, out of range: this program has {stages} stages, 0..{stages - 1}."
         if microbatch is not None and microbatch >= microbatches:
