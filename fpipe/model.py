@@ -372,7 +372,7 @@ class PositionalStage(ABC):
         number: which stage it is.
         names: what its parameters are called, the first name of each in `params`.
         holds: what the buffers are called that it reads and writes.
-        apart: what the buffers are called that only its update reads and writes.
+        update_only: what the buffers are called that only its update reads and writes.
         writes: what all buffers are called that it or its update writes: its state.
         modules: the modules that it runs, and the lock of those that run them.
     """
@@ -380,7 +380,7 @@ class PositionalStage(ABC):
     number: int
     names: Names
     holds: Sequence[str] = ()
-    apart: Sequence[str] = ()
+    update_only: Sequence[str] = ()
     writes: Sequence[str] = ()
     modules: Sequence[tuple[str, Any]] = ()
     lock: AbstractContextManager[Any] = nullcontext()
@@ -390,18 +390,19 @@ class PositionalStage(ABC):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, Any]]:
         """The output as a function of all that the stage reads, in the order of names; and by name what it gives
-        beside: its `state` after it, what it has `seen` for its update, and the buffers `apart` after an `update`."""
+        beside: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an
+        `update`."""
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
         return what()
 
     def constants(self) -> list[Tensor]:
-        """What it reads besides parameters and state, as it is now; the buffers `apart` are among them."""
+        """What it reads besides parameters and state, as it is now; the `update_only` buffers are among them."""
         return []
 
-    def at_constants(self) -> list[int]:
-        """The positions of the buffers `apart` among the constants."""
+    def update_only_positions(self) -> list[int]:
+        """The positions of the `update_only` buffers among the constants."""
         return []
 
     def modes(self) -> tuple[Any, ...]:

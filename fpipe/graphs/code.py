@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.graphs.graph import Graph, Name, Node, apart, aval
+from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _KEPT = ("ready", "params", "const", "dloss", "factor")
@@ -38,7 +38,7 @@ _KEPT = ("ready", "params", "const", "dloss", "factor")
 def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
     """A function of a list for each label that the graph reads; it gives a list for each that it writes.
 
-    Unless `ready`, numbers are made into tensors at each call, as a mode for tensors without data wants it.
+    Unless `ready`, numbers are made into tensors at each call, as a mode for fake tensors wants it.
 
     >>> from fpipe.graphs.graph import Graph, Name, Node
     >>> double = Node(Name("y_0"), torch.ops.aten.add.Tensor, (Name("x_0"), Name("x_0")), {})
@@ -108,7 +108,7 @@ def _with_ready_numbers(graph: Graph) -> Graph:
             nodes.append(node)
         else:
             name = Name(f"number_{len(constants)}")
-            constants[name], facts[name] = number, apart(aval(number))
+            constants[name], facts[name] = number, in_own_storage(aval(number))
             nodes.append(Node(node.name, _ARITHMETIC[node.op], (node.args[0], name), {}))
     return replace(graph, nodes=tuple(nodes), constants=constants, facts=facts)
 
@@ -126,7 +126,7 @@ def _ready(node: Node, graph: Graph) -> Tensor | None:
         return None
     if (type(number) is int and abs(number) > _EXACT) or 0 < abs(number) < torch.finfo(known.dtype).tiny:
         return None
-    with _disable_current_modes():  # the caller may be under one that makes tensors without data
+    with _disable_current_modes():  # the caller may be under one that makes fake tensors
         return torch.tensor(number, dtype=torch.float64, device="cpu").to(known.dtype)
 
 

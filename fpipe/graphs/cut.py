@@ -44,13 +44,13 @@ class Cut:
             that have one; the others are not computed.
         saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
             drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
-        apart: the places among the constants of buffers that only updates read and write.
+        update_only: the places among the constants of buffers that only updates read and write.
     """
 
     graph: Graph
     wanted: tuple[tuple[str, tuple[int, ...]], ...]
     saved: tuple[str, ...] | None = None
-    apart: tuple[int, ...] = ()
+    update_only: tuple[int, ...] = ()
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
@@ -79,7 +79,7 @@ class Cut:
         return next((place for place, name in enumerate(names) if name in read), None)
 
     def _buffers(self) -> tuple[Any, ...]:
-        return tuple(self.graph.reads["const"][place] for place in self.apart)
+        return tuple(self.graph.reads["const"][place] for place in self.update_only)
 
     def _update_ops(self) -> set[Name]:
         known = self._forward_ops | {*self.graph.inputs()}

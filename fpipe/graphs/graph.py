@@ -1,4 +1,4 @@
-"""A list of torch ops with named values: what a traced function computes, forward and backward, without its Python."""
+"""Hold a traced function, forward and backward, as a list of torch ops with named values, without its Python."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Stream(NamedTuple):
     path: tuple[int, ...] = ()
 
 
-class _Call(NamedTuple):
+class _NodeFields(NamedTuple):
     name: Name
     op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
-class Node(_Call):
+class Node(_NodeFields):
     """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
 
     @cached_property
@@ -119,7 +119,7 @@ class Graph:
         return found
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
@@ -149,12 +149,12 @@ def storage_of(tensor: Tensor) -> int:
 def alias(leaf: Any) -> Any:
     """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
     leaf once for all its uses, and so adds their gradients up in the lower precision."""
-    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_plain(leaf)
+    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
     return torch.ops.aten.alias.default(leaf) if known else leaf
 
 
-def apart(known: Aval) -> Fact:
-    """A tensor in memory of its own."""
+def in_own_storage(known: Aval) -> Fact:
+    """The fact of a tensor in a storage of its own."""
     return Fact(known, fresh_storage(), _span(known.shape, known.stride) * known.dtype.itemsize)
 
 

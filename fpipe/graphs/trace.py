@@ -1,4 +1,4 @@
-"""Write down what plain autograd does: a function and its gradient, run once on tensors without data, op by op.
+"""Trace what plain autograd does: a function and its gradient, run once on fake tensors, op by op.
 
     y = f(params, x)        --> trace -->        y = ops(params, x);  dx, g = more ops(params, x, dy)
 
@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import (
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
-from fpipe.graphs.evenly import evenly
 from fpipe.graphs.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
-from fpipe.graphs.functional import changed_by, functional, refuse_changes
+from fpipe.graphs.functional import functional, mutated_by, refuse_mutation
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
-from fpipe.graphs.keys import alone
+from fpipe.graphs.keys import exclusive_generator
+from fpipe.graphs.max_gradients import rewrite_max_gradients
 from fpipe.graphs.pure import Impure
 
 Leaves = Sequence[Any]
@@ -50,7 +50,7 @@ _COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 def outline(
     function: Flat, reads: Groups, keys: Keys | None = None
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
-    """What a function reads and writes, by running it on tensors without data.
+    """What a function reads and writes, by running it on fake tensors.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
@@ -64,7 +64,7 @@ def outline(
     >>> ran
     ('aten.t.default',)
     """
-    with alone(), _reasons(), fake_mode() as mode, no_leaks(mode):
+    with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
         return _outline(function, reads, keys)
 
 
@@ -164,10 +164,10 @@ def trace(
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         refuse_hidden(calls, before[0])
         without_fills(traced)
-        evenly(traced)
+        rewrite_max_gradients(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        if any(map(changed_by, calls)):
-            refuse_changes(traced)
+        if any(map(mutated_by, calls)):
+            refuse_mutation(traced)
             layouts = _rrelu_layouts(traced)
             traced = functional(traced, fakes)
             if _rrelu_layouts(traced) != layouts:

@@ -1,4 +1,4 @@
-"""The two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
+"""Bind the two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")
 
 
-def check_handed(program: Program, model: Model, params: Any, state: Any) -> None:
+def check_inputs(program: Program, model: Model, params: Any, state: Any) -> None:
     """A ValueError for params or a state that are not those of the model, before anything is cut."""
     check_params(model, params)
     check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
-def handed_in(
+def bind_inputs(
     program: Program,
     model: Model,
     params: Sequence[Any],
@@ -54,7 +54,7 @@ def handed_in(
     return {end.value: found[end.value] for end in program.inputs}
 
 
-def handed_back(
+def collect_results(
     program: Program,
     model: Model,
     params: Sequence[Any],

@@ -1,6 +1,6 @@
-"""One way to call a stage or the loss: a value to compare, and a function of leaves.
+"""Describe one way to call a stage or the loss: a value to compare, and a function of leaves.
 
-call = Call(stage=1, reads=(("params", avals), ("x", avals)), specs=...)
+call = StageCall(stage=1, reads=(("params", avals), ("x", avals)), specs=...)
 flat(model, call, specs)({"params": [w, b], "x": [x]})    -->    {"y": [y]}
 """
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import Aval, alias, aval
 from fpipe.graphs.keep import listening
+from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import called, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.model import Model, PositionalStage, same_keys
 
 Spec = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class StageCall:
     """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
 
     Attributes:
@@ -63,9 +63,9 @@ class Call:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Call) and self._parts == other._parts)
+        return self is other or (isinstance(other, StageCall) and self._parts == other._parts)
 
-    def differentiable(self) -> Call:
+    def differentiable(self) -> StageCall:
         """The same call as if a gradient of every input that can have one were wanted."""
         reads = tuple(
             (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
@@ -92,7 +92,7 @@ def wants(leaf: Any) -> bool:
 
 
 def flat(
-    model: Model, call: Call, specs: dict[str, Spec], key: int = 0
+    model: Model, call: StageCall, specs: dict[str, Spec], key: int = 0
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
     """The call as a function of leaves; it notes the containers of what it writes."""
     containers = dict(call.specs)
@@ -128,8 +128,8 @@ def flat(
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
         with listening() as kept, pure(one.forward, "it", given, tracing=True):
-            made = called(one, {**own, **more} if more else own, x, said)
-        return outputs(call.stage, *taken_apart(one, made), kept)
+            made = call_stage(one, {**own, **more} if more else own, x, said)
+        return outputs(call.stage, *split_output(one, made), kept)
 
     def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
         ports = {f"y:{port}" if port else "y": one for port, one in enumerate(outputs_of(model, stage, y))}
@@ -146,7 +146,7 @@ def flat(
     return loss if call.stage is None else stage
 
 
-def positions(model: Model, module: PositionalStage, call: Call) -> tuple[tuple[str, int], ...]:
+def positions(model: Model, module: PositionalStage, call: StageCall) -> tuple[tuple[str, int], ...]:
     """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
@@ -155,7 +155,7 @@ def positions(model: Model, module: PositionalStage, call: Call) -> tuple[tuple[
     return tuple(given[leaf[0]] for leaf in module.names)
 
 
-def buffers(module: PositionalStage, call: Call) -> tuple[int, ...]:
+def buffers(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
     """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
     if not module.holds:
         return ()
