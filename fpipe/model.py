@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.program import Op
 
@@ -74,6 +75,24 @@ class Stage:
             raise ValueError("notes and counts are for a stage's update=, which is missing.")
 
 
+class TiedLeaf(NamedTuple):
+    """One use of a tied leaf: where it is read, and where it lives, which is the value `params[owner]:port`.
+
+    Attributes:
+        stage, name: the stage that reads it, and what it is called there.
+        bundle: which of that stage's parameter bundles it is: 0 is the stage's own, then its tied leaves in order.
+        owner, owner_name: the stage where it lives, and what it is called there.
+        port: which of its owner's tied leaves it is, from 1.
+    """
+
+    stage: int
+    name: str
+    bundle: int
+    owner: int
+    owner_name: str
+    port: int
+
+
 @dataclass(frozen=True)
 class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
@@ -132,14 +151,35 @@ class Model:
         """How many outputs a stage has: one, or as many as others take of it."""
         return self._ports.get(stage, 1)
 
-    def tied(self, stage: int) -> tuple[tuple[int, int, str], ...]:
-        """The tied leaves a stage reads, as (owner stage, port at the owner, the leaf's name in this stage)."""
-        found: list[tuple[int, int, str]] = []
-        for group_number, group in enumerate(self.ties):
-            owner = group[0][0]
-            port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
-            found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
+    @cached_property
+    def tied_uses(self) -> tuple[tuple[TiedLeaf, ...], ...]:
+        """The uses of each tied leaf, its owner's first."""
+        bundles, ports = Counter[int](), Counter[int]()
+        found: list[tuple[TiedLeaf, ...]] = []
+        for group in self.ties:
+            owner, owner_name = group[0]
+            ports[owner] += 1
+            uses: list[TiedLeaf] = []
+            for stage, name in group:
+                bundles[stage] += 1
+                uses.append(TiedLeaf(stage, name, bundles[stage], owner, owner_name, ports[owner]))
+            found.append(tuple(uses))
         return tuple(found)
+
+    @cached_property
+    def _tied(self) -> dict[int, tuple[TiedLeaf, ...]]:
+        found: dict[int, tuple[TiedLeaf, ...]] = {}
+        for leaf in (leaf for uses in self.tied_uses for leaf in uses):
+            found[leaf.stage] = (*found.get(leaf.stage, ()), leaf)
+        return found
+
+    def tied(self, stage: int) -> tuple[TiedLeaf, ...]:
+        """The tied leaves that a stage reads, bundle after bundle."""
+        return self._tied.get(stage, ())
+
+    def owned(self, stage: int) -> tuple[TiedLeaf, ...]:
+        """The tied leaves that live in a stage, port after port."""
+        return tuple(uses[0] for uses in self.tied_uses if uses[0].owner == stage)
 
 
 def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -194,26 +234,23 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
                 f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
                 "params."
             )
-    for stage, leaf in (member for group in model.ties for member in group):
-        if not isinstance(params[stage], Mapping):
-            found = type(params[stage]).__name__
+    tied = [leaf for uses in model.tied_uses for leaf in uses]
+    for leaf in tied:
+        if not isinstance(params[leaf.stage], Mapping):
+            found = type(params[leaf.stage]).__name__
             raise ValueError(
-                f"leaf {leaf!r} of stage {stage} is tied, so that stage's params are a dict; found {found}."
+                f"leaf {leaf.name!r} of stage {leaf.stage} is tied, so that stage's params are a dict; found {found}."
             )
     for stage, leaf in model.frozen:
         if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
             raise ValueError(
                 f"leaf {leaf!r} of stage {stage} is frozen, but params of stage {stage} have no such leaf."
             )
-    for group in model.ties:
-        owner, name = group[0]
-        if name not in params[owner]:
-            raise ValueError(f"params of stage {owner} must have the tied leaf {name!r}, which lives there.")
-        for stage, leaf in group[1:]:
-            if leaf in params[stage]:
-                raise ValueError(
-                    f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
-                )
+    for stage, name, _, owner, owner_name, _ in tied:
+        if owner_name not in params[owner]:
+            raise ValueError(f"params of stage {owner} must have the tied leaf {owner_name!r}, which lives there.")
+        if stage != owner and name in params[stage]:
+            raise ValueError(f"params of stage {stage} come without {name!r}: it is tied and lives in stage {owner}.")
     return params
 
 
@@ -263,8 +300,7 @@ def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
     if None in names:
         return [False] * len(found)
     if port:
-        name = next(group[0][1] for group in model.ties if group[0][0] == stage and not (port := port - 1))
-        return [False] * len(found) if name in names else found
+        return [False] * len(found) if model.owned(stage)[port - 1].name in names else found
     if names and isinstance(bundle, Mapping):
         places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
@@ -274,10 +310,8 @@ def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
     """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
     full = list(check_params(model, params))
-    for group in model.ties:
-        owner, name = group[0]
-        for stage, leaf in group[1:]:
-            full[stage] = {**full[stage], leaf: params[owner][name]}
+    for stage, name, _, owner, owner_name, _ in (leaf for uses in model.tied_uses for leaf in uses[1:]):
+        full[stage] = {**full[stage], name: params[owner][owner_name]}
     return full
 
 

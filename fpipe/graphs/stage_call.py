@@ -123,8 +123,7 @@ def flat(
                 beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
             return outputs(call.stage, y, beside, kept)
         own = whole(given, "params")
-        ties = [leaf for _, _, leaf in model.tied(call.stage)]
-        more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
+        more = {leaf.name: whole(given, f"params:{leaf.bundle}") for leaf in model.tied(call.stage)}
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
         with listening() as kept, pure(one.forward, "it", given, tracing=True):
@@ -150,7 +149,7 @@ def positions(model: Model, module: PositionalStage, call: StageCall) -> tuple[t
     """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
-    given |= {leaf: (f"params:{port}", 0) for port, (_, _, leaf) in enumerate(model.tied(module.number), 1)}
+    given |= {leaf.name: (f"params:{leaf.bundle}", 0) for leaf in model.tied(module.number)}
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
 

@@ -173,7 +173,7 @@ class Traces:
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
         by_place = isinstance(stage.forward, PositionalStage)
-        names = tuple("" if by_place else leaf for _, _, leaf in self.model.tied(call.stage))
+        names = tuple("" if by_place else leaf.name for leaf in self.model.tied(call.stage))
         how = (
             frozenset(stage.asks),
             stage.aux_loss,

@@ -95,7 +95,7 @@ class _Given:
                     self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
         owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
         self.bundles = [_own_leaves(context.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
-        ties = {leaf: bundle for (_, _, leaf), bundle in zip(context.model.tied(number), self.bundles[1:], strict=True)}
+        ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
         said = {"microbatch": op.microbatch, "carry": self.carry}

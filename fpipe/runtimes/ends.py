@@ -32,17 +32,12 @@ def bind_inputs(
 ) -> dict[Value, Any]:
     """The caller's values by name. Tied leaves are bundles of their own."""
     params = check_params(model, params)
-    own = [
-        dict(stage) if any(group[0][0] == number for group in model.ties) else stage
-        for number, stage in enumerate(params)
-    ]
     found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
-    for group in model.ties:
-        owner, leaf = group[0]
-        port = next(port for _, port, name in model.tied(owner) if name == leaf)
-        found[Value("params", owner, port=port)] = own[owner].pop(leaf)
-    for number, stage in enumerate(own):
-        found[Value("params", number)] = stage
+    for number, stage in enumerate(params):
+        tied = model.owned(number)
+        own = found[Value("params", number)] = dict(stage) if tied else stage
+        for leaf in tied:
+            found[Value("params", number, port=leaf.port)] = own.pop(leaf.name)
         if state is not None:
             found[Value("state", number)] = state[number]
     missing = next(
@@ -96,7 +91,7 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
     found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
     made: list[Any] = []
     for number, stage in enumerate(params):
-        tied = {leaf: found[number, port][0] for owner, port, leaf in model.tied(number) if owner == number}
+        tied = {leaf.name: found[number, leaf.port][0] for leaf in model.owned(number)}
         own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
         grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
         grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads

@@ -27,7 +27,7 @@ def aliases(model: Model, stage: int, full: Any) -> Any:
 
 def train(model: Model, stage: int, full: Any) -> list[bool]:
     """For each leaf of a stage, tied ones too, whether it has a gradient: floating, and not frozen where it lives."""
-    homes: dict[Any, tuple[int, str]] = {leaf: group[0] for group in model.ties for n, leaf in group if n == stage}
+    homes: dict[Any, tuple[int, str]] = {leaf.name: (leaf.owner, leaf.owner_name) for leaf in model.tied(stage)}
     names: Any = full if isinstance(full, Mapping) and (homes or model.frozen) else {None: full}
     found: list[bool] = []
     for name, own in names.items():

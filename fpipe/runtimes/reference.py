@@ -237,12 +237,11 @@ def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | Non
         tree.unflatten(tree.flatten(stage)[1], grads)
         for stage, grads in zip(with_ties(model, params), sums, strict=True)
     ]
-    for group in model.ties:
-        owner, name = group[0]
+    for uses in model.tied_uses:
         total: Tensor | None = None
-        for stage, leaf in sorted(group):
-            total = added(total, full[stage].pop(leaf))
-        full[owner][name] = total
+        for leaf in sorted(uses):
+            total = added(total, full[leaf.stage].pop(leaf.name))
+        full[uses[0].owner][uses[0].name] = total
     made: list[Any] = []
     for number, (own, grads) in enumerate(zip(params, full, strict=True)):
         leaves, containers = tree.flatten(own)
