@@ -14,6 +14,7 @@ import torch
 
 from fpipe.graphs.ambient import kernels, raw_ops
 from fpipe.graphs.graph import Aval, Graph, Name, Node
+from fpipe.graphs.labels import total_of, variable
 
 _aten: Any = torch.ops.aten
 
@@ -42,13 +43,13 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
         if label not in labels:
             writes[label] = leaves
             continue
-        sums = "total" + label.removeprefix("g")
+        sums = total_of(label)
         totals: list[Name | None] = []
         for at, leaf in enumerate(leaves):
             if leaf is None:
                 totals.append(None)
                 continue
-            total = Name(f"{sums.replace(':', '')}_{at}")
+            total = Name(variable(sums, at))
             totals.append(total)
             facts[total] = facts[leaf]
             product = _product(graph, leaf)

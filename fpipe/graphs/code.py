@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import (
 )
 
 from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
+from fpipe.graphs.labels import is_lasting, variable
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_KEPT = ("ready", "params", "const", "dloss", "factor")
 
 
 def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
@@ -64,19 +64,19 @@ def source(graph: Graph, name: str = "run") -> str:
 
 def _written(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
     objects: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    labels = {label: label.replace(":", "") for label in graph.reads}
+    labels = {label: variable(label) for label in graph.reads}
     lines = [f"def {name}({', '.join(labels.values())}):"]
     results = {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
     needed = results.union(*(node.reads for node in graph.nodes))
     for label, leaves in graph.reads.items():
         words = [leaf if leaf in needed else "_" for leaf in leaves]
-        kept = label.split(":")[0] in _KEPT
+        kept = is_lasting(label)
         if words and {*words} != {"_"}:
             drop = "; del _" if "_" in words and not kept else ""
             lines.append(f"    [{', '.join(words)}] = {labels[label]}{drop}")
-    cleared = [word for label, word in labels.items() if label.split(":")[0] not in _KEPT]
+    cleared = [word for label, word in labels.items() if not is_lasting(label)]
     lines += ["    " + "; ".join(f"{word}.clear()" for word in cleared)] if cleared else []
-    kept = {leaf for label, leaves in graph.reads.items() if label.split(":")[0] in _KEPT for leaf in leaves}
+    kept = {leaf for label, leaves in graph.reads.items() if is_lasting(label) for leaf in leaves}
     dead = _last_reads(graph, results | kept)
     for node, names in zip(graph.nodes, dead, strict=True):
         line = f"    {node.name} = {_call(node, graph, objects)}"

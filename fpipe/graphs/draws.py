@@ -24,12 +24,10 @@ from torch.utils._python_dispatch import (
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
 from fpipe.graphs.keys import TORCHS_GENERATOR, seeded
+from fpipe.graphs.labels import GENERATORS
 
 _torch: Any = torch
 _random: Any = torch.random
-
-LABEL = "rng"
-"""What a graph that draws reads beside tensors: a generator for each device, by `Name("rng_cpu")` and so on."""
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
@@ -179,7 +177,7 @@ class Streams(TorchDispatchMode):
 
 def drawn(graph: Graph) -> list[Node]:
     """The ops of a graph that draw random numbers, those that are handed a generator already too."""
-    handed = set(graph.reads.get(LABEL, ()))
+    handed = set(graph.reads.get(GENERATORS, ()))
     return [
         node
         for node in graph.nodes
@@ -193,6 +191,7 @@ _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("filled(Tensor like, str name, float[] numbers) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _FILLED: Any = torch.ops.fpipe.filled.default
 _aten: Any = torch.ops.aten
+# Those whose arguments are floats, which is what `filled` takes.
 _FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
 
@@ -259,12 +258,12 @@ def keyed(graph: Graph, streams: Sequence[Stream | None] | None = None) -> Graph
             return node
         fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
         stream = said[node.name] or Stream(str(fact.aval.device))
-        word = "_".join(["rng", stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
+        word = "_".join([GENERATORS, stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
         name = names.setdefault(stream, Name(word))
         return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
 
     nodes = tuple(map(given, graph.nodes))
-    return replace(graph, nodes=nodes, reads={**graph.reads, LABEL: tuple(names.values())}, streams=tuple(names))
+    return replace(graph, nodes=nodes, reads={**graph.reads, GENERATORS: tuple(names.values())}, streams=tuple(names))
 
 
 @lru_cache

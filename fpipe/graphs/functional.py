@@ -58,18 +58,18 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
 
 
 def _not_in_place(node: fx.Node) -> Any:
-    """The op that writes what this one leaves in its first argument, if there is one that takes the same."""
+    """The op that writes what this one leaves in its first argument, if there is one that takes the same: only by their
+    names does torch say that they belong together."""
     target: Any = node.target
     packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     found = getattr(packet, target._overloadname, None)
     kinds = [[str(argument.type) for argument in op._schema.arguments] for op in (target, found) if op is not None]
-    return found if len(kinds) == 2 and kinds[0] == kinds[1] else None
+    return found if found is not target and len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 def _reorders(node: fx.Node) -> bool:
     """Whether an op in place keeps an order in memory that the other would not: masked_fill writes all in a row."""
-    target: Any = node.target
-    if mutated_by(node) != [node.args[0]] or not target._schema.name.endswith("_") or _not_in_place(node) is None:
+    if mutated_by(node) != [node.args[0]] or _not_in_place(node) is None:
         return False
     before = _value(node.args[0])
     if before.is_contiguous() or not _aten.is_non_overlapping_and_dense(before):

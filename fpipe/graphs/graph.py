@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.graphs.labels import GENERATORS
+
 
 class Name(str):
     """The name of a tensor (or of an op's list of tensors) in a graph; any other argument of an op is itself.
@@ -218,7 +220,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
     back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
     names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
     names |= {name: Name(f"loss_{name}") for name in then.constants}
-    names |= {name: name for name in then.reads.get("rng", ())}  # the loss draws on from where the stage ended
+    names |= {name: name for name in then.reads.get(GENERATORS, ())}  # the loss draws on from where the stage ended
     handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
     names |= handed
     up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
@@ -229,14 +231,14 @@ def inlined(first: Graph, then: Graph) -> Graph:
     facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
     forward = first.behind(leaf for label in ("y", "carry", "state") for leaf in first.writes.get(label, ()))
     # Numbers that nobody reads are drawn too, before the loss's own.
-    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get("rng", ())}
+    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get(GENERATORS, ())}
     end = 1 + max((at for at, node in enumerate(first.nodes) if node.name in forward), default=-1)
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
     reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
     streams = tuple(dict.fromkeys((*first.streams, *then.streams)))
     if streams:
-        reads["rng"] = tuple(dict.fromkeys((*first.reads.get("rng", ()), *reads.get("rng", ()))))
+        reads[GENERATORS] = tuple(dict.fromkeys((*first.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
     writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
     return Graph(
         (*own[:end], *others, *own[end:]),

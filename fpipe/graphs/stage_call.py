@@ -16,6 +16,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.graph import Aval, alias, aval
 from fpipe.graphs.keep import listening
+from fpipe.graphs.labels import is_input, label_at
 from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.graphs.pure import pure
 from fpipe.model import Model, PositionalStage, same_keys
@@ -68,7 +69,7 @@ class StageCall:
     def differentiable(self) -> StageCall:
         """The same call as if a gradient of every input that can have one were wanted."""
         reads = tuple(
-            (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
+            (label, tuple(map(_wanting, leaves)) if is_input(label) or label == "carry" else leaves)
             for label, leaves in self.reads
         )
         return replace(self, reads=reads)
@@ -98,7 +99,7 @@ def flat(
     containers = dict(call.specs)
 
     def whole(given: Mapping[str, list[Any]], label: str) -> Any:
-        came = label.split(":")[0] == "x" and label not in call.starts
+        came = is_input(label) and label not in call.starts
         return tree.unflatten(containers[label], map(alias, given[label]) if came else given[label])
 
     def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -110,7 +111,7 @@ def flat(
     def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         assert call.stage is not None
         one = model.stages[call.stage]
-        taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
+        taken = [whole(given, label) for label in given if is_input(label)]
         x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
         if isinstance(one.forward, PositionalStage):
             order = positions(model, one.forward, call)
@@ -123,7 +124,7 @@ def flat(
                 beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
             return outputs(call.stage, y, beside, kept)
         own = whole(given, "params")
-        more = {leaf.name: whole(given, f"params:{leaf.bundle}") for leaf in model.tied(call.stage)}
+        more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
         with listening() as kept, pure(one.forward, "it", given, tracing=True):
@@ -131,7 +132,7 @@ def flat(
         return outputs(call.stage, *split_output(one, made), kept)
 
     def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
-        ports = {f"y:{port}" if port else "y": one for port, one in enumerate(outputs_of(model, stage, y))}
+        ports = {label_at("y", port): one for port, one in enumerate(outputs_of(model, stage, y))}
         for one in ports.values():
             refuse_odd_output(one, "it")
         return written({**ports, **beside, "kept": kept})
@@ -146,10 +147,14 @@ def flat(
 
 
 def positions(model: Model, module: PositionalStage, call: StageCall) -> tuple[tuple[str, int], ...]:
-    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
+    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own.
+
+    No front door can know: params are the caller's dicts, in an order of their own, and each order is another call. A
+    trace looks the names up once, and what it makes knows only positions.
+    """
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
-    given |= {leaf.name: (f"params:{leaf.bundle}", 0) for leaf in model.tied(module.number)}
+    given |= {leaf.name: (label_at("params", leaf.bundle), 0) for leaf in model.tied(module.number)}
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
 

@@ -16,10 +16,14 @@ from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, in_own_storage, inlined, same
 from fpipe.graphs.keys import TracedKey, fold_in, unseeding
+from fpipe.graphs.labels import variable
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.trace import Around, outline, trace
 from fpipe.model import Model, PositionalStage
+
+Cotangents = Mapping[str, tuple[Any, ...]]
+"""By label the avals of the cotangents of a call, None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -95,36 +99,38 @@ class Traces:
             self._outlines[call] = made
         return self._outlines[call]
 
-    def graph(self, call: StageCall, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
-        known = (call, *seeds.items())
+        known = (call, *cotangents.items())
         if known not in self._graphs:
-            self._graphs[known] = self._traced(call, seeds)
+            self._graphs[known] = self._traced(call, cotangents)
         return self._graphs[known]
 
-    def _traced(self, call: StageCall, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
-            return _the_loss_itself(call, seeds)
+            return _the_loss_itself(call, cotangents)
         store, own = self._place(call)
-        key = (own, *seeds.items())
+        key = (own, *cotangents.items())
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            found = self._written_down(call, seeds)
+            found = self._written_down(call, cotangents)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
             store.graphs[key] = found
         return found
 
-    def _written_down(self, call: StageCall, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def _written_down(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
         of one are others for the next."""
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
-            return trace(flat(self.model, call, {}), dict(call.reads), seeds, None, self._around(call))
+            return trace(flat(self.model, call, {}), dict(call.reads), cotangents, None, self._around(call))
         keys = [TracedKey(fold_in(0, which)) for which in range(2)]
         with unseeding():
-            one, other = (trace(flat(self.model, call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
+            one, other = (
+                trace(flat(self.model, call, {}, key), dict(call.reads), cotangents, key.known) for key in keys
+            )
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one
@@ -147,11 +153,11 @@ class Traces:
                 self._shared[call] = other if same_ops else call
         return self._shared[call]
 
-    def with_loss(self, call: StageCall, seeds: Mapping[str, tuple[Any, ...]], loss: StageCall, weight: Aval) -> Graph:
+    def with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
         """The last stage and the loss, each traced apart, as one graph."""
         top = self.graph(loss, {"dloss": (weight,)})
         dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
-        stage = self.graph(call, {**seeds, "dy": dy})
+        stage = self.graph(call, {**cotangents, "dy": dy})
         return stage.once(("with loss", top), lambda: inlined(stage, top))
 
     def _place(self, call: StageCall) -> tuple[Store, Any]:
@@ -223,13 +229,13 @@ def _leaves(call: StageCall) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
-def _the_loss_itself(call: StageCall, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+def _the_loss_itself(call: StageCall, cotangents: Cotangents) -> Graph:
     """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
-    reads = {label: tuple(Name(f"{label}_{at}") for at in range(len(leaves))) for label, leaves in call.reads}
-    seed, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    reads = {label: tuple(Name(variable(label, at)) for at in range(len(leaves))) for label, leaves in call.reads}
+    cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
     avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
-    avals[seed] = seeds["dloss"][0]
+    avals[cotangent] = cotangents["dloss"][0]
     facts = {name: in_own_storage(known) for name, known in avals.items() if isinstance(known, Aval)}
     named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
-    writes = {"loss": named["x"], "dx": (seed if leaf.wants else None,)}
-    return Graph((), facts, {}, {**named, "dloss": (seed,)}, writes)
+    writes = {"loss": named["x"], "dx": (cotangent if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (cotangent,)}, writes)

@@ -21,8 +21,8 @@ from fpipe.graphs.add import adding, owned
 from fpipe.graphs.ambient import casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
+from fpipe.graphs.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.outputs import scaled
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.model import PositionalStage
@@ -41,7 +41,7 @@ from fpipe.runtimes.lowering.instructions import (
     under_autograd,
     with_generators,
 )
-from fpipe.runtimes.lowering.shapes import Shapes, Untraced, label_of
+from fpipe.runtimes.lowering.shapes import Shapes, Untraced
 from fpipe.runtimes.lowering.sums import Sums
 from fpipe.runtimes.lowering.updates import Update, Updates
 from fpipe.runtimes.meaning import rounding
@@ -214,20 +214,19 @@ class _Writer:
         how = None if update is None else update[1:]
         key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, self.kernels)
         first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update))
-        named = self.shapes.labels(op) | {
-            "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
-        }
+        totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
+        named = self.shapes.labels(op) | {label: add.reads[0] for label, add in totals.items()}
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
         values = {label_of(value): value for value in self.own_writes(at)}
-        values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
+        values |= {label: add.writes[0] for label, add in totals.items()}
         if update:
             named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
             values |= {NEW: self.ops[update.at].writes[0]}
-        if graph.streams and LABEL in graph.reads:
-            named |= {LABEL: KEY}
+        if graph.streams and GENERATORS in graph.reads:
+            named |= {GENERATORS: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, op.microbatch or 0, op.slice)
-            run = with_generators(run, [*graph.reads].index(LABEL), graph.streams, place)
+            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[other] for other in self.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)

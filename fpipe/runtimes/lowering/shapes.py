@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +19,15 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, aval, fresh_storage, in_own_storage, is_strided
+from fpipe.graphs.labels import (
+    cotangent_of,
+    differentiated,
+    is_cotangent,
+    is_output,
+    label_of,
+    port_of,
+    reads_of,
+)
 from fpipe.graphs.outputs import copied
 from fpipe.graphs.stage_call import StageCall, wants
 from fpipe.graphs.trace_cache import Outline, Traces
@@ -76,8 +84,8 @@ class Shapes:
         self.moved: dict[Op, StorageMap] = {}
         self.first: dict[StageCall, StageCall] = {}
         self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
-        self.seed = fresh_storage()
-        self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
+        self.loss_cotangent = fresh_storage()
+        self.constant: set[int] = {self.loss_cotangent}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
         self.copies: dict[Value, list[Value]] = {}  # the other way round
 
@@ -211,8 +219,7 @@ class Shapes:
 
     def starts(self, value: Value, label: str) -> bool:
         """Whether a value that a forward reads is of the batch, and its gradient is wanted."""
-        port = int(label.partition(":")[2] or 0)
-        return value.name in ("x", "inputs") and (value.stage, port) in self.context.input_grads
+        return value.name in ("x", "inputs") and (value.stage, port_of(label)) in self.context.input_grads
 
     def constants(self, stage: int | None) -> dict[str, AbstractTree]:
         """What a module reads besides its parameters."""
@@ -222,37 +229,27 @@ class Shapes:
     def labels(self, op: Op) -> dict[str, Value]:
         """The values an op reads by the label that graphs have for them."""
         if id(op) not in self._labels:
-            self._labels[id(op)] = op, self._labelled(op)
+            self._labels[id(op)] = op, reads_of(op)
         return self._labels[id(op)][1]
-
-    def _labelled(self, op: Op) -> dict[str, Value]:
-        found: dict[str, Value] = {}
-        counts: dict[str, int] = {}
-        for value in op.reads:
-            word = _LABELS.get(value.name, value.name) if op.kind in "FR" else _BACKWARD_LABELS.get(value.name)
-            if word in ("params", "x", "dy"):
-                at = counts[word] = counts.get(word, -1) + 1
-                word += f":{at}" if at else ""
-            if word is not None:
-                found[word] = value
-        return found
 
     def backward(self, op: Op) -> None:
         """Trace the stage and its gradient, now that the cotangents are known, and see what comes out."""
         place = op[1:4]
         call, loss, first = self.stage_calls[place]
         named = self.labels(op)
-        seeds: dict[str, tuple[Any, ...]] = {}
+        cotangents: dict[str, tuple[Any, ...]] = {}
         outline = self.traces.outline(call)
         if loss is None:
             for label in _outputs(outline):
-                value, leaves = named.get(f"d{label}"), outline.avals(label)
-                seeds[f"d{label}"] = (None,) * len(leaves) if value is None else self.cotangents(value, leaves)
+                value, leaves = named.get(cotangent_of(label)), outline.avals(label)
+                cotangents[cotangent_of(label)] = (
+                    (None,) * len(leaves) if value is None else self.cotangent_avals(value, leaves)
+                )
         if "dcarry" in named:
-            seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
+            cotangents["dcarry"] = self.cotangent_avals(named["dcarry"], outline.avals("carry"))
         if "loss" in outline.writes:  # a loss of the stage's own
-            seeds["dloss"] = (self.loss_of(op),)
-        graph = self.traced(call, seeds, loss)
+            cotangents["dloss"] = (self.loss_of(op),)
+        graph = self.traced(call, cotangents, loss)
         wanted = tuple(
             (label_of(value), self.wanting(call, label_of(value)))
             for value in op.writes
@@ -268,8 +265,8 @@ class Shapes:
         if place not in self.cuts:
             call, loss, _ = self.stage_calls[place]
             outline = self.traces.outline(call)
-            seeds = {f"d{label}": (None,) * len(outline.writes[label]) for label in _outputs(outline)}
-            graph = self.traced(call, seeds, loss)
+            cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _outputs(outline)}
+            graph = self.traced(call, cotangents, loss)
             self.cuts[place] = self.cut(op, graph, (), None)
         return self.cuts[place]
 
@@ -293,24 +290,22 @@ class Shapes:
         call, loss, _ = self.stage_calls[op[1:4]]
         return self.traces.outline(loss or call).avals("loss")[0]._replace(wants=False)
 
-    def traced(self, call: StageCall, seeds: dict[str, tuple[Any, ...]], loss: StageCall | None) -> Graph:
+    def traced(self, call: StageCall, cotangents: dict[str, tuple[Any, ...]], loss: StageCall | None) -> Graph:
         """A stage and its gradient, with the loss if it reads the target."""
         if loss is None:
-            return self.traces.graph(self.traces.shared(call), seeds)
+            return self.traces.graph(self.traces.shared(call), cotangents)
         weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
-        return self.traces.with_loss(self.traces.shared(call), seeds, loss, weight)
+        return self.traces.with_loss(self.traces.shared(call), cotangents, loss, weight)
 
     def wanting(self, call: StageCall, label: str) -> tuple[int, ...]:
         """The places of leaves that want a cotangent, among those it is the label of."""
-        leaves = dict(call.reads)[
-            {"dx": "x", "dcarry": "carry"}[label.split(":")[0]] + label[len(label.split(":")[0]) :]
-        ]
+        leaves = dict(call.reads)[differentiated(label)]
         return tuple(place for place, leaf in enumerate(leaves) if wants(leaf))
 
-    def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def cotangent_avals(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The avals of cotangents, for leaves that want one."""
         given = self.trees[value].leaves
-        return tuple(aval_of(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
+        return tuple(aval_of(known) if wants(leaf) else None for leaf, known in zip(leaves, given, strict=True))
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
@@ -340,10 +335,10 @@ class Shapes:
         self.constant.update(constants)
         places = StorageMap(zip(constants, constants, strict=True))
         given = {label: self.trees[value] for label, value in self.labels(first).items()}
-        given |= {label: self.trees[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
+        given |= {label: self.trees[value] for label, value in named.items() if is_cotangent(label)}
         given |= self.constants(first.stage)
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            places[facts[name].storage] = self.seed
+            places[facts[name].storage] = self.loss_cotangent
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
@@ -359,20 +354,6 @@ class Shapes:
         return places
 
 
-_LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
-_BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
-
-
 def _outputs(outline: Outline) -> list[str]:
     """The labels of a stage's outputs."""
-    return [label for label in outline.writes if label.split(":")[0] == "y"]
-
-
-def label_of(value: Value) -> str:
-    """What graphs call a value: its name and port."""
-    return _label(value.name, value.port)
-
-
-@cache
-def _label(name: str, port: int) -> str:
-    return ("y" if name == "again" else name) + (f":{port}" if port else "")
+    return [label for label in outline.writes if is_output(label)]

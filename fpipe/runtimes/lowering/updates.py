@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, Fact
+from fpipe.graphs.labels import label_of
 from fpipe.graphs.update import Norm, updating
 from fpipe.model import PositionalStage, Stage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.shapes import Shapes, label_of
+from fpipe.runtimes.lowering.shapes import Shapes
 
 
 class Update(NamedTuple):
