@@ -1,4 +1,4 @@
-"""A model as fpipe sees it: pure stage functions in dataflow order, and a loss, without parameters or devices."""
+"""Describe a model: pure stage functions in dataflow order, and a loss, without parameters or devices."""
 
 from __future__ import annotations
 

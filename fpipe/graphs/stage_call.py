@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, alias, aval
-from fpipe.graphs.keep import listening
+from fpipe.graphs.keep import collecting_marks
 from fpipe.graphs.labels import is_input, label_at
 from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.graphs.pure import pure
@@ -117,7 +117,7 @@ def flat(
             order = positions(model, one.forward, call)
             params = [given[label][at] for label, at in order]
             places = buffers(one.forward, call)
-            with listening() as kept, pure(one.forward, "it", given, tracing=True):
+            with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
                 held = [given["state"][at].clone() for at in places]
                 y, beside = one.forward.pure(params, given.get("const", []), x, held)
             if places:  # in the order that they came in
@@ -127,7 +127,7 @@ def flat(
         more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-        with listening() as kept, pure(one.forward, "it", given, tracing=True):
+        with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
             made = call_stage(one, {**own, **more} if more else own, x, said)
         return outputs(call.stage, *split_output(one, made), kept)
 

@@ -77,7 +77,7 @@ class Traces:
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
         self.model, self.known_only = model, known_only
-        self._places: dict[StageCall, tuple[Store, Any]] = {}
+        self._entries: dict[StageCall, tuple[Store, Any]] = {}
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
         self._shared: dict[StageCall, StageCall] = {}
@@ -87,7 +87,7 @@ class Traces:
     def outline(self, call: StageCall) -> Outline:
         """What a call writes, by running it once on fake tensors."""
         if call not in self._outlines:
-            store, key = self._place(call)
+            store, key = self._entry(call)
             made = store.outlines.get(key)
             if made is None:
                 self._refuse_new()
@@ -109,19 +109,19 @@ class Traces:
     def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _the_loss_itself(call, cotangents)
-        store, own = self._place(call)
+        store, own = self._entry(call)
         key = (own, *cotangents.items())
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            found = self._written_down(call, cotangents)
+            found = self._trace(call, cotangents)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
             store.graphs[key] = found
         return found
 
-    def _written_down(self, call: StageCall, cotangents: Cotangents) -> Graph:
+    def _trace(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
         of one are others for the next."""
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
@@ -160,16 +160,16 @@ class Traces:
         stage = self.graph(call, {**cotangents, "dy": dy})
         return stage.once(("with loss", top), lambda: inlined(stage, top))
 
-    def _place(self, call: StageCall) -> tuple[Store, Any]:
+    def _entry(self, call: StageCall) -> tuple[Store, Any]:
         """Where the traces of a call are, and under which key."""
         try:
-            if call not in self._places:
-                self._places[call] = self._found(call)
+            if call not in self._entries:
+                self._entries[call] = self._find_entry(call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
-        return self._places[call]
+        return self._entries[call]
 
-    def _found(self, call: StageCall) -> tuple[Store, Any]:
+    def _find_entry(self, call: StageCall) -> tuple[Store, Any]:
         odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
         if odd is not None:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")

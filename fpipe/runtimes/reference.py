@@ -1,4 +1,4 @@
-"""The answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
+"""Compute the answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
 
 It shares no code with the runtimes, so that an error in one of them is not in both. Three rules fix its bits. Every
 stage reads an alias of what another stage wrote, and its own alias of each parameter, so that what one stage adds up

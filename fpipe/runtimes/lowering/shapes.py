@@ -81,7 +81,7 @@ class Shapes:
         self.forwards: dict[Coordinates, Op] = {}
         self.notes: dict[Coordinates, AbstractTree] = {}  # what norms note in a forward that leaves more for its update
         self.noting: dict[Coordinates, Op] = {}  # forwards whose updates read what their graphs say
-        self.moved: dict[Op, StorageMap] = {}
+        self.storage_maps: dict[Op, StorageMap] = {}
         self.first: dict[StageCall, StageCall] = {}
         self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
         self.loss_cotangent = fresh_storage()
@@ -145,9 +145,9 @@ class Shapes:
             if not self.is_untraced(op):
                 cut = self.cut_of(op)
                 graph, facts = cut.graph, cut.graph.facts
-                places = self.places(op, cut, self.labels(op))
+                storages = self.storage_map(op, cut, self.labels(op))
                 leaves = (*graph.writes["seen"], *cut.seen())
-                moved = tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
+                moved = tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
                 seen = next(value for value in op.writes if value.name == "seen")
                 self.trees |= dict.fromkeys((seen, *self.copies.get(seen, ())), AbstractTree(moved))
 
@@ -178,7 +178,7 @@ class Shapes:
     def outlined(self, call: StageCall, given: Mapping[str, AbstractTree]) -> dict[str, AbstractTree]:
         """What a call writes, each tensor in memory of its own or in that of what is given."""
         outline = self.traces.outline(call)
-        places = StorageMap(
+        storages = StorageMap(
             (known.storage, leaf.storage)
             for label, leaves in outline.reads.items()
             for known, leaf in zip(leaves, given[label].leaves, strict=True)
@@ -186,7 +186,9 @@ class Shapes:
         )
 
         def abstract(leaves: Sequence[Any], spec: Any) -> AbstractTree:
-            return AbstractTree(tuple(places.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec)
+            return AbstractTree(
+                tuple(storages.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec
+            )
 
         return {label: abstract(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
 
@@ -310,10 +312,12 @@ class Shapes:
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
         graph, facts = cut.graph, cut.graph.facts
-        places = self.places(first, cut, named)
+        storages = self.storage_map(first, cut, named)
 
         def abstract(leaves: Sequence[Any]) -> AbstractTree:
-            return AbstractTree(tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+            return AbstractTree(
+                tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
+            )
 
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
         gradients = [value for value in gradients if label_of(value) in graph.writes]
@@ -325,33 +329,33 @@ class Shapes:
         residuals = [source, *self.copies.get(source, ())]
         self.trees.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
 
-    def places(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> StorageMap:
+    def storage_map(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> StorageMap:
         """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `named` what
         is read by its backward, or by itself."""
-        if first in self.moved:
-            return self.moved[first]
+        if first in self.storage_maps:
+            return self.storage_maps[first]
         graph, facts = cut.graph, cut.graph.facts
         constants = [facts[name].storage for name in graph.constants]
         self.constant.update(constants)
-        places = StorageMap(zip(constants, constants, strict=True))
+        storages = StorageMap(zip(constants, constants, strict=True))
         given = {label: self.trees[value] for label, value in self.labels(first).items()}
         given |= {label: self.trees[value] for label, value in named.items() if is_cotangent(label)}
         given |= self.constants(first.stage)
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            places[facts[name].storage] = self.loss_cotangent
+            storages[facts[name].storage] = self.loss_cotangent
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
-                    places[facts[name].storage] = leaf.storage
+                    storages[facts[name].storage] = leaf.storage
         for value in first.writes:  # what F or R writes, it may keep too
             later = value.name == "res" or value not in self.trees
             names = () if later else graph.writes.get(label_of(value), ())
             for name, leaf in zip(names, self.trees[value].leaves if names else (), strict=True):
                 if isinstance(name, Name):
-                    places.setdefault(facts[name].storage, leaf.storage)
+                    storages.setdefault(facts[name].storage, leaf.storage)
         if self.update_only(first):
-            self.moved[first] = places
-        return places
+            self.storage_maps[first] = storages
+        return storages
 
 
 def _outputs(outline: Outline) -> list[str]:
