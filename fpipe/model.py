@@ -151,6 +151,11 @@ class Model:
         """How many outputs a stage has: one, or as many as others take of it."""
         return self._ports.get(stage, 1)
 
+    def who(self, stage: int) -> str:
+        """How errors call a stage: by its number, and its name if it has one."""
+        name = self.stages[stage].name
+        return f"stage {stage} ({name})" if name else f"stage {stage}"
+
     @cached_property
     def tied_uses(self) -> tuple[tuple[TiedLeaf, ...], ...]:
         """The uses of each tied leaf, its owner's first."""
@@ -268,8 +273,7 @@ def check_state(
     """
     if state is None:
         for number in sorted(readers):
-            name = model.stages[number].name
-            what = f", the module state of stage {number} ({name})" if name else ""
+            what = f", the module state of {model.who(number)}" if model.stages[number].name else ""
             raise ValueError(f"{who} reads state[{number}]{what}: hand it in as {call}(..., state=...).")
         return
     if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
@@ -374,10 +378,8 @@ def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int
 
 def who_draws(model: Model, number: int) -> str:
     """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
-    stage = model.stages[number]
-    who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
-    modules = getattr(stage.forward, "drawing", list[str])()
-    return f"{who}: {', '.join(modules)}" if modules else who
+    modules = getattr(model.stages[number].forward, "drawing", list[str])()
+    return f"{model.who(number)}: {', '.join(modules)}" if modules else model.who(number)
 
 
 def same_keys(

@@ -132,8 +132,7 @@ def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
         return (y,)
     if not isinstance(y, tuple) or len(y) != many:  # pyright: ignore[reportUnknownArgumentType]
         found = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
-        name = f" ({model.stages[stage].name})" if model.stages[stage].name else ""
-        raise TypeError(f"stage {stage}{name} returns a tuple of {many} outputs, which others take; found {found}.")
+        raise TypeError(f"{model.who(stage)} returns a tuple of {many} outputs, which others take; found {found}.")
     return y  # pyright: ignore[reportUnknownVariableType]
 
 

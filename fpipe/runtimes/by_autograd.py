@@ -76,7 +76,7 @@ class _Given:
     def __init__(self, op: Op, args: Sequence[Any], context: StepContext) -> None:
         number = op.stage or 0
         self.stage = context.model.stages[number]
-        self.who = f"stage {number} ({self.stage.name})" if self.stage.name else f"stage {number}"
+        self.who = context.model.who(number)
         named: dict[str, list[Any]] = {}
         self.taken: list[Any] = []
         self.inputs: list[Leaves] = []  # of each source, the leaves that may want a cotangent

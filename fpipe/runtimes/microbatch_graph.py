@@ -90,8 +90,7 @@ def forward(
         seed = None if key is None else seed_of(key, number, *place)
         said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
         with seeded(seed, who_draws(model, number)):
-            who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
-            with pure(stage.forward, who, (x, own[number], carries[number])):
+            with pure(stage.forward, model.who(number), (x, own[number], carries[number])):
                 made = call_stage(stage, own[number], x, said)
             y, beside = split_output(stage, made)
             with pure(model.loss if number == last else None, "the loss", (y, target)):

@@ -89,12 +89,9 @@ def _drops(program: Program) -> list[list[Value]]:
 
 def place_of(op: Op, model: Model) -> str:
     """Where an op stands, in words: stage, microbatch, rank."""
-    name = model.stages[op.stage].name if op.stage is not None else ""
-    parts = (
-        (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
-        (f"microbatch {op.microbatch}", op.microbatch),
-    )
-    return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
+    words = [] if op.stage is None else [model.who(op.stage)]
+    words += [] if op.microbatch is None else [f"microbatch {op.microbatch}"]
+    return ", ".join([*words, f"rank {op.rank}"])
 
 
 def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:

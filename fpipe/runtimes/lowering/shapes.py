@@ -97,8 +97,7 @@ class Shapes:
             try:
                 (self.forward if op.kind in "FR" else self.backward)(op)
             except Untraceable as error:
-                name = self.model.stages[op.stage or 0].name
-                raise error.of(op.stage or 0, f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
+                raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
         elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             for read, written in zip(op.reads, op.writes, strict=True):
                 source = self.origin[written] = self.origin.get(read, read)
