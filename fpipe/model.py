@@ -1,14 +1,15 @@
-"""A model as fpipe sees it: pure stage functions in dataflow order, and a loss, without parameters or devices."""
+"""Describe a model: pure stage functions in dataflow order, and a loss, without parameters or devices."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.program import Op
 
@@ -74,6 +75,24 @@ class Stage:
             raise ValueError("notes and counts are for a stage's update=, which is missing.")
 
 
+class TiedLeaf(NamedTuple):
+    """One use of a tied leaf: where it is read, and where it lives, which is the value `params[owner]:port`.
+
+    Attributes:
+        stage, name: the stage that reads it, and what it is called there.
+        bundle: which of that stage's parameter bundles it is: 0 is the stage's own, then its tied leaves in order.
+        owner, owner_name: the stage where it lives, and what it is called there.
+        port: which of its owner's tied leaves it is, from 1.
+    """
+
+    stage: int
+    name: str
+    bundle: int
+    owner: int
+    owner_name: str
+    port: int
+
+
 @dataclass(frozen=True)
 class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
@@ -132,14 +151,40 @@ class Model:
         """How many outputs a stage has: one, or as many as others take of it."""
         return self._ports.get(stage, 1)
 
-    def tied(self, stage: int) -> tuple[tuple[int, int, str], ...]:
-        """The tied leaves a stage reads, as (owner stage, port at the owner, the leaf's name in this stage)."""
-        found: list[tuple[int, int, str]] = []
-        for group_number, group in enumerate(self.ties):
-            owner = group[0][0]
-            port = 1 + sum(other[0][0] == owner for other in self.ties[:group_number])
-            found.extend((owner, port, leaf) for reader, leaf in group if reader == stage)
+    def who(self, stage: int) -> str:
+        """How errors call a stage: by its number, and its name if it has one."""
+        name = self.stages[stage].name
+        return f"stage {stage} ({name})" if name else f"stage {stage}"
+
+    @cached_property
+    def tied_uses(self) -> tuple[tuple[TiedLeaf, ...], ...]:
+        """The uses of each tied leaf, its owner's first."""
+        bundles, ports = Counter[int](), Counter[int]()
+        found: list[tuple[TiedLeaf, ...]] = []
+        for group in self.ties:
+            owner, owner_name = group[0]
+            ports[owner] += 1
+            uses: list[TiedLeaf] = []
+            for stage, name in group:
+                bundles[stage] += 1
+                uses.append(TiedLeaf(stage, name, bundles[stage], owner, owner_name, ports[owner]))
+            found.append(tuple(uses))
         return tuple(found)
+
+    @cached_property
+    def _tied(self) -> dict[int, tuple[TiedLeaf, ...]]:
+        found: dict[int, tuple[TiedLeaf, ...]] = {}
+        for leaf in (leaf for uses in self.tied_uses for leaf in uses):
+            found[leaf.stage] = (*found.get(leaf.stage, ()), leaf)
+        return found
+
+    def tied(self, stage: int) -> tuple[TiedLeaf, ...]:
+        """The tied leaves that a stage reads, bundle after bundle."""
+        return self._tied.get(stage, ())
+
+    def owned(self, stage: int) -> tuple[TiedLeaf, ...]:
+        """The tied leaves that live in a stage, port after port."""
+        return tuple(uses[0] for uses in self.tied_uses if uses[0].owner == stage)
 
 
 def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -194,26 +239,23 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
                 f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
                 "params."
             )
-    for stage, leaf in (member for group in model.ties for member in group):
-        if not isinstance(params[stage], Mapping):
-            found = type(params[stage]).__name__
+    tied = [leaf for uses in model.tied_uses for leaf in uses]
+    for leaf in tied:
+        if not isinstance(params[leaf.stage], Mapping):
+            found = type(params[leaf.stage]).__name__
             raise ValueError(
-                f"leaf {leaf!r} of stage {stage} is tied, so that stage's params are a dict; found {found}."
+                f"leaf {leaf.name!r} of stage {leaf.stage} is tied, so that stage's params are a dict; found {found}."
             )
     for stage, leaf in model.frozen:
         if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
             raise ValueError(
                 f"leaf {leaf!r} of stage {stage} is frozen, but params of stage {stage} have no such leaf."
             )
-    for group in model.ties:
-        owner, name = group[0]
-        if name not in params[owner]:
-            raise ValueError(f"params of stage {owner} must have the tied leaf {name!r}, which lives there.")
-        for stage, leaf in group[1:]:
-            if leaf in params[stage]:
-                raise ValueError(
-                    f"params of stage {stage} come without {leaf!r}: it is tied and lives in stage {owner}."
-                )
+    for stage, name, _, owner, owner_name, _ in tied:
+        if owner_name not in params[owner]:
+            raise ValueError(f"params of stage {owner} must have the tied leaf {owner_name!r}, which lives there.")
+        if stage != owner and name in params[stage]:
+            raise ValueError(f"params of stage {stage} come without {name!r}: it is tied and lives in stage {owner}.")
     return params
 
 
@@ -231,8 +273,7 @@ def check_state(
     """
     if state is None:
         for number in sorted(readers):
-            name = model.stages[number].name
-            what = f", the module state of stage {number} ({name})" if name else ""
+            what = f", the module state of {model.who(number)}" if model.stages[number].name else ""
             raise ValueError(f"{who} reads state[{number}]{what}: hand it in as {call}(..., state=...).")
         return
     if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
@@ -263,8 +304,7 @@ def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
     if None in names:
         return [False] * len(found)
     if port:
-        name = next(group[0][1] for group in model.ties if group[0][0] == stage and not (port := port - 1))
-        return [False] * len(found) if name in names else found
+        return [False] * len(found) if model.owned(stage)[port - 1].name in names else found
     if names and isinstance(bundle, Mapping):
         places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
@@ -274,10 +314,8 @@ def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
     """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
     full = list(check_params(model, params))
-    for group in model.ties:
-        owner, name = group[0]
-        for stage, leaf in group[1:]:
-            full[stage] = {**full[stage], leaf: params[owner][name]}
+    for stage, name, _, owner, owner_name, _ in (leaf for uses in model.tied_uses for leaf in uses[1:]):
+        full[stage] = {**full[stage], name: params[owner][owner_name]}
     return full
 
 
@@ -340,10 +378,8 @@ def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int
 
 def who_draws(model: Model, number: int) -> str:
     """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
-    stage = model.stages[number]
-    who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
-    modules = getattr(stage.forward, "drawing", list[str])()
-    return f"{who}: {', '.join(modules)}" if modules else who
+    modules = getattr(model.stages[number].forward, "drawing", list[str])()
+    return f"{model.who(number)}: {', '.join(modules)}" if modules else model.who(number)
 
 
 def same_keys(
@@ -372,7 +408,7 @@ class PositionalStage(ABC):
         number: which stage it is.
         names: what its parameters are called, the first name of each in `params`.
         holds: what the buffers are called that it reads and writes.
-        apart: what the buffers are called that only its update reads and writes.
+        update_only: what the buffers are called that only its update reads and writes.
         writes: what all buffers are called that it or its update writes: its state.
         modules: the modules that it runs, and the lock of those that run them.
     """
@@ -380,7 +416,7 @@ class PositionalStage(ABC):
     number: int
     names: Names
     holds: Sequence[str] = ()
-    apart: Sequence[str] = ()
+    update_only: Sequence[str] = ()
     writes: Sequence[str] = ()
     modules: Sequence[tuple[str, Any]] = ()
     lock: AbstractContextManager[Any] = nullcontext()
@@ -390,18 +426,19 @@ class PositionalStage(ABC):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, Any]]:
         """The output as a function of all that the stage reads, in the order of names; and by name what it gives
-        beside: its `state` after it, what it has `seen` for its update, and the buffers `apart` after an `update`."""
+        beside: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an
+        `update`."""
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
         return what()
 
     def constants(self) -> list[Tensor]:
-        """What it reads besides parameters and state, as it is now; the buffers `apart` are among them."""
+        """What it reads besides parameters and state, as it is now; the `update_only` buffers are among them."""
         return []
 
-    def at_constants(self) -> list[int]:
-        """The positions of the buffers `apart` among the constants."""
+    def update_only_positions(self) -> list[int]:
+        """The positions of the `update_only` buffers among the constants."""
         return []
 
     def modes(self) -> tuple[Any, ...]:

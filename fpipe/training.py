@@ -73,12 +73,11 @@ class _Writer:
         for stage in reversed(range(n)):
             ops.extend(self.backward(stage))
         grads = [Output(Value("grads", stage), Value("g", stage, 0), (0,)) for stage in range(n)]
-        for group in model.ties:
-            owner = group[0][0]
-            port = next(port for _, port, leaf in model.tied(owner) if leaf == group[0][1])
-            uses = tuple(Value("g", stage, 0, port=self.bundle(stage, leaf)) for stage, leaf in sorted(group))
+        for uses in model.tied_uses:
+            parts = tuple(Value("g", leaf.stage, 0, port=leaf.bundle) for leaf in sorted(uses))
+            owner, port = uses[0].owner, uses[0].port
             summed = Value("sum", owner, 0, port=port)
-            ops.append(Op("ADD", owner, 0, None, 0, uses, (summed,)))
+            ops.append(Op("ADD", owner, 0, None, 0, parts, (summed,)))
             grads.append(Output(Value("grads", owner, port=port), summed, (0,)))
         grads += self.of_inputs(ops)
         if model.reduction == "count":
@@ -129,12 +128,8 @@ class _Writer:
         return bool(self.model.stages) and word in self.model.stages[stage].asks
 
     def params(self, stage: int) -> tuple[Value, ...]:
-        tied = tuple(Value("params", owner, port=port) for owner, port, _ in self.model.tied(stage))
+        tied = tuple(Value("params", leaf.owner, port=leaf.port) for leaf in self.model.tied(stage))
         return (Value("params", stage), *tied)
-
-    def bundle(self, stage: int, leaf: str) -> int:
-        """Which of a stage's parameter bundles a tied leaf is: 0 is its own, then its tied leaves in order."""
-        return 1 + [name for _, _, name in self.model.tied(stage)].index(leaf)
 
     def taken(self, stage: int) -> tuple[Value, ...]:
         return tuple(map(_value, self.model.sources(stage)))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
-from fpipe.graphs.ambient import plainly
+from fpipe.graphs.ambient import raw_ops
 from property_tests.bits import bits, tensors
 from tests.layers import CASES, Case, Made
 
@@ -321,7 +321,7 @@ def test_every_tensor_lies_in_memory_as_the_trace_says(name):
         return type(arg)(map(filled, arg)) if isinstance(arg, list | tuple) else values.get(arg, arg)
 
     told: dict[str, Any] = {}
-    with plainly():
+    with raw_ops():
         for node in graph.nodes:
             op = torch.enable_grad()(node.op) if "rnn" in str(node.op) else node.op
             values[node.name] = op(*filled(node.args), **{key: filled(arg) for key, arg in node.kwargs.items()})

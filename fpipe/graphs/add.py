@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.ambient import kernels, plainly
+from fpipe.graphs.ambient import kernels, raw_ops
 from fpipe.graphs.graph import Aval, Graph, Name, Node
+from fpipe.graphs.labels import total_of, variable
 
 _aten: Any = torch.ops.aten
 
@@ -42,13 +43,13 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
         if label not in labels:
             writes[label] = leaves
             continue
-        sums = "total" + label.removeprefix("g")
+        sums = total_of(label)
         totals: list[Name | None] = []
         for at, leaf in enumerate(leaves):
             if leaf is None:
                 totals.append(None)
                 continue
-            total = Name(f"{sums.replace(':', '')}_{at}")
+            total = Name(variable(sums, at))
             totals.append(total)
             facts[total] = facts[leaf]
             product = _product(graph, leaf)
@@ -117,7 +118,7 @@ def _same_bits(total: Aval, one: Aval, two: Aval, flags: Any) -> bool:
 
     for _ in range(_PROBES):
         a, b, c = draw(total), draw(one), draw(two)
-        with plainly():
+        with raw_ops():
             if not torch.equal(a + b @ c, torch.addmm(a, b, c, out=a)):
                 return False
     return True

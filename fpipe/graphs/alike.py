@@ -1,8 +1,8 @@
-"""Tell whether two things would compute the same: plain values by value, functions by their code and what it names.
+"""Tell whether two values would compute the same: plain ones by value, functions by their code and what it names.
 
     def f(x): return x * k        k = 2: alike(f) == alike(f)        k = 3: not alike(f) as it was
 
-Of all else a thing is only like itself, with the numbers and words that are its attributes.
+Any other object is equal to itself only, with the numbers and words that are its attributes.
 """
 
 from __future__ import annotations

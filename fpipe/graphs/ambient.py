@@ -1,4 +1,4 @@
-"""What changes the ops or kernels that torch runs for the same Python: autocast, defaults, kernel flags, hooks."""
+"""Tell what changes the ops or kernels that torch runs for the same Python: autocast, defaults, kernel flags, hooks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def kernels() -> tuple[Any, ...]:
     return (torch.get_num_threads(), *[flag() for flag in _FLAGS], *precisions, *_C._get_sdp_priority_order())
 
 
-def without_data() -> bool:
+def in_fake_mode() -> bool:
     """Whether a FakeTensorMode is on: its tensors have no data, and it puts up with no others that are handed in."""
     return _C._get_dispatch_mode(_FAKE) is not None
 
@@ -133,7 +133,7 @@ def casting(kinds: Casts) -> Generator[None]:
 
 
 @contextmanager
-def plainly() -> Generator[None]:
+def raw_ops() -> Generator[None]:
     """Ops as they are written: without autograd, and without casts, which the graphs hold."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

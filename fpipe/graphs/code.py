@@ -29,16 +29,16 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.graphs.graph import Graph, Name, Node, apart, aval
+from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
+from fpipe.graphs.labels import is_lasting, variable
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_KEPT = ("ready", "params", "const", "dloss", "factor")
 
 
 def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
     """A function of a list for each label that the graph reads; it gives a list for each that it writes.
 
-    Unless `ready`, numbers are made into tensors at each call, as a mode for tensors without data wants it.
+    Unless `ready`, numbers are made into tensors at each call, as a mode for fake tensors wants it.
 
     >>> from fpipe.graphs.graph import Graph, Name, Node
     >>> double = Node(Name("y_0"), torch.ops.aten.add.Tensor, (Name("x_0"), Name("x_0")), {})
@@ -64,19 +64,19 @@ def source(graph: Graph, name: str = "run") -> str:
 
 def _written(graph: Graph, name: str) -> tuple[str, dict[str, Any]]:
     objects: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    labels = {label: label.replace(":", "") for label in graph.reads}
+    labels = {label: variable(label) for label in graph.reads}
     lines = [f"def {name}({', '.join(labels.values())}):"]
     results = {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
     needed = results.union(*(node.reads for node in graph.nodes))
     for label, leaves in graph.reads.items():
         words = [leaf if leaf in needed else "_" for leaf in leaves]
-        kept = label.split(":")[0] in _KEPT
+        kept = is_lasting(label)
         if words and {*words} != {"_"}:
             drop = "; del _" if "_" in words and not kept else ""
             lines.append(f"    [{', '.join(words)}] = {labels[label]}{drop}")
-    cleared = [word for label, word in labels.items() if label.split(":")[0] not in _KEPT]
+    cleared = [word for label, word in labels.items() if not is_lasting(label)]
     lines += ["    " + "; ".join(f"{word}.clear()" for word in cleared)] if cleared else []
-    kept = {leaf for label, leaves in graph.reads.items() if label.split(":")[0] in _KEPT for leaf in leaves}
+    kept = {leaf for label, leaves in graph.reads.items() if is_lasting(label) for leaf in leaves}
     dead = _last_reads(graph, results | kept)
     for node, names in zip(graph.nodes, dead, strict=True):
         line = f"    {node.name} = {_call(node, graph, objects)}"
@@ -108,7 +108,7 @@ def _with_ready_numbers(graph: Graph) -> Graph:
             nodes.append(node)
         else:
             name = Name(f"number_{len(constants)}")
-            constants[name], facts[name] = number, apart(aval(number))
+            constants[name], facts[name] = number, in_own_storage(aval(number))
             nodes.append(Node(node.name, _ARITHMETIC[node.op], (node.args[0], name), {}))
     return replace(graph, nodes=tuple(nodes), constants=constants, facts=facts)
 
@@ -126,7 +126,7 @@ def _ready(node: Node, graph: Graph) -> Tensor | None:
         return None
     if (type(number) is int and abs(number) > _EXACT) or 0 < abs(number) < torch.finfo(known.dtype).tiny:
         return None
-    with _disable_current_modes():  # the caller may be under one that makes tensors without data
+    with _disable_current_modes():  # the caller may be under one that makes fake tensors
         return torch.tensor(number, dtype=torch.float64, device="cpu").to(known.dtype)
 
 

@@ -21,17 +21,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from fpipe.graphs.draws import LABEL, drawn
+from fpipe.graphs.draws import drawn
 from fpipe.graphs.graph import Aval, Graph, Name, Node
 from fpipe.graphs.keep import ALL_BUT
-
-_KNOWN = ("params", "const")  # what every part is given anew
-_SEEDS = ("dy", "dcarry", "dloss")
-_OUTPUTS = ("y", "loss", "count", "aux", "state", "carry", "seen")
-
-
-def _is_seed(label: str) -> bool:
-    return label.split(":")[0] in _SEEDS
+from fpipe.graphs.labels import GENERATORS, is_cotangent, is_gradient, is_parameter, is_result
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +37,17 @@ class Cut:
             that have one; the others are not computed.
         saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
             drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
-        apart: the places among the constants of buffers that only updates read and write.
+        update_only: the places among the constants of buffers that only updates read and write.
     """
 
     graph: Graph
     wanted: tuple[tuple[str, tuple[int, ...]], ...]
     saved: tuple[str, ...] | None = None
-    apart: tuple[int, ...] = ()
+    update_only: tuple[int, ...] = ()
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
-        return self._part([label for label in self.graph.reads if not _is_seed(label)], writes)
+        return self._part([label for label in self.graph.reads if not is_cotangent(label)], writes)
 
     def update(self) -> Graph:
         """U: the buffers that are apart, afterwards, from what they were and what F has seen."""
@@ -75,11 +68,11 @@ class Cut:
         """Which of the buffers that are apart F reads, though only U has what is there then; None if it reads none."""
         names = self._buffers()
         read = {name for node in self.graph.nodes if node.name in self._forward_ops for name in node.reads}
-        read |= {*self._leaves(label for label in self.graph.writes if label.split(":")[0] in _OUTPUTS)}
+        read |= {*self._leaves(label for label in self.graph.writes if is_result(label))}
         return next((place for place, name in enumerate(names) if name in read), None)
 
     def _buffers(self) -> tuple[Any, ...]:
-        return tuple(self.graph.reads["const"][place] for place in self.apart)
+        return tuple(self.graph.reads["const"][place] for place in self.update_only)
 
     def _update_ops(self) -> set[Name]:
         known = self._forward_ops | {*self.graph.inputs()}
@@ -87,11 +80,11 @@ class Cut:
 
     def backward(self) -> Graph:
         """B: all gradients."""
-        return self._part([*self._params, *self._seeds, "res"], [*dict(self.wanted), *self._gradients])
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), *self._gradients])
 
     def backward_input(self) -> Graph:
         """I: the cotangents of what the stage was given, and what is left for W."""
-        return self._part([*self._params, *self._seeds, "res"], [*dict(self.wanted), "wres"])
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), "wres"])
 
     def backward_weight(self) -> Graph:
         """W: the gradients of parameters."""
@@ -111,10 +104,10 @@ class Cut:
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
         made = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}
-        drawn = self._drawn if LABEL in given else []  # a forward draws all its numbers, whoever reads them
+        drawn = self._drawn if GENERATORS in given else []  # a forward draws all its numbers, whoever reads them
         ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
-        if self.saved is not None and any(label in _SEEDS for label in reads):
+        if self.saved is not None and any(map(is_cotangent, reads)):
             nodes = _when_needed(nodes, self._forward_ops)
         return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
 
@@ -124,15 +117,15 @@ class Cut:
 
     @cached_property
     def _params(self) -> list[str]:
-        return [label for label in self.graph.reads if label.split(":")[0] in _KNOWN]
+        return [label for label in self.graph.reads if is_parameter(label)]
 
     @cached_property
-    def _seeds(self) -> list[str]:
-        return [label for label in self.graph.reads if _is_seed(label)]
+    def _cotangents(self) -> list[str]:
+        return [label for label in self.graph.reads if is_cotangent(label)]
 
     @cached_property
     def _gradients(self) -> list[str]:
-        return [label for label in self.graph.writes if label.split(":")[0] == "g"]
+        return [label for label in self.graph.writes if is_gradient(label)]
 
     def written(self, label: str) -> tuple[Any, ...]:
         """The leaves under a label, of cotangents only those that are wanted."""
@@ -144,7 +137,7 @@ class Cut:
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
-        outputs = [label for label in self.graph.writes if label.split(":")[0] in _OUTPUTS]
+        outputs = [label for label in self.graph.writes if is_result(label)]
         return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
 
     @cached_property
@@ -190,8 +183,8 @@ class Cut:
     @cached_property
     def weight_residuals(self) -> list[Name]:
         """What I leaves for W."""
-        seeds = {name for label in self._seeds for name in self.graph.reads[label] if name is not None}
-        known = self._forward_ops | self._input_ops | self._held | seeds
+        cotangents = {name for label in self._cotangents for name in self.graph.reads[label] if name is not None}
+        known = self._forward_ops | self._input_ops | self._held | cotangents
         return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
 
     @cached_property
@@ -205,7 +198,7 @@ class Cut:
     @cached_property
     def _held(self) -> set[Name]:
         """What F was given and might have to keep."""
-        labels = [label for label in self.graph.reads if label not in (*self._params, *self._seeds)]
+        labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
     def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
@@ -218,7 +211,7 @@ class Cut:
 
 def views_of_params(graph: Graph) -> set[Name]:
     """Views of parameters (and of buffers), and views of those."""
-    known = {name for label in graph.reads if label.split(":")[0] in _KNOWN for name in graph.reads[label]}
+    known = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
     storages = {graph.facts[name].storage for name in known if name is not None}
     found: set[Name] = set()
     for node in graph.nodes:
@@ -231,7 +224,7 @@ def views_of_params(graph: Graph) -> set[Name]:
 def prepared(graph: Graph) -> tuple[Graph, Graph]:
     """Views of parameters apart from the rest: a step makes them once, for all microbatches."""
     views = views_of_params(graph)
-    labels = [label for label in graph.reads if label.split(":")[0] in _KNOWN]
+    labels = [label for label in graph.reads if is_parameter(label)]
     rest = [node for node in graph.nodes if node.name not in views]
     read = {name for node in rest for name in node.reads}
     read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers, each from a generator that the graph is handed.
+"""Let each op that draws random numbers draw from a generator that the graph is handed.
 
     mask = bernoulli(x, 0.9)        --> keyed -->        mask = bernoulli(x, 0.9, generator=rng)
 
@@ -23,13 +23,11 @@ from torch.utils._python_dispatch import (
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
-from fpipe.graphs.keys import TORCHS, drawing
+from fpipe.graphs.keys import TORCHS_GENERATOR, seeded
+from fpipe.graphs.labels import GENERATORS
 
 _torch: Any = torch
 _random: Any = torch.random
-
-LABEL = "rng"
-"""What a graph that draws reads beside tensors: a generator for each device, by `Name("rng_cpu")` and so on."""
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
@@ -59,12 +57,12 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
 class Unseeded:
     """Whether torch's own random numbers go on as they do by themselves, which is all that a trace can tell of them.
 
-    Tensors without data draw nothing, so a generator that starts anew was seeded; others that draw only move it on. And
+    Fake tensors draw nothing, so a generator that starts anew was seeded; others that draw only move it on. And
     a state that is put back leaves it as it was: that is seen by watching torch's functions for it.
     """
 
     def __init__(self) -> None:
-        self.generators: list[torch.Generator] = [TORCHS]
+        self.generators: list[torch.Generator] = [TORCHS_GENERATOR]
         if torch.cuda.is_initialized():
             self.generators += torch.cuda.default_generators
         with _disable_current_modes():
@@ -74,13 +72,13 @@ class Unseeded:
     def __enter__(self) -> Unseeded:
         """`torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other,
         which might hand it to an op."""
-        watched, self.others = TorchsGenerator(TORCHS, self._asked), vars(torch)["__getattr__"]
+        watched, self.others = WatchedGenerator(TORCHS_GENERATOR, self._asked), vars(torch)["__getattr__"]
         self.found = _random.default_generator, vars(torch).get(_NAME)  # none where one outline is in another
 
         def found(name: str) -> Any:
             if name != _NAME:
                 return self.others(name)
-            return watched if threading.get_ident() == watched.thread else TORCHS
+            return watched if threading.get_ident() == watched.thread else TORCHS_GENERATOR
 
         _random.default_generator, _torch.__getattr__ = watched, found
         _torch.__dict__.pop(_NAME, None)  # other threads find it all the while
@@ -124,7 +122,7 @@ class Unseeded:
 _NAME = "default_generator"
 
 
-class TorchsGenerator:
+class WatchedGenerator:
     """The generator by which `torch.random` does what it does, and which of its methods this thread asks for."""
 
     def __init__(self, generator: torch.Generator, asked: Callable[[str], None]) -> None:
@@ -141,7 +139,7 @@ class TorchsGenerator:
 class Streams(TorchDispatchMode):
     """Notes for each op that draws which stream of random numbers it draws from, and hands it no generator.
 
-    `known` are the seeds that follow from the stage's key. Tensors without data draw nothing; so this mode draws from
+    `known` are the seeds that follow from the stage's key. Fake tensors draw nothing; so this mode draws from
     the generator, and knows by its state whether a stage goes on with it or has seeded it anew.
     """
 
@@ -179,7 +177,7 @@ class Streams(TorchDispatchMode):
 
 def drawn(graph: Graph) -> list[Node]:
     """The ops of a graph that draw random numbers, those that are handed a generator already too."""
-    handed = set(graph.reads.get(LABEL, ()))
+    handed = set(graph.reads.get(GENERATORS, ()))
     return [
         node
         for node in graph.nodes
@@ -193,6 +191,7 @@ _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("filled(Tensor like, str name, float[] numbers) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _FILLED: Any = torch.ops.fpipe.filled.default
 _aten: Any = torch.ops.aten
+# Those whose arguments are floats, which is what `filled` takes.
 _FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
 
@@ -259,12 +258,12 @@ def keyed(graph: Graph, streams: Sequence[Stream | None] | None = None) -> Graph
             return node
         fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
         stream = said[node.name] or Stream(str(fact.aval.device))
-        word = "_".join(["rng", stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
+        word = "_".join([GENERATORS, stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
         name = names.setdefault(stream, Name(word))
         return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
 
     nodes = tuple(map(given, graph.nodes))
-    return replace(graph, nodes=nodes, reads={**graph.reads, LABEL: tuple(names.values())}, streams=tuple(names))
+    return replace(graph, nodes=nodes, reads={**graph.reads, GENERATORS: tuple(names.values())}, streams=tuple(names))
 
 
 @lru_cache
@@ -281,11 +280,11 @@ def _with_generator(op: Any) -> Callable[..., Any]:
         words = [argument.name for argument in other._schema.arguments]
         if "generator" in words and [word for word in words if word != "generator"] == wanted:
             return other
-    return Lent(op)
+    return GeneratorAdapter(op)
 
 
-class Lent:
-    """An op that draws from torch's own generator only, which takes the place of the one it is handed."""
+class GeneratorAdapter:
+    """Lets an op that draws from torch's own generator only take another: it draws from that one's state."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -296,8 +295,8 @@ class Lent:
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
         """The op, on the numbers that the generator would give."""
         device = generator.device
-        torchs = TORCHS if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        with drawing(0, ""):
+        torchs = TORCHS_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        with seeded(0, ""):
             torchs.set_state(generator.get_state())
             made = self.op(*args, **kwargs)
             generator.set_state(torchs.get_state())

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.ambient import Untraceable, kernels
-from fpipe.graphs.keys import drawing
+from fpipe.graphs.keys import seeded
 
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.
@@ -182,7 +182,7 @@ def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, .
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
-        with _disable_current_modes(), torch.no_grad(), drawing(0, ""):
+        with _disable_current_modes(), torch.no_grad(), seeded(0, ""):
             try:
                 made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
             except Exception:  # zeros may be no matrix to invert

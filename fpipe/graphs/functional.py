@@ -1,4 +1,4 @@
-"""Rewrite the ops of a trace that change a tensor in place: a tensor of its own is a new one, any other is refused.
+"""Rewrite the ops of a trace that mutate a tensor: one of its own becomes a new tensor, any other is refused.
 
 y = exp(x); y.add_(1)        --> functional -->        y = exp(x); z = add(y, 1)
 x.add_(1)                    --> refused: x was given
@@ -19,18 +19,18 @@ from fpipe.graphs.schema import BATCH_NORMS, written
 _aten: Any = torch.ops.aten
 
 
-def changed_by(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op changes in place."""
+def mutated_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op mutates."""
     return [value for value in written(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
 
 
-def refuse_changes(traced: Any) -> None:
+def refuse_mutation(traced: Any) -> None:
     """A function that writes what it was given, or what it holds on to, is not pure."""
     nodes = traced.graph.nodes
     given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
     storages = {storage_of(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
     for node in nodes:
-        for changed in changed_by(node) if node.op == "call_function" else ():
+        for changed in mutated_by(node) if node.op == "call_function" else ():
             if changed in given or storage_of(changed.meta["val"]) in storages:
                 raise Untraceable(f"it changes what it is given in place ({node.target})")
 
@@ -41,7 +41,7 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     for node in traced.graph.nodes:
-        if node.op == "call_function" and node.target in BATCH_NORMS and changed_by(node):
+        if node.op == "call_function" and node.target in BATCH_NORMS and mutated_by(node):
             node.target = _aten._native_batch_norm_legit.default
         elif node.op == "call_function" and _reorders(node):
             with traced.graph.inserting_before(node):
@@ -51,25 +51,25 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
             traced.graph.erase_node(node)
     traced.recompile()
     again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and changed_by(node)), None)
+    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
     if left is not None:
         raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
     return again
 
 
 def _not_in_place(node: fx.Node) -> Any:
-    """The op that writes what this one leaves in its first argument, if there is one that takes the same."""
+    """The op that writes what this one leaves in its first argument, if there is one that takes the same: only by their
+    names does torch say that they belong together."""
     target: Any = node.target
     packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     found = getattr(packet, target._overloadname, None)
     kinds = [[str(argument.type) for argument in op._schema.arguments] for op in (target, found) if op is not None]
-    return found if len(kinds) == 2 and kinds[0] == kinds[1] else None
+    return found if found is not target and len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 def _reorders(node: fx.Node) -> bool:
     """Whether an op in place keeps an order in memory that the other would not: masked_fill writes all in a row."""
-    target: Any = node.target
-    if changed_by(node) != [node.args[0]] or not target._schema.name.endswith("_") or _not_in_place(node) is None:
+    if mutated_by(node) != [node.args[0]] or _not_in_place(node) is None:
         return False
     before = _value(node.args[0])
     if before.is_contiguous() or not _aten.is_non_overlapping_and_dense(before):

@@ -1,4 +1,4 @@
-"""A list of torch ops with named values: what a traced function computes, forward and backward, without its Python."""
+"""Hold a traced function, forward and backward, as a list of torch ops with named values, without its Python."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fpipe.graphs.labels import GENERATORS
 
 
 class Name(str):
@@ -57,14 +59,14 @@ class Stream(NamedTuple):
     path: tuple[int, ...] = ()
 
 
-class _Call(NamedTuple):
+class _NodeFields(NamedTuple):
     name: Name
     op: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
-class Node(_Call):
+class Node(_NodeFields):
     """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
 
     @cached_property
@@ -119,7 +121,7 @@ class Graph:
         return found
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
@@ -149,12 +151,12 @@ def storage_of(tensor: Tensor) -> int:
 def alias(leaf: Any) -> Any:
     """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
     leaf once for all its uses, and so adds their gradients up in the lower precision."""
-    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_plain(leaf)
+    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
     return torch.ops.aten.alias.default(leaf) if known else leaf
 
 
-def apart(known: Aval) -> Fact:
-    """A tensor in memory of its own."""
+def in_own_storage(known: Aval) -> Fact:
+    """The fact of a tensor in a storage of its own."""
     return Fact(known, fresh_storage(), _span(known.shape, known.stride) * known.dtype.itemsize)
 
 
@@ -218,7 +220,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
     back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
     names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
     names |= {name: Name(f"loss_{name}") for name in then.constants}
-    names |= {name: name for name in then.reads.get("rng", ())}  # the loss draws on from where the stage ended
+    names |= {name: name for name in then.reads.get(GENERATORS, ())}  # the loss draws on from where the stage ended
     handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
     names |= handed
     up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
@@ -229,14 +231,14 @@ def inlined(first: Graph, then: Graph) -> Graph:
     facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
     forward = first.behind(leaf for label in ("y", "carry", "state") for leaf in first.writes.get(label, ()))
     # Numbers that nobody reads are drawn too, before the loss's own.
-    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get("rng", ())}
+    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get(GENERATORS, ())}
     end = 1 + max((at for at, node in enumerate(first.nodes) if node.name in forward), default=-1)
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
     reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
     streams = tuple(dict.fromkeys((*first.streams, *then.streams)))
     if streams:
-        reads["rng"] = tuple(dict.fromkeys((*first.reads.get("rng", ()), *reads.get("rng", ()))))
+        reads[GENERATORS] = tuple(dict.fromkeys((*first.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
     writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
     return Graph(
         (*own[:end], *others, *own[end:]),

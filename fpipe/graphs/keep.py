@@ -70,7 +70,7 @@ def written_down() -> Generator[None]:
 
 
 @contextmanager
-def listening() -> Generator[list[Tensor]]:
+def collecting_marks() -> Generator[list[Tensor]]:
     """The list of what is marked meanwhile, in this thread."""
     _TRACING.marks = list[Tensor]()
     try:

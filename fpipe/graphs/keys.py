@@ -1,4 +1,4 @@
-"""Random numbers as a function of a key: what a stage draws for a microbatch depends on nothing else.
+"""Make random numbers a function of a key: what a stage draws for a microbatch depends on nothing else.
 
     key  --> fold_in(key, stage, microbatch) -->  the seed of that stage's forward
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.ambient import without_data
+from fpipe.graphs.ambient import in_fake_mode
 
-TORCHS: torch.Generator = torch.default_generator
+TORCHS_GENERATOR: torch.Generator = torch.default_generator
 """Torch's own random numbers on the CPU, whatever stands under their name while a stage is traced."""
 
 _ALL = (1 << 64) - 1
@@ -90,20 +90,20 @@ def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[i
 
 
 @contextmanager
-def alone() -> Generator[None]:
-    """While it lasts no other stage draws from torch's own random numbers, nor seeds them."""
+def exclusive_generator() -> Generator[None]:
+    """While it lasts no other thread's stage draws from torch's own random numbers, nor seeds them."""
     with _LOCK:
         yield
 
 
 @contextmanager
-def drawing(seed: int | None, who: str) -> Generator[None]:
+def seeded(seed: int | None, who: str) -> Generator[None]:
     """While it lasts torch's own random numbers start from a seed; afterwards they are as they were found.
 
     Raises:
         ValueError: there is no seed, and numbers were drawn.
     """
-    if without_data():  # such tensors draw nothing
+    if in_fake_mode():  # such tensors draw nothing
         yield
         return
     with _LOCK:  # there is one such generator for all threads
@@ -124,7 +124,7 @@ def drawing(seed: int | None, who: str) -> Generator[None]:
 
 
 def _torchs_generators() -> list[torch.Generator]:
-    return [TORCHS, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    return [TORCHS_GENERATOR, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 def random_states() -> list[torch.Tensor]:

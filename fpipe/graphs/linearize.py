@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, plainly, without_data
-from fpipe.graphs.call import Call, Spec, wanting, wants
+from fpipe.graphs.ambient import Untraceable, in_fake_mode, raw_ops
 from fpipe.graphs.code import compiled, source
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
+from fpipe.graphs.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.trace_cache import Traces
 from fpipe.model import Model, Stage
 
@@ -79,8 +79,8 @@ class Linearized:
         for label, names in self.graphs[name].reads.items():
             if label in ("params", "x", "dy"):
                 self._check(name, label, names, lists[label])
-        with plainly():
-            return (self._without_data if without_data() else self._functions)[name](*lists.values())
+        with raw_ops():
+            return (self._in_fake_mode if in_fake_mode() else self._functions)[name](*lists.values())
 
     def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:
         """A ValueError for tensors that the graph is not for: its views and sizes are those it was traced with."""
@@ -118,7 +118,7 @@ class Linearized:
         return {name: compiled(graph, name) for name, graph in self.graphs.items()}
 
     @cached_property
-    def _without_data(self) -> dict[str, Callable[..., Any]]:
+    def _in_fake_mode(self) -> dict[str, Callable[..., Any]]:
         return {name: compiled(graph, name, ready=False) for name, graph in self.graphs.items()}
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
     reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())
     specs = {label: spec for label, (_, spec) in leaves.items()}
-    call = Call(0, reads, tuple(specs.items()), starts=("x",))
+    call = StageCall(0, reads, tuple(specs.items()), starts=("x",))
     try:
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))

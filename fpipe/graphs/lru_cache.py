@@ -1,4 +1,4 @@
-"""Keep what was used last: a dict that forgets what nobody has asked for in the longest time."""
+"""Cache values in a dict that drops the least recently used."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ V = TypeVar("V")
 D = TypeVar("D")
 
 
-class Recent(Generic[K, V]):
-    """At most so many values, those that were put in or asked for last.
+class LRUCache(Generic[K, V]):
+    """At most so many values: those that were put in or looked up last.
 
-    >>> known = Recent(2)
+    >>> known = LRUCache(2)
     >>> known["a"], known["b"] = 1, 2
     >>> known["a"]
     1

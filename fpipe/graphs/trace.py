@@ -1,4 +1,4 @@
-"""Write down what plain autograd does: a function and its gradient, run once on tensors without data, op by op.
+"""Trace what plain autograd does: a function and its gradient, run once on fake tensors, op by op.
 
     y = f(params, x)        --> trace -->        y = ops(params, x);  dx, g = more ops(params, x, dy)
 
@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import (
 
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
-from fpipe.graphs.evenly import evenly
 from fpipe.graphs.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
-from fpipe.graphs.functional import changed_by, functional, refuse_changes
+from fpipe.graphs.functional import functional, mutated_by, refuse_mutation
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
-from fpipe.graphs.keys import alone
+from fpipe.graphs.keys import exclusive_generator
+from fpipe.graphs.labels import gradient_of, result_of, variable
+from fpipe.graphs.max_gradients import rewrite_max_gradients
 from fpipe.graphs.pure import Impure
 
 Leaves = Sequence[Any]
@@ -44,13 +45,12 @@ Keys = Mapping[int, tuple[int, ...]]
 """Of a function that asks for its key: the numbers that follow from it so far, each with what was folded into it."""
 
 _aten = torch.ops.aten
-_COTANGENT = {"params": "g", "x": "dx", "carry": "dcarry"}
 
 
 def outline(
     function: Flat, reads: Groups, keys: Keys | None = None
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
-    """What a function reads and writes, by running it on tensors without data.
+    """What a function reads and writes, by running it on fake tensors.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
@@ -64,7 +64,7 @@ def outline(
     >>> ran
     ('aten.t.default',)
     """
-    with alone(), _reasons(), fake_mode() as mode, no_leaks(mode):
+    with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
         return _outline(function, reads, keys)
 
 
@@ -123,7 +123,7 @@ def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str
 
 
 def trace(
-    function: Flat, reads: Groups, seeds: Groups, keys: Keys | None = None, around: Around | None = None
+    function: Flat, reads: Groups, cotangents: Groups, keys: Keys | None = None, around: Around | None = None
 ) -> Graph:
     """The function and its gradient as one graph.
 
@@ -131,7 +131,7 @@ def trace(
         function: it depends on nothing but what it reads, and constants.
         reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
-        seeds: the avals of cotangents, `dy` for `y` and so on; None where there is none.
+        cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
         keys: where the function asks for its key.
         around: does something while what is read is where the function has it, as its gradient needs it where it calls
             parts of the function again.
@@ -141,7 +141,7 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    groups: Groups = {**reads, **seeds}
+    groups: Groups = {**reads, **cotangents}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
     shown: list[tuple[str, list[Any]]] = []
     before: list[int] = []
@@ -153,7 +153,7 @@ def trace(
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), streams or nullcontext(), watched_memory():
-            shown[:] = _with_gradient(function, given, reads, seeds, before, around or _just)
+            shown[:] = _with_gradient(function, given, reads, cotangents, before, around or _just)
         return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
@@ -164,10 +164,10 @@ def trace(
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         refuse_hidden(calls, before[0])
         without_fills(traced)
-        evenly(traced)
+        rewrite_max_gradients(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        if any(map(changed_by, calls)):
-            refuse_changes(traced)
+        if any(map(mutated_by, calls)):
+            refuse_mutation(traced)
             layouts = _rrelu_layouts(traced)
             traced = functional(traced, fakes)
             if _rrelu_layouts(traced) != layouts:
@@ -180,7 +180,7 @@ def _with_gradient(
     function: Flat,
     given: Mapping[str, list[Any]],
     reads: Groups,
-    seeds: Groups,
+    cotangents: Groups,
     before: list[int],
     around: Around,
 ) -> Iterator[tuple[str, list[Any]]]:
@@ -194,21 +194,19 @@ def _with_gradient(
         before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
         yield from made.items()
         pairs = [
-            (root, seed)
-            for label in seeds
-            for root, seed in zip(made[label[1:]], given[label], strict=True)
-            if isinstance(root, Tensor) and root.requires_grad and seed is not None
+            (root, start)
+            for label in cotangents
+            for root, start in zip(made[result_of(label)], given[label], strict=True)
+            if isinstance(root, Tensor) and root.requires_grad and start is not None
         ]
-        labels = [label for label in reads if label.split(":")[0] in _COTANGENT]
-        wanted = [leaf for label in labels for leaf in given[label] if _wants(leaf)]
+        gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
+        wanted = [leaf for label in gradients for leaf in given[label] if _wants(leaf)]
         found: Iterator[Any] = iter([None] * len(wanted))
         if pairs and wanted:
-            roots, cotangents = zip(*pairs, strict=True)
-            gradient: Any = partial(torch.autograd.grad, roots, wanted, cotangents, allow_unused=True)
+            roots, starts = zip(*pairs, strict=True)
+            gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
             found = iter(around({label: given[label] for label in reads}, gradient))
-        for label in labels:
-            name, *port = label.split(":")
-            written = ":".join([_COTANGENT[name], *port])
+        for label, written in gradients.items():
             yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
 
 
@@ -334,7 +332,7 @@ def _graph(
         name = _unused(node.name, taken)
         if node.op == "placeholder":
             label, at = next(given)
-            name = _unused(f"{label.replace(':', '')}_{at}", taken)
+            name = _unused(variable(label, at), taken)
             reads[label][at] = name
         elif node.op == "get_attr":
             constants[name] = getattr(traced, node.target)

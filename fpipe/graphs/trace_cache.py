@@ -1,4 +1,4 @@
-"""What has been traced of a model: its stages as graphs, once for each way they are called, whoever asks."""
+"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import torch
 
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
-from fpipe.graphs.call import Call, Spec, buffers, flat, positions
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, inlined, same
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, in_own_storage, inlined, same
 from fpipe.graphs.keys import TracedKey, fold_in, unseeding
-from fpipe.graphs.lru_cache import Recent
+from fpipe.graphs.labels import variable
+from fpipe.graphs.lru_cache import LRUCache
+from fpipe.graphs.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.trace import Around, outline, trace
 from fpipe.model import Model, PositionalStage
+
+Cotangents = Mapping[str, tuple[Any, ...]]
+"""By label the avals of the cotangents of a call, None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ class Store:
     """What has been traced of one function, by the way it was called; what was not used for long is forgotten."""
 
     def __init__(self) -> None:
-        self.outlines: Recent[Any, Outline] = Recent(_MOST)
-        self.graphs: Recent[Any, Graph] = Recent(_MOST)
-        self._versions: Recent[Any, int] = Recent(_MOST)
+        self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
+        self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
+        self._versions: LRUCache[Any, int] = LRUCache(_MOST)
 
     def version(self, function: Any) -> int:
         """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
@@ -73,17 +77,17 @@ class Traces:
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
         self.model, self.known_only = model, known_only
-        self._places: dict[Call, tuple[Store, Any]] = {}
-        self._outlines: dict[Call, Outline] = {}
+        self._entries: dict[StageCall, tuple[Store, Any]] = {}
+        self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
-        self._shared: dict[Call, Call] = {}
+        self._shared: dict[StageCall, StageCall] = {}
         self._twins: dict[int, Any] = {}
         self._stores: dict[int, tuple[Store, int]] = {}
 
-    def outline(self, call: Call) -> Outline:
-        """What a call writes, by running it once on tensors without data."""
+    def outline(self, call: StageCall) -> Outline:
+        """What a call writes, by running it once on fake tensors."""
         if call not in self._outlines:
-            store, key = self._place(call)
+            store, key = self._entry(call)
             made = store.outlines.get(key)
             if made is None:
                 self._refuse_new()
@@ -95,36 +99,38 @@ class Traces:
             self._outlines[call] = made
         return self._outlines[call]
 
-    def graph(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
-        known = (call, *seeds.items())
+        known = (call, *cotangents.items())
         if known not in self._graphs:
-            self._graphs[known] = self._traced(call, seeds)
+            self._graphs[known] = self._traced(call, cotangents)
         return self._graphs[known]
 
-    def _traced(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
-            return _the_loss_itself(call, seeds)
-        store, own = self._place(call)
-        key = (own, *seeds.items())
+            return _the_loss_itself(call, cotangents)
+        store, own = self._entry(call)
+        key = (own, *cotangents.items())
         found = store.graphs.get(key)
         if found is None:
             self._refuse_new()
-            found = self._written_down(call, seeds)
+            found = self._trace(call, cotangents)
             ran = self.outline(call).ran
             if found.ran[: len(ran)] != ran:
                 raise Untraceable("torch runs other ops for it while it is traced")
             store.graphs[key] = found
         return found
 
-    def _written_down(self, call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+    def _trace(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
         of one are others for the next."""
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
-            return trace(flat(self.model, call, {}), dict(call.reads), seeds, None, self._around(call))
+            return trace(flat(self.model, call, {}), dict(call.reads), cotangents, None, self._around(call))
         keys = [TracedKey(fold_in(0, which)) for which in range(2)]
         with unseeding():
-            one, other = (trace(flat(self.model, call, {}, key), dict(call.reads), seeds, key.known) for key in keys)
+            one, other = (
+                trace(flat(self.model, call, {}, key), dict(call.reads), cotangents, key.known) for key in keys
+            )
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one
@@ -133,7 +139,7 @@ class Traces:
         if self.known_only:
             raise Untraceable("it is not traced yet")
 
-    def shared(self, call: Call) -> Call:
+    def shared(self, call: StageCall) -> StageCall:
         """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
 
         So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
@@ -147,23 +153,23 @@ class Traces:
                 self._shared[call] = other if same_ops else call
         return self._shared[call]
 
-    def with_loss(self, call: Call, seeds: Mapping[str, tuple[Any, ...]], loss: Call, weight: Aval) -> Graph:
+    def with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
         """The last stage and the loss, each traced apart, as one graph."""
         top = self.graph(loss, {"dloss": (weight,)})
         dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
-        stage = self.graph(call, {**seeds, "dy": dy})
+        stage = self.graph(call, {**cotangents, "dy": dy})
         return stage.once(("with loss", top), lambda: inlined(stage, top))
 
-    def _place(self, call: Call) -> tuple[Store, Any]:
+    def _entry(self, call: StageCall) -> tuple[Store, Any]:
         """Where the traces of a call are, and under which key."""
         try:
-            if call not in self._places:
-                self._places[call] = self._found(call)
+            if call not in self._entries:
+                self._entries[call] = self._find_entry(call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
-        return self._places[call]
+        return self._entries[call]
 
-    def _found(self, call: Call) -> tuple[Store, Any]:
+    def _find_entry(self, call: StageCall) -> tuple[Store, Any]:
         odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
         if odd is not None:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
@@ -173,7 +179,7 @@ class Traces:
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
         by_place = isinstance(stage.forward, PositionalStage)
-        names = tuple("" if by_place else leaf for _, _, leaf in self.model.tied(call.stage))
+        names = tuple("" if by_place else leaf.name for leaf in self.model.tied(call.stage))
         how = (
             frozenset(stage.asks),
             stage.aux_loss,
@@ -203,7 +209,7 @@ class Traces:
             self._stores[id(function)] = store, store.version(function)
         return self._stores[id(function)]
 
-    def _around(self, call: Call) -> Around | None:
+    def _around(self, call: StageCall) -> Around | None:
         """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
         if not isinstance(module, PositionalStage):
@@ -219,17 +225,17 @@ class Traces:
 _PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
 
 
-def _leaves(call: Call) -> list[Any]:
+def _leaves(call: StageCall) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
-def _the_loss_itself(call: Call, seeds: Mapping[str, tuple[Any, ...]]) -> Graph:
+def _the_loss_itself(call: StageCall, cotangents: Cotangents) -> Graph:
     """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
-    reads = {label: tuple(Name(f"{label}_{at}") for at in range(len(leaves))) for label, leaves in call.reads}
-    seed, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    reads = {label: tuple(Name(variable(label, at)) for at in range(len(leaves))) for label, leaves in call.reads}
+    cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
     avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
-    avals[seed] = seeds["dloss"][0]
-    facts = {name: apart(known) for name, known in avals.items() if isinstance(known, Aval)}
+    avals[cotangent] = cotangents["dloss"][0]
+    facts = {name: in_own_storage(known) for name, known in avals.items() if isinstance(known, Aval)}
     named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
-    writes = {"loss": named["x"], "dx": (seed if leaf.wants else None,)}
-    return Graph((), facts, {}, {**named, "dloss": (seed,)}, writes)
+    writes = {"loss": named["x"], "dx": (cotangent if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (cotangent,)}, writes)

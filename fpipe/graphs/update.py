@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fpipe.graphs.ambient import kernels, plainly
-from fpipe.graphs.graph import Aval, Graph, Name, Node, apart
+from fpipe.graphs.ambient import kernels, raw_ops
+from fpipe.graphs.graph import Aval, Graph, Name, Node, in_own_storage
 from fpipe.graphs.schema import BATCH_NORMS
 
 _aten: Any = torch.ops.aten
@@ -52,7 +52,7 @@ def updating(graph: Graph, noted: Sequence[Any], norms: Sequence[Norm], state: S
     """
     old = [Name(f"{OLD}_{place}") for place in range(len(state))]
     factors = [Name(f"{FACTOR}_{number}") for number in range(len(norms))]
-    facts = {**graph.facts} | {name: apart(known) for name, known in zip(old, state, strict=True)}
+    facts = {**graph.facts} | {name: in_own_storage(known) for name, known in zip(old, state, strict=True)}
     first: list[Node] = []
     now: dict[int, Name] = {}
 
@@ -61,7 +61,7 @@ def updating(graph: Graph, noted: Sequence[Any], norms: Sequence[Norm], state: S
         if place not in now:
             now[place] = old[place] if mine else Name(f"{old[place]}_new")
             if not mine:
-                facts[now[place]] = apart(state[place])
+                facts[now[place]] = in_own_storage(state[place])
                 first.append(Node(now[place], _aten.clone.default, (old[place],), {}))
         return now[place]
 
@@ -104,7 +104,7 @@ def _same_bits(op: Any, given: tuple[Aval | None, ...], state: tuple[Aval, ...],
 
     tensors, kept = [*map(draw, given)], [*map(draw, state)]
     mean, var = (each.clone() for each in kept)
-    with plainly():
+    with raw_ops():
         two = op(*tensors, None, None, True, 0.1, *rest)
         torch.batch_norm_update_stats(tensors[0], mean, var, 0.1)
         one = op(*tensors, *kept, True, 0.1, *rest)

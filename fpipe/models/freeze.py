@@ -53,4 +53,4 @@ def _leaf(model: Model, what: int | str | tuple[int, str]) -> tuple[int, str | N
     stage, name = what if isinstance(what, tuple) else (what, None)
     if type(stage) is not int or not 0 <= stage < len(model.stages):
         raise ValueError(f"there is no stage {stage!r} to freeze; the stages are 0 to {len(model.stages) - 1}.")
-    return next((group[0] for group in model.ties if (stage, name) in group), (stage, name))
+    return next(((leaf.owner, leaf.owner_name) for leaf in model.tied(stage) if leaf.name == name), (stage, name))

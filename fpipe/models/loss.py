@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import loss_apart
 from fpipe.model import Model, Reduction, odd_signature
 from fpipe.models.functions import from_functions
 from fpipe.models.loss_graph import KEY, loss_graph, seeding
@@ -123,7 +123,7 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
     def checked(params: Any, batch: Any) -> Any:
         with pure(loss_fn, "loss_fn", (params, batch), tracing=True):
             made = loss_fn(params, batch)
-        loss_apart(made, reduction, aux, "what loss_fn returns")
+        split_loss(made, reduction, aux, "what loss_fn returns")
         return made
 
     return checked

@@ -23,7 +23,7 @@ from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.fake import watched_memory
 from fpipe.graphs.keep import written_down
-from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.symbols import in_words, symbols_in
 
 _TRACING = threading.local()
@@ -85,7 +85,7 @@ def seeding() -> Generator[None]:
     """Meanwhile the function, called by itself, draws in each stage what a step draws for the first microbatch."""
     _SEEDED.stage = 0
     try:
-        with drawing(seed_of(KEY, 0, 0), "loss_fn"):
+        with seeded(seed_of(KEY, 0, 0), "loss_fn"):
             yield
     finally:
         del _SEEDED.stage
@@ -121,7 +121,7 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     _TRACING.on = True
     try:
-        with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
+        with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
             module = make_fx(flat, pre_dispatch=True)(*tensors)
         _make_literals_pure(module.graph)
         _refuse_lost(module)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.graphs.draws import draws
-from fpipe.graphs.functional import changed_by
+from fpipe.graphs.functional import mutated_by
 from fpipe.model import Source
 from fpipe.models.graph_stage import GraphStage, Rows
 from fpipe.models.loss_graph import MARK, Traced
@@ -43,7 +43,7 @@ class Marked:
         self.at: dict[fx.Node, int] = {}
         self.last = self._place()
         self.modes = modes_of(traced.module.graph)
-        self.changed = {one: node for node in self.at for written in changed_by(node) for one in self._memory(written)}
+        self.changed = {one: node for node in self.at for written in mutated_by(node) for one in self._memory(written)}
         self.free = self._free()
         self.judged = self._judged()
         self._refuse_odd()

@@ -71,9 +71,8 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
             for name in leaf[1:]:
                 _same_tensor(whole[leaf[0]], whole[name], repr(leaf[0]), repr(name))
         split.append({leaf[0]: whole[leaf[0]] for leaf in stage.names})
-    for group in model.ties:
-        (owner, first), *others = group
-        for number, leaf in others:
+    for uses in model.tied_uses:
+        for number, leaf, _, owner, first, _ in uses[1:]:
             named = model.stages[number].names is not None
             here, there = (repr(leaf), repr(first)) if named else (f"[{number}][{leaf!r}]", f"[{owner}][{first!r}]")
             _same_tensor(split[owner][first], split[number][leaf], there, here)

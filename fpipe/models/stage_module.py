@@ -98,7 +98,7 @@ class StageModule(PositionalStage):
         else:
             self.updates = [place for place in self.buffers if place[1:] in known and place[1:] not in own]
         self.holds = [path for path, _, _ in self.held]
-        self.apart = [path for path, _, _ in self.updates]
+        self.update_only = [path for path, _, _ in self.updates]
         self.writes = [path for path, _, _ in self.remembered]
         self.moody = [(path, module) for path, module in self.modules if isinstance(module, DEPEND_ON_MODE)]
         # What is written may depend on the mode of any module.
@@ -135,12 +135,12 @@ class StageModule(PositionalStage):
     ) -> tuple[Any, dict[str, Any]]:
         """The stage's output, and by name its state, what its norms note, and its other buffers as they are then."""
         own = self._own(params, constants)
-        own |= {path: own[path].clone() for path in self.apart} | dict(zip(self.holds, buffers, strict=True))
+        own |= {path: own[path].clone() for path in self.update_only} | dict(zip(self.holds, buffers, strict=True))
         y, notes, new = self._run(own, x)
         if self.held:
             return y, {"state": [new[path] for path in self.holds]}
         beside: dict[str, Any] = {"seen": notes} if self.norms or self.updates else {}
-        return y, beside | ({"update": [new[path] for path in self.apart]} if self.updates else {})
+        return y, beside | ({"update": [new[path] for path in self.update_only]} if self.updates else {})
 
     def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """The output where these are in the place of parameters and buffers, and the buffers afterwards."""
@@ -242,10 +242,10 @@ class StageModule(PositionalStage):
         with self.lock:
             return [getattr(owner, name) for _, owner, name in self.fixed]
 
-    def at_constants(self) -> list[int]:
-        """The positions of the buffers `apart` among the constants."""
+    def update_only_positions(self) -> list[int]:
+        """The positions of the `update_only` buffers among the constants."""
         paths = [path for path, _, _ in self.fixed]
-        return [paths.index(path) for path in self.apart]
+        return [paths.index(path) for path in self.update_only]
 
     def modes(self) -> tuple[Any, ...]:
         """What its traces depend on: the modes of its modules, and which norms have a momentum."""
@@ -297,10 +297,10 @@ class StageModule(PositionalStage):
     def update(self, state: Mapping[str, Any], seen: Any, **counted: int) -> dict[str, Any]:
         """The module state after a forward, from the state before and what the forward noted."""
         notes, again = seen if self.updates else (seen, None)
-        rest = {name: held for name, held in state.items() if name not in self.apart}
+        rest = {name: held for name, held in state.items() if name not in self.update_only}
         new = (updated_at_the_end if self.deferred else updated)(self.norms, rest, notes, **counted)
         if again is not None:
-            new |= again({name: state[name] for name in self.apart})
+            new |= again({name: state[name] for name in self.update_only})
         return {name: new[name] for name in dict.fromkeys((*state, *new)) if name in new}
 
     def drawing(self) -> list[str]:
@@ -317,7 +317,7 @@ class StageModule(PositionalStage):
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
         twins = tuple(twin(module, odd) for module in self.children.values())
-        written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.apart))
+        written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))
         return tuple(short), fixed, written, twins, self.skips, self.deferred, Same(self) if odd else None
 
 

@@ -20,10 +20,10 @@ from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.graph import Aval, Graph, Name, aval
-from fpipe.graphs.keys import drawing
+from fpipe.graphs.keys import seeded
+from fpipe.graphs.outputs import outputs_of
 from fpipe.graphs.own_memory import OwnMemory, memory
 from fpipe.graphs.pure import Impure, refused
-from fpipe.graphs.returned import outputs_of
 from fpipe.graphs.trace import trace
 from fpipe.model import Model
 from fpipe.models.batch_norm import STATISTICS
@@ -138,7 +138,7 @@ class _Run:
             leaves = [leaf for leaves, _ in taken for leaf in leaves]
             x = _whole(taken, leaves, isinstance(self.model.inputs[at], tuple))
             before = _buffers(stage)
-            with torch.no_grad(), drawing(0, stage.who):
+            with torch.no_grad(), seeded(0, stage.who):
                 ports, new, mode = self._observed(stage, _params(stage), before, x)
             self.real_outputs.append(_taken_apart(ports))
             found = {path: "ordered" for path in new if memory(new[path]) in mode.wrote or _differs(new, before, path)}

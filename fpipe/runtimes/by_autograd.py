@@ -1,4 +1,4 @@
-"""What F, R, B, I and W do to real values: a stage under plain autograd, on leaves of a graph of its own.
+"""Run F, R, B, I and W on real values: a stage under plain autograd, on leaves of a graph of its own.
 
 A rule takes what the op reads, in order, and gives what it writes, in order. What flows: activations are pytrees of
 detached tensors; cotangents and gradients are lists over the leaves of what they belong to, None where there is none;
@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.graphs.graph import alias
-from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.keys import seed_of, seeded
+from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import called, loss_of, outputs_of, refuse_odd_output, scaled, taken_apart
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
 
@@ -28,7 +28,7 @@ Leaves = list[Any]
 
 
 @dataclass
-class Run:
+class StepContext:
     """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
     the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, and the
     rows of each microbatch where the batch is cut already."""
@@ -42,12 +42,12 @@ class Run:
     key: int | None = None
 
 
-Rule = Callable[[Op, Sequence[Any], Run], Sequence[Any]]
+Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]
 
 
 @dataclass
 class Residuals:
-    """A stage's graph: from the leaves it was given to what it returned; `saved` only for a run that watches.
+    """A stage's graph: from the leaves it was given to what it returned; `saved` only for a step that watches.
 
     `around` runs a thunk while the stage's parameters are in place, which a backward needs that computes things again.
     """
@@ -73,16 +73,16 @@ class Inputs:
 class _Given:
     """What an F or R reads, as its stage takes it: leaves of a graph of its own, on the storage of what came in."""
 
-    def __init__(self, op: Op, args: Sequence[Any], run: Run) -> None:
+    def __init__(self, op: Op, args: Sequence[Any], context: StepContext) -> None:
         number = op.stage or 0
-        self.stage = run.model.stages[number]
-        self.who = f"stage {number} ({self.stage.name})" if self.stage.name else f"stage {number}"
+        self.stage = context.model.stages[number]
+        self.who = context.model.who(number)
         named: dict[str, list[Any]] = {}
         self.taken: list[Any] = []
         self.inputs: list[Leaves] = []  # of each source, the leaves that may want a cotangent
         for value, arg in zip(op.reads, args, strict=True):
             named.setdefault(value.name, []).append(arg)
-            if value.name in ("x", "inputs") and (number, len(self.taken)) in run.input_grads:
+            if value.name in ("x", "inputs") and (number, len(self.taken)) in context.input_grads:
                 self.taken.append(tree.tree_map(_own_leaf, arg))
                 self.inputs.append(tree.leaves(self.taken[-1]))
             elif value.name in ("x", "inputs"):
@@ -94,34 +94,34 @@ class _Given:
                 with torch.enable_grad():
                     self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
         owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
-        self.bundles = [_own_leaves(run.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
-        ties = {leaf: bundle for (_, _, leaf), bundle in zip(run.model.tied(number), self.bundles[1:], strict=True)}
+        self.bundles = [_own_leaves(context.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
+        ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
         said = {"microbatch": op.microbatch, "carry": self.carry}
-        self.seed = None if run.key is None else seed_of(run.key, number, op.microbatch or 0, op.slice)
+        self.seed = None if context.key is None else seed_of(context.key, number, op.microbatch or 0, op.slice)
         said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
         self.said = {word: said[word] for word in self.stage.asks}
-        self.x = tuple(self.taken) if isinstance(run.model.inputs[number], tuple) else self.taken[0]
+        self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]
         self.has_loss = "t" in named or "target" in named
         self.target = tree.tree_map(_itself, (named.get("t") or named.get("target") or [None])[0])
 
 
-def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """F and R: run the stage on leaves of its own and keep the graph. Being one code, they give the same bits."""
-    given = _Given(op, args, run)
+    given = _Given(op, args, context)
     stage, params = given.stage, given.params
     saved: list[Tensor] = []
-    watching = _watching(saved) if run.watch_saved else nullcontext()
-    with torch.enable_grad(), watching, drawing(given.seed, who_draws(run.model, op.stage or 0)):
+    watching = _watching(saved) if context.watch_saved else nullcontext()
+    with torch.enable_grad(), watching, seeded(given.seed, who_draws(context.model, op.stage or 0)):
         with pure(stage.forward, given.who, (given.taken, params, given.carry)):
-            y, beside = taken_apart(stage, _called(stage, given))
-        with pure(run.model.loss if given.has_loss else None, "the loss", (y, given.target)):
+            y, beside = split_output(stage, _called(stage, given))
+        with pure(context.model.loss if given.has_loss else None, "the loss", (y, given.target)):
             loss, count, aux = (
-                loss_of(run.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
+                loss_of(context.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
             )
     outputs, carried = tree.leaves(y), beside.get("carry")
-    ports = outputs_of(run.model, op.stage or 0, y)
+    ports = outputs_of(context.model, op.stage or 0, y)
     for port in ports:
         refuse_odd_output(port, given.who)
 
@@ -132,7 +132,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         "state": lambda: tree.tree_map(detached, beside["state"]),
         "seen": lambda: tree.tree_map(detached, beside["seen"]),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
-        "loss": lambda: _apart(loss),
+        "loss": lambda: _in_own_storage(loss),
         "count": lambda: detached(count),
         "aux": lambda: tree.tree_map(detached, aux),
         "res": lambda: (
@@ -159,7 +159,7 @@ def forward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
 
 def _called(stage: Stage, given: _Given) -> Any:
     try:
-        return called(stage, given.params, given.x, given.said)
+        return call_stage(stage, given.params, given.x, given.said)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
@@ -169,23 +169,23 @@ def _called(stage: Stage, given: _Given) -> Any:
         ) from error
 
 
-def _apart(loss: Tensor | None) -> Tensor | None:
+def _in_own_storage(loss: Tensor | None) -> Tensor | None:
     """The loss in memory of its own: F.mse_loss and its like leave it in memory of their input's size."""
     return None if loss is None else loss.detach().clone()
 
 
-def backward(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """B and I: the gradient of a stage's graph. I computes the weight gradients too and hands them over: plain autograd
     cannot stop half-way without doing the way to that point twice."""
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
     residuals: Residuals = named["res"]
     if isinstance(residuals, Inputs):
         first = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
-        (residuals,) = forward(first, residuals.args, run)
+        (residuals,) = forward(first, residuals.args, context)
     weight = 1.0
     if residuals.loss is not None:
-        weight = named.get("w", 1.0) if run.model.reduction == "mean" else 1.0
-        weight = scaled(weight, run.loss_scale, residuals.loss.dtype)
+        weight = named.get("w", 1.0) if context.model.reduction == "mean" else 1.0
+        weight = scaled(weight, context.loss_scale, residuals.loss.dtype)
     pairs = zip(op.reads, args, strict=True)
     cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
     roots = _roots(residuals, cotangents, named.get("dcarry"), weight)
@@ -225,7 +225,7 @@ def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tupl
     return grads[:count], grads[count], grads[count + 1 :]
 
 
-def weight_gradient(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def weight_gradient(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """W: what I left."""
     handed = next(arg for value, arg in zip(op.reads, args, strict=True) if value.name == "wres")
     return [handed[value.port] for value in op.writes]

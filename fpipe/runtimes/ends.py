@@ -1,4 +1,4 @@
-"""The two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
+"""Bind the two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")
 
 
-def check_handed(program: Program, model: Model, params: Any, state: Any) -> None:
+def check_inputs(program: Program, model: Model, params: Any, state: Any) -> None:
     """A ValueError for params or a state that are not those of the model, before anything is cut."""
     check_params(model, params)
     check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
-def handed_in(
+def bind_inputs(
     program: Program,
     model: Model,
     params: Sequence[Any],
@@ -32,17 +32,12 @@ def handed_in(
 ) -> dict[Value, Any]:
     """The caller's values by name. Tied leaves are bundles of their own."""
     params = check_params(model, params)
-    own = [
-        dict(stage) if any(group[0][0] == number for group in model.ties) else stage
-        for number, stage in enumerate(params)
-    ]
     found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
-    for group in model.ties:
-        owner, leaf = group[0]
-        port = next(port for _, port, name in model.tied(owner) if name == leaf)
-        found[Value("params", owner, port=port)] = own[owner].pop(leaf)
-    for number, stage in enumerate(own):
-        found[Value("params", number)] = stage
+    for number, stage in enumerate(params):
+        tied = model.owned(number)
+        own = found[Value("params", number)] = dict(stage) if tied else stage
+        for leaf in tied:
+            found[Value("params", number, port=leaf.port)] = own.pop(leaf.name)
         if state is not None:
             found[Value("state", number)] = state[number]
     missing = next(
@@ -54,7 +49,7 @@ def handed_in(
     return {end.value: found[end.value] for end in program.inputs}
 
 
-def handed_back(
+def collect_results(
     program: Program,
     model: Model,
     params: Sequence[Any],
@@ -96,7 +91,7 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
     found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
     made: list[Any] = []
     for number, stage in enumerate(params):
-        tied = {leaf: found[number, port][0] for owner, port, leaf in model.tied(number) if owner == number}
+        tied = {leaf.name: found[number, leaf.port][0] for leaf in model.owned(number)}
         own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
         grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
         grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads

@@ -1,4 +1,4 @@
-"""Run a program in this process: lowered once for each signature of what a step is handed, then call after call."""
+"""Run a program in this process: lowered once for each signature of its arguments, then instruction by instruction."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, casts, plainly, refuse_odd_modes, without_data
-from fpipe.graphs.graph import Fact, fact, is_plain, layout_of
+from fpipe.graphs.ambient import Untraceable, casts, in_fake_mode, raw_ops, refuse_odd_modes
+from fpipe.graphs.graph import Fact, fact, is_strided, layout_of
 from fpipe.graphs.keys import needs_key
-from fpipe.graphs.lru_cache import Recent
+from fpipe.graphs.lru_cache import LRUCache
 from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
-from fpipe.runtimes.book import Book
-from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.ends import NO_KEY, check_handed, handed_back, handed_in
-from fpipe.runtimes.lowering.calls import Surprise
+from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.ends import NO_KEY, bind_inputs, check_inputs, collect_results
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
+from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.lower import FACTORS, lower
-from fpipe.runtimes.lowering.shapes import Plain
+from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.lowering.things import Thing, dense
 from fpipe.runtimes.meaning import batch_of
 from fpipe.runtimes.microbatch import streams
+from fpipe.runtimes.recorder import Recorder
 from fpipe.runtimes.result import Result
 from fpipe.runtimes.walk import Step, place_of, refuse_infinite, walk
 from fpipe.transforms.communicate import with_transfers
@@ -53,22 +53,22 @@ def local(
     if not trace:
         return by_hand
     signatures = Signatures(model)
-    known: Recent[Any, Prepared | None] = Recent(_MOST)
+    known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
 
     if example is not None:
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            made = Prepared(program, model, *example, None, Plain(), loss_scale)
+            made = Prepared(program, model, *example, None, Untraced(), loss_scale)
             known[signatures.of(*tree.flatten(example), example=True)] = made
 
-    def first(given: tuple[Any, Any, Any], key: int | None, plain: Plain) -> Result:
-        seen = walk(program, model, record=told, check_finite=check_finite, see=plain.see, loss_scale=loss_scale)
+    def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
+        seen = walk(program, model, record=told, check_finite=check_finite, see=untraced.see, loss_scale=loss_scale)
         return seen(*given[:2], state=given[2], key=key)
 
     def step(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_odd_modes()
-        if without_data():  # what is made for tensors of one mode does for no others
+        if in_fake_mode():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key)
         given = params, batch, state
         leaves, containers = tree.flatten(given)
@@ -92,11 +92,11 @@ def local(
                     signatures.count(signature, given)
                     if result is not None:
                         return result
-        if not isinstance(lowered, Prepared) or (told and lowered.plain.stages):
+        if not isinstance(lowered, Prepared) or (told and lowered.untraced.stages):
             return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
         try:
             return lowered.run(leaves, state, key, record=told, check_finite=check_finite)
-        except (Surprise, RuntimeError) as error:
+        except (UnexpectedValue, RuntimeError) as error:
             made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
             known[signature] = None
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
@@ -111,28 +111,28 @@ _TRACING = threading.RLock()
 
 
 def _first(
-    by_hand: Callable[[Plain], Result], prepared: Callable[..., Prepared]
+    by_hand: Callable[[Untraced], Result], prepared: Callable[..., Prepared]
 ) -> tuple[Result | None, Prepared | None]:
     """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too."""
     with suppress(Untraceable):
-        return None, prepared(plain=Plain(known_only=True))
-    plain = Plain()
+        return None, prepared(untraced=Untraced(known_only=True))
+    untraced = Untraced()
     # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
-    result, wanted = by_hand(plain), None
+    result, wanted = by_hand(untraced), None
     while True:
         try:
-            return wanted, prepared(plain=plain)
+            return wanted, prepared(untraced=untraced)
         except Untraceable as error:
             wanted = result
-            known = error.stage is None or error.stage in plain.stages
-            if known or plain.lost or casts():
+            known = error.stage is None or error.stage in untraced.stages
+            if known or untraced.lost or casts():
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
                 return result, None
             warnings.warn(
                 f"a stage runs under autograd, without a trace, and its I computes what W hands over: {error}",
                 stacklevel=4,
             )
-            plain.stages[error.stage or 0] = str(error)
+            untraced.stages[error.stage or 0] = str(error)
 
 
 class _Leaf:
@@ -153,21 +153,21 @@ class Prepared:
         batch: Any,
         state: Any,
         key: int | None,
-        plain: Plain,
+        untraced: Untraced,
         loss_scale: float = 1.0,
     ) -> None:
-        check_handed(program, model, params, state)
+        check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
-        self.plain = plain
+        self.untraced = untraced
         leaves, containers = tree.flatten((params, batch, state))
         own_params, own_batch, own_state = tree.unflatten(containers, [_Leaf(at) for at in range(len(leaves))])
         storages: dict[int, int] = {}
-        things: dict[Value, Thing] = {}
+        trees: dict[Value, AbstractTree] = {}
         handed: dict[Value, list[int]] = {}
         own_batch = own_batch if whole is batch else streams(own_batch, len(sizes))
-        ends = handed_in(program, model, own_params, own_batch, None if state is None else own_state, key)
+        ends = bind_inputs(program, model, own_params, own_batch, None if state is None else own_state, key)
         if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
-            things[Value("key")] = Thing((key,), tree.flatten(key)[1])
+            trees[Value("key")] = AbstractTree((key,), tree.flatten(key)[1])
         for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
@@ -177,25 +177,25 @@ class Prepared:
             else:
                 train = [False] * len(found)
             pairs = zip(found, train, strict=True)
-            things[value] = Thing(tuple(_fact(leaves[leaf.at], storages, one) for leaf, one in pairs), spec)
+            trees[value] = AbstractTree(tuple(_fact(leaves[leaf.at], storages, one) for leaf, one in pairs), spec)
         cut = {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
         constants = {Value("const", number): stage for number, stage in cut.items() if stage.constants()}
         for value, stage in constants.items():
-            things[value] = Thing(tuple(_fact(leaf, storages) for leaf in stage.constants()))
+            trees[value] = AbstractTree(tuple(_fact(leaf, storages) for leaf in stage.constants()))
         wanted = taken_gradients(model, program.ops)
-        run = Run(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
-        self.lowered = lower(program, run, things, plain)
-        self.calls, self.things, self.given = self.lowered.calls, self.lowered.things, self.lowered.given
+        context = StepContext(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
+        lowered = self.lowered = lower(program, context, trees, untraced)
+        self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program = model, program
         slots = self.lowered.slots
-        count = len(slots) - sum(len(call.writes) for call in self.calls)
+        count = len(slots) - sum(len(one.writes) for one in self.instructions)
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
         self.constants = [(slots[value], stage) for value, stage in constants.items() if value in slots]
         self.factors = [(slots[*FACTORS, n], stage) for n, stage in cut.items() if (*FACTORS, n) in slots]
         self.key = self.lowered.key
         self.asked = slots.get(Value("key"))
-        self.code = [(call.run, _taking(call.reads, call.shared)) for call in self.calls]
+        self.code = [(one.run, _taking(one.reads, one.shared)) for one in self.instructions]
         self.results = self._results(program, params, whole, state, {*self.given})
 
     def run(
@@ -217,78 +217,79 @@ class Prepared:
             slots[slot] = stage.constants()
         for slot, stage in self.factors:
             slots[slot] = stage.momenta()
-        with plainly():
+        with raw_ops():
             for function, reads, slot in self.lowered.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
             own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
-            book = Book(record, [*leaves, *own]) if record else None
-            if book or check_finite:
-                self._watched(slots, book, check_finite)
+            recorder = Recorder(record, [*leaves, *own]) if record else None
+            if recorder or check_finite:
+                self._execute_watched(slots, recorder, check_finite)
             else:
-                self._calls(slots)
+                self._execute(slots)
             containers, found, untouched = self.results
             whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
         if untouched:
             assert state is not None
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
-        return Result(**whole, timeline=book.timeline() if book else None)
+        return Result(**whole, timeline=recorder.timeline() if recorder else None)
 
-    def _calls(self, slots: list[Any]) -> None:
-        """The calls, one after the other. Each writes the slots behind those that are there."""
+    def _execute(self, slots: list[Any]) -> None:
+        """The instructions, one after the other. Each writes the slots behind those that are there."""
         left, extend = iter(self.code), slots.extend
         try:
             for function, taken in left:
                 extend(function(*taken(slots)))
         except Exception as error:
-            op = self.calls[-1 - length_hint(left)].ops[0]
+            op = self.instructions[-1 - length_hint(left)].ops[0]
             error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
             raise
 
-    def _watched(self, slots: list[Any], book: Book | None, check_finite: bool) -> None:
-        """The same, looking at what each call writes."""
-        for call in self.calls:
+    def _execute_watched(self, slots: list[Any], recorder: Recorder | None, check_finite: bool) -> None:
+        """The same, looking at what each instruction writes."""
+        for instruction in self.instructions:
             try:
                 started = time.perf_counter()
-                lists = [slots[k][:] if place in call.shared else slots[k] for place, k in enumerate(call.reads)]
-                written = [*zip(call.written, call.run(*lists), strict=True)]
-                for op in call.ops if check_finite else ():
+                shared = instruction.shared
+                lists = [slots[k][:] if at in shared else slots[k] for at, k in enumerate(instruction.reads)]
+                written = [*zip(instruction.written, instruction.run(*lists), strict=True)]
+                for op in instruction.ops if check_finite else ():
                     refuse_infinite(op, (pair for pair in written if pair[0] in op.writes))
             except Exception as error:
-                error.add_note(f"in {call.ops[0].cell}: {place_of(call.ops[0], self.model)}")
+                error.add_note(f"in {instruction.ops[0].cell}: {place_of(instruction.ops[0], self.model)}")
                 raise
-            if book:
-                book.note(call.ops, written, call.dead, started)
+            if recorder:
+                recorder.note(instruction.ops, written, instruction.dead, started)
             slots.extend(made for _, made in written)
 
     def _results(
         self, program: Program, params: Any, batch: Any, state: Any, given: set[int]
     ) -> tuple[Any, list[Any], set[int]]:
         """The containers of the results, for each leaf its place, and the stages whose state stays the caller's."""
-        things, slots = self.lowered.things, self.lowered.slots
+        trees, slots = self.lowered.trees, self.lowered.slots
         values: dict[Value, Any] = {}
         facts: dict[_Leaf, Any] = {}
         for end in program.outputs:
-            thing = things[end.value]
-            places = [_Leaf(at, slots[end.value]) for at in range(len(thing.leaves))]
-            facts |= dict(zip(places, thing.leaves, strict=True))
-            kept = [None if leaf is None else place for leaf, place in zip(thing.leaves, places, strict=True)]
-            values[end.value] = kept if thing.spec is None else tree.unflatten(thing.spec, kept)
+            abstract = trees[end.value]
+            places = [_Leaf(at, slots[end.value]) for at in range(len(abstract.leaves))]
+            facts |= dict(zip(places, abstract.leaves, strict=True))
+            kept = [None if leaf is None else place for leaf, place in zip(abstract.leaves, places, strict=True)]
+            values[end.value] = kept if abstract.spec is None else tree.unflatten(abstract.spec, kept)
         written = {end.name.stage for end in program.outputs if end.name.name == "state"}
         untouched = {n for n in range(len(self.model.stages)) if written and n not in written}
         state = [None if n in untouched else own for n, own in enumerate(state)] if written else None
-        whole = handed_back(program, self.model, params, batch, state, values, lambda leaf: leaf)
+        whole = collect_results(program, self.model, params, batch, state, values, lambda leaf: leaf)
         found, containers = tree.flatten(whole)
         for leaf in found:
             known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
             if isinstance(known, Fact):
-                leaf.copied = bool(self.plain.stages) or known.storage in given or not dense(known)
+                leaf.copied = bool(self.untraced.stages) or known.storage in given or not dense(known)
                 given.add(known.storage)
         return containers, found, untouched
 
 
 def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What hands a call the lists in the slots that it reads: copies of those that others will read, too."""
+    """What hands an instruction the lists in the slots that it reads: copies of those that others will read, too."""
     if len(reads) > 1 and not shared:
         return itemgetter(*reads)
     places = [(slot, at in shared) for at, slot in enumerate(reads)]
@@ -299,7 +300,7 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:
     """What is known of a leaf that a step is handed, and whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if not is_plain(leaf):
+    if not is_strided(leaf):
         raise Untraceable(f"it is handed a {layout_of(leaf)}")
     known = fact(leaf, storages)
     device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data

@@ -1,4 +1,4 @@
-"""What each kind of op does to real values: the rules of a walk down a program, by kind.
+"""Say what each kind of op does to real values: the rules of a walk down a program, by kind.
 
 A stage's own, those of F, R, B, I and W, are plain autograd's; those here cut the batch, add gradients up, weigh the
 losses, join what comes out and update the state.
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.keys import drawing
+from fpipe.graphs.keys import seeded
+from fpipe.graphs.outputs import copied
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import copied
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, kind_of
-from fpipe.runtimes.by_autograd import Leaves, Rule, Run, backward, detached, forward, weight_gradient
+from fpipe.runtimes.by_autograd import Leaves, Rule, StepContext, backward, detached, forward, weight_gradient
 from fpipe.runtimes.microbatch import (
     check_batch,
     cut,
@@ -36,7 +36,7 @@ from fpipe.transforms.specs import Chunk, spec_of
 _torch: Any = torch
 
 
-def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """SPLIT: views of the batch's rows, and the share of the microbatch (and slice) in the whole."""
     how = dict(op.how)
     made: dict[str, Any] = {}
@@ -45,9 +45,9 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         spec = spec_of(how.get("spec"))
         spec = spec[value.name == "target"] if isinstance(spec, tuple) else spec
         if "presplit" in how:
-            part, size = arg[how["index"]], run.sizes[how["index"]]
+            part, size = arg[how["index"]], context.sizes[how["index"]]
         else:
-            how_many = {"size": how.get("size"), "total": run.rows}
+            how_many = {"size": how.get("size"), "total": context.rows}
             part, size = cut(arg, how["index"], how["count"], spec, what=value.name, **how_many)
         if "slices" in how:
             along = spec_of(how.get("sequence"))
@@ -55,7 +55,7 @@ def split_batch(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
             dim, who = how.get("dim", 1), value.name
             part, share = cut_sequence(part, op.slice or 0, how["slices"], dim, along, row_spec=spec, what=who)
         made["x" if value.name == "inputs" else "t"] = part
-        made["w"] = size / run.rows * share
+        made["w"] = size / context.rows * share
     return [made[value.name] for value in op.writes]
 
 
@@ -70,7 +70,7 @@ def batch_of(program: Program, batch: Any) -> tuple[tuple[Any, Any], tuple[int, 
     return batch, (rows(batch, spec),)
 
 
-def add(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def add(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """ADD: leaf by leaf, from left to right."""
     if isinstance(args[0], Tensor):  # losses
         return [functools.reduce(torch.add, args)]
@@ -85,7 +85,7 @@ def summed(parts: Sequence[Leaves]) -> Leaves:
     return total
 
 
-def scale(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def scale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """SCALE: a total, or its gradients, divided by what it counts (by 1 if it counts nothing)."""
     total, count = args
     divisor = _or_one(count)
@@ -99,7 +99,7 @@ def _or_one(count: Any) -> Any:
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
-def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs."""
     how = dict(op.how)
     if op.reads[0].name == "inputs":
@@ -113,7 +113,7 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
         made["count"] = sum(named["count"][1:], named["count"][0])
     if "loss" in wanted:
         losses = named["loss" if "loss" in named else "total"]
-        losses = _weighed(losses, named["w"]) if run.model.reduction == "mean" else losses
+        losses = _weighed(losses, named["w"]) if context.model.reduction == "mean" else losses
         loss = sum(losses[1:], losses[0])
         made["loss"] = loss / _or_one(made["count"]) if "count" in made else loss
     for name, parts, spec in (("outputs", named.get("y"), "spec"), ("aux", named.get("aux"), "aux")):
@@ -121,7 +121,7 @@ def merge_results(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
             weights = named["w"]
             if "slices" in how and name == "outputs":
                 parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
-            sizes = [weight * run.rows if name == "aux" else round(weight * run.rows) for weight in weights]
+            sizes = [weight * context.rows if name == "aux" else round(weight * context.rows) for weight in weights]
             made[name] = join(parts, sizes, spec=spec_of(how.get(spec)), what=name)
     return [made[value.name] for value in op.writes]
 
@@ -157,28 +157,30 @@ def _weighed(losses: list[Any], weights: list[float]) -> Sequence[Any]:
     return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
 
-def update(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def update(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """U: the module state after a microbatch, from the state before and the stage's input, or what F noted."""
-    stage = run.model.stages[op.stage or 0]
+    stage = context.model.stages[op.stage or 0]
     change = stage.update
     assert change is not None, f"stage {op.stage} has no update"
     state, *taken = args
-    x = tuple(taken) if isinstance(run.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
+    x = tuple(taken) if isinstance(context.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
     more = dict(op.how) if stage.counts else {}
     if isinstance(stage.forward, PositionalStage):  # it is ours; a function of others is watched
         return [change(state, x, **more)]
     who = f"the update of stage {op.stage}"
-    with drawing(None, who), pure(change, who, x):
+    with seeded(None, who), pure(change, who, x):
         return [change(copied(state), tree.tree_map(detached, x), **more)]
 
 
-def both(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """PAIR: its parts, which do not read each other, one after the other."""
     values = dict(zip(op.reads, args, strict=True))
-    return [made for part in op.parts for made in RULES[part.kind](part, [values[value] for value in part.reads], run)]
+    return [
+        made for part in op.parts for made in RULES[part.kind](part, [values[value] for value in part.reads], context)
+    ]
 
 
-def pass_on(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, or as it arrives after a cast."""
     if not op.how:
         return args
@@ -197,7 +199,7 @@ def rounding(op: Op) -> Callable[[Any], Any]:
     return arrive
 
 
-def drop(op: Op, args: Sequence[Any], run: Run) -> Sequence[Any]:
+def drop(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """FREE: being the last reader is all it does."""
     return ()
 
@@ -223,9 +225,9 @@ _OURS = frozenset(RULES)
 
 
 def register_meaning(kind: str, rule: Rule) -> None:
-    """Say what an op of a kind of your own does: `rule(op, args, run)` gives what the op writes, in order.
+    """Say what an op of a kind of your own does: `rule(op, args, context)` gives what the op writes, in order.
 
-    >>> register_meaning("REDUCE", lambda op, args, run: args)  # of one replica: itself
+    >>> register_meaning("REDUCE", lambda op, args, context: args)  # of one replica: itself
     """
     kind_of(kind)
     if kind in _OURS or not callable(rule):

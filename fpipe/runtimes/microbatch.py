@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
-from fpipe.graphs.graph import is_plain, layout_of
+from fpipe.graphs.graph import is_strided, layout_of
 from fpipe.runtimes.leaf_specs import What, cut_along, spread
 from fpipe.transforms.specs import Chunk, Sum, in_our_words
 
@@ -134,9 +134,9 @@ def _part(tree: Any, dims: Sequence[int | None], start: int, length: int, what: 
     leaves, containers = trees.flatten(tree)
     parts = list[Any]()
     for at, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if dim is None or (not is_plain(leaf) and leaf.size(dim) == length):
+        if dim is None or (not is_strided(leaf) and leaf.size(dim) == length):
             parts.append(leaf)
-        elif is_plain(leaf):
+        elif is_strided(leaf):
             parts.append(leaf.narrow(dim, start, length))
         else:
             raise ValueError(

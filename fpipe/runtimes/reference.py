@@ -1,4 +1,4 @@
-"""The answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
+"""Compute the answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
 
 It shares no code with the runtimes, so that an error in one of them is not in both. Three rules fix its bits. Every
 stage reads an alias of what another stage wrote, and its own alias of each parameter, so that what one stage adds up
@@ -35,7 +35,17 @@ from fpipe.runtimes.microbatch import (
     rows_of_each,
     streams,
 )
-from fpipe.runtimes.one_graph import Graph, added, aliases, detached, forward, gradients, leaf_of, readers_of, train
+from fpipe.runtimes.microbatch_graph import (
+    MicrobatchGraph,
+    added,
+    aliases,
+    detached,
+    forward,
+    gradients,
+    leaf_of,
+    readers_of,
+    train,
+)
 from fpipe.runtimes.result import Result
 from fpipe.transforms.specs import Chunk
 
@@ -158,7 +168,7 @@ def over_parts(
     loss = torch.tensor(0.0)
     for index, (part, size) in enumerate(parts):
         carries: list[Any] = [None] * len(model.stages)
-        graphs: list[Graph] = []
+        graphs: list[MicrobatchGraph] = []
         weights: list[float] = []
         found: list[Any] = []
         for k, (piece, share) in enumerate(sliced.of(part)):
@@ -172,7 +182,7 @@ def over_parts(
                 made = forward(model, own, readers, piece, states, taken, place, turn, key)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-            graphs.append(Graph(own, taken, weighted, carries, readers))
+            graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers))
             loss = loss + weighted.detach() if losses else weighted.detach()
             losses.append(each.detach())
             counts.append(count)
@@ -187,7 +197,7 @@ def over_parts(
             sums = [list(map(added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
-    grads = _handed_back(model, params, sums)
+    grads = _collected(model, params, sums)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
@@ -221,18 +231,17 @@ def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
     return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
 
 
-def _handed_back(model: Model, params: Sequence[Any], sums: list[list[Tensor | None]]) -> tuple[Any, ...]:
+def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | None]]) -> tuple[Any, ...]:
     """Gradients in the shape of params: a tied leaf's uses are added by stage and go to its owner."""
     full = [
         tree.unflatten(tree.flatten(stage)[1], grads)
         for stage, grads in zip(with_ties(model, params), sums, strict=True)
     ]
-    for group in model.ties:
-        owner, name = group[0]
+    for uses in model.tied_uses:
         total: Tensor | None = None
-        for stage, leaf in sorted(group):
-            total = added(total, full[stage].pop(leaf))
-        full[owner][name] = total
+        for leaf in sorted(uses):
+            total = added(total, full[leaf.stage].pop(leaf.name))
+        full[uses[0].owner][uses[0].name] = total
     made: list[Any] = []
     for number, (own, grads) in enumerate(zip(params, full, strict=True)):
         leaves, containers = tree.flatten(own)

@@ -1,4 +1,4 @@
-"""What a step returns."""
+"""Hold what a step returns."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.book import Storages
 from fpipe.runtimes.local import Prepared
-from fpipe.runtimes.lowering.shapes import Plain
+from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.match import check_match
+from fpipe.runtimes.recorder import Storages
 from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers
 
@@ -85,25 +85,25 @@ def sizes(
     """
     check_match(program, model)
     try:
-        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Plain())
+        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced())
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
-    things = lowered.things
+    trees = lowered.trees
     largest: Storages = {}  # a reader knows of a storage only the part that it sees
-    for leaf in (leaf for thing in things.values() for leaf in thing.leaves if isinstance(leaf, Fact)):
+    for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
-    own = {value: _storages(thing.leaves, lowered.given, largest) for value, thing in things.items()}
+    own = {value: _storages(abstract.leaves, lowered.given, largest) for value, abstract in trees.items()}
     account = Account(program.ranks)
-    where: dict[Value, Storages] = {value: {} for value in (*program.writer, *things)}
-    for call in lowered.calls:
-        written = {value: own[value] for value in call.written}
-        account.note(call.ops[0].rank, written.items(), call.dead)
+    where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
+    for instruction in lowered.instructions:
+        written = {value: own[value] for value in instruction.written}
+        account.note(instruction.ops[0].rank, written.items(), instruction.dead)
         where.update(written)
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
-    wire.update((value, sum(map(_travelling, thing.leaves))) for value, thing in things.items())
+    wire.update((value, sum(map(_travelling, abstract.leaves))) for value, abstract in trees.items())
     sent = (op for op in program.ops if op.kind == "SEND" and op.how)
-    wire.update((op.writes[0], _cast(op, things[op.reads[0]].leaves)) for op in sent)
+    wire.update((op.writes[0], _cast(op, trees[op.reads[0]].leaves)) for op in sent)
     return Sizes(known, tuple(account.peak), where, wire)
 
 

@@ -14,10 +14,10 @@ from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.book import Book, storages
-from fpipe.runtimes.by_autograd import Inputs, Residuals, Run
-from fpipe.runtimes.ends import check_handed, handed_back, handed_in
+from fpipe.runtimes.by_autograd import Inputs, Residuals, StepContext
+from fpipe.runtimes.ends import bind_inputs, check_inputs, collect_results
 from fpipe.runtimes.meaning import RULES, batch_of
+from fpipe.runtimes.recorder import Recorder, storages
 from fpipe.runtimes.result import Result
 from fpipe.transforms.free import last_uses
 
@@ -47,15 +47,15 @@ def walk(
         params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
     ) -> Result:
         refuse_odd_modes()
-        check_handed(program, model, params, state)
+        check_inputs(program, model, params, state)
         batch, sizes = batch_of(program, batch)
-        run = Run(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
-        values = handed_in(program, model, params, batch, state, key)
-        book = Book(record, tree.leaves([*values.values()])) if record else None
+        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
+        values = bind_inputs(program, model, params, batch, state, key)
+        recorder = Recorder(record, tree.leaves([*values.values()])) if record else None
         for op, dead in zip(program.ops, drops, strict=True):
             try:
                 started = time.perf_counter()
-                made = RULES[op.kind](op, [values[value] for value in op.reads], run)
+                made = RULES[op.kind](op, [values[value] for value in op.reads], context)
                 if check_finite:
                     refuse_infinite(op, zip(op.writes, made, strict=True))
             except Exception as error:
@@ -65,14 +65,14 @@ def walk(
             if see:
                 for value in op.writes:
                     see(value, values[value])
-            if book:
+            if recorder:
                 written = [(value, leaves_of(values[value])) for value in op.writes]
-                book.note([op], written, dead, started)
+                recorder.note([op], written, dead, started)
             for value in dead:
                 del values[value]
         taken = {*storages(tree.leaves((params, batch, state)))}
-        whole = handed_back(program, model, params, batch, state, values, partial(own_leaf, taken))
-        return Result(**whole, timeline=book.timeline() if book else None)
+        whole = collect_results(program, model, params, batch, state, values, partial(own_leaf, taken))
+        return Result(**whole, timeline=recorder.timeline() if recorder else None)
 
     return step
 
@@ -89,19 +89,16 @@ def _drops(program: Program) -> list[list[Value]]:
 
 def place_of(op: Op, model: Model) -> str:
     """Where an op stands, in words: stage, microbatch, rank."""
-    name = model.stages[op.stage].name if op.stage is not None else ""
-    parts = (
-        (f"stage {op.stage}" + (f" ({name})" if name else ""), op.stage),
-        (f"microbatch {op.microbatch}", op.microbatch),
-    )
-    return ", ".join([words for words, known in parts if known is not None] + [f"rank {op.rank}"])
+    words = [] if op.stage is None else [model.who(op.stage)]
+    words += [] if op.microbatch is None else [f"microbatch {op.microbatch}"]
+    return ", ".join([*words, f"rank {op.rank}"])
 
 
 def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:
     """An error at the first value with NaN or an infinite number in it, residuals aside."""
-    for value, thing in written:
+    for value, found in written:
         for leaf in (
-            () if isinstance(thing, Residuals | Inputs) or value.name in ("res", "wres") else tree.leaves(thing)
+            () if isinstance(found, Residuals | Inputs) or value.name in ("res", "wres") else tree.leaves(found)
         ):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
@@ -119,8 +116,8 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
     return leaf
 
 
-def leaves_of(thing: Any) -> list[Any]:
+def leaves_of(found: Any) -> list[Any]:
     """The leaves of a value, those that autograd keeps for it among them."""
-    if isinstance(thing, Inputs):
-        return tree.leaves(list(thing.args))
-    return [*thing.saved, *thing.outputs, thing.loss] if isinstance(thing, Residuals) else tree.leaves(thing)
+    if isinstance(found, Inputs):
+        return tree.leaves(list(found.args))
+    return [*found.saved, *found.outputs, found.loss] if isinstance(found, Residuals) else tree.leaves(found)

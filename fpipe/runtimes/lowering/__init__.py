@@ -1,1 +1,1 @@
-"""(Program, Model, one signature) -> a flat list of calls."""
+"""(Program, Model, one signature) -> a flat list of instructions."""

@@ -1,10 +1,10 @@
-"""Make a flat list of calls of a program, once for each signature of what a step is handed.
+"""Lower a program to a flat list of instructions, once for each signature of the arguments of a step.
 
     1F0 1B0 ADD(sum[1,0])        --> lower -->        y, res = forward(x); dx, sum = backward_adding(res, dy, sum)
 
-Values live in numbered slots, as lists of their leaves: first what is there when the calls start, then what these
-write, in their order, so that each only adds to the end. A call that reads a value last is given the list itself, which
-it empties, so that each tensor is gone after its last read.
+Values live in numbered slots, as lists of their leaves: first what is there when the first instruction starts, then
+what these write, in their order, so that each only adds to the end. An instruction that reads a value last is given the
+list itself, which it empties, so that each tensor is gone after its last read.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from fpipe.graphs.add import adding, owned
 from fpipe.graphs.ambient import casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.draws import LABEL
 from fpipe.graphs.graph import Fact, Graph
-from fpipe.graphs.returned import scaled
+from fpipe.graphs.labels import GENERATORS, label_of, total_of
+from fpipe.graphs.outputs import scaled
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.lowering.calls import (
+from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.instructions import (
     add,
     add_to,
-    apart,
     by_rule,
     container,
-    drawing,
+    distinct,
     pass_on,
     rounded,
     slicing,
     under_autograd,
+    with_generators,
 )
-from fpipe.runtimes.lowering.shapes import Plain, Shapes, label_of
+from fpipe.runtimes.lowering.shapes import Shapes, Untraced
 from fpipe.runtimes.lowering.sums import Sums
-from fpipe.runtimes.lowering.things import Thing
 from fpipe.runtimes.lowering.updates import Update, Updates
 from fpipe.runtimes.meaning import rounding
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
 FACTORS = ("ready", "factors")  # and, with a stage behind, that of how much a batch weighs in its running statistics
-_STEADY = ("ready", "weight")  # no call empties these
+_STEADY = ("ready", "weight")  # no instruction empties these
 
 
-class Call(NamedTuple):
-    """One call: the slots it reads, which of these are read again later, the slots it writes; the ops it stands
-    for, the values it writes, and those that nobody reads after it.
+class Instruction(NamedTuple):
+    """A function to call: the slots it reads, which of these are read again later, the slots it writes; the ops it
+    stands for, the values it writes, and those that nobody reads after it.
     """
 
     run: Callable[..., Sequence[Leaves]]
@@ -68,14 +68,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program as calls, for one signature.
+    """A program as instructions, for one signature.
 
     Attributes:
-        slots: where each value lives; those that no call writes come first.
+        slots: where each value lives; those that no instruction writes come first.
         constants: what some slots hold from the start.
-        prepare: calls that a step makes first, once for all microbatches: views of parameters.
-        calls: the calls, in the order of the program.
-        things: what is known of every value.
+        prepare: what a step calls first, once for all microbatches: views of parameters.
+        instructions: the instructions, in the order of the program.
+        trees: what is known of every value.
         given: storages that are not the step's own: of the caller, and of what stages hold on to.
         key: the slot of the step's key, if a stage draws random numbers.
         drawing: a forward of each stage that does.
@@ -84,28 +84,28 @@ class Lowered:
     slots: Mapping[Any, int]
     constants: Mapping[int, Leaves]
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
-    calls: Sequence[Call]
-    things: Mapping[Value, Thing]
+    instructions: Sequence[Instruction]
+    trees: Mapping[Value, AbstractTree]
     given: frozenset[int]
     key: int | None
     drawing: tuple[Op, ...]
 
 
-def lower(program: Program, run: Run, given: Mapping[Value, Thing], plain: Plain) -> Lowered:
-    """Calls for a program whose inputs are as `given`, some of whose stages run under plain autograd.
+def lower(program: Program, context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced) -> Lowered:
+    """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
     """
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
     if program.slices > 1:
-        ops = [_without_carry(op) if "carry" not in run.model.stages[op.stage or 0].asks else op for op in ops]
+        ops = [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
     with building():
-        shapes = Shapes(run, dict(given), plain)
+        shapes = Shapes(context, dict(given), untraced)
         for op in ops:
             shapes.follow(op)
         shapes.note()
-        mine = {leaf.storage for thing in given.values() for leaf in thing.leaves if isinstance(leaf, Fact)}
+        mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
         return _Writer(program, ops, shapes, mine | shapes.constant).write()
 
 
@@ -118,10 +118,10 @@ def _without_carry(op: Op) -> Op:
 
 
 class _Writer:
-    """Writes the calls of a program down, now that all shapes are known."""
+    """Writes the instructions of a program down, now that all shapes are known."""
 
     def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
-        self.program, self.ops, self.shapes, self.things = program, ops, shapes, shapes.things
+        self.program, self.ops, self.shapes, self.trees = program, ops, shapes, shapes.trees
         self.given = frozenset(given)
         self.kernels, self.casts = kernels(), casts()
         self.slots: dict[Any, int] = {}
@@ -129,7 +129,7 @@ class _Writer:
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
         self.kept = {end.value for end in program.outputs}
-        self.sums = Sums(ops, self.kept, self.things, shapes.plain.stages, given)
+        self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given)
         self.adds = self.sums.adds
         self.updates = Updates(ops, self.kept, shapes).of
         self.folded = {add for adds in self.adds.values() for add in adds.values()}
@@ -140,20 +140,22 @@ class _Writer:
             self.dead.setdefault(at, []).append(value)
 
     def write(self) -> Lowered:
-        calls = [self.called(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
+        instructions = [self.lowered(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
         for value in (end.value for end in self.program.inputs):
             self.slot(value)
-        written = [slot for call in calls for slot in call.writes]
+        written = [slot for one in instructions for slot in one.writes]
         there = {*self.slots.values()}.difference(written)
         at = {slot: place for place, slot in enumerate((*sorted(there), *written))}
-        calls = [call._replace(reads=_moved(call.reads, at), writes=_moved(call.writes, at)) for call in calls]
+        instructions = [
+            one._replace(reads=_moved(one.reads, at), writes=_moved(one.writes, at)) for one in instructions
+        ]
         slots = {value: at[slot] for value, slot in self.slots.items()}
         return Lowered(
             slots,
             {at[slot]: leaves for slot, leaves in self.constants.items()},
             [(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
-            calls,
-            self.things,
+            instructions,
+            self.trees,
             self.given,
             slots.get(KEY),
             tuple(self.drawing.values()),
@@ -184,25 +186,25 @@ class _Writer:
         adds, noted = self.adds.get(at, {}), at in self.updates
         return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
 
-    def called(self, at: int, op: Op) -> Call:
-        if self.shapes.is_plain(op):
-            things = [[self.things[value] for value in values] for values in (op.reads, op.writes)]
+    def lowered(self, at: int, op: Op) -> Instruction:
+        if self.shapes.is_untraced(op):
+            trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FR" else ()
-            run = partial(under_autograd, op, *things, self.shapes.run)
-            return self.call(at, run, (*op.reads, *keyed), op.writes)
+            run = partial(under_autograd, op, *trees, self.shapes.context)
+            return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 
-    def call(
+    def instruction(
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
-    ) -> Call:
+    ) -> Instruction:
         ops = (self.ops[at], *extra)
         mine = {value for value in reads if self.last.get(value) == at and value not in self.kept}
         shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] not in _STEADY)
         slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
         dead = tuple(value for value in self.dead.get(at, ()) if value not in self.kept)
-        return Call(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
+        return Instruction(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
 
-    def traced(self, at: int, op: Op) -> Call:
+    def traced(self, at: int, op: Op) -> Instruction:
         """A part of a stage's graph."""
         cut = self.shapes.cut_of(op)
         adds, update = self.adds.get(at, {}), self.updates.get(at)
@@ -212,28 +214,27 @@ class _Writer:
         how = None if update is None else update[1:]
         key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, self.kernels)
         first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update))
-        named = self.shapes.labels(op) | {
-            "total" + label_of(gradient).removeprefix("g"): self.ops[add].reads[0] for gradient, add in adds.items()
-        }
+        totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
+        named = self.shapes.labels(op) | {label: add.reads[0] for label, add in totals.items()}
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
         values = {label_of(value): value for value in self.own_writes(at)}
-        values |= {"total" + label_of(g).removeprefix("g"): self.ops[add].writes[0] for g, add in adds.items()}
+        values |= {label: add.writes[0] for label, add in totals.items()}
         if update:
             named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
             values |= {NEW: self.ops[update.at].writes[0]}
-        if graph.streams and LABEL in graph.reads:
-            named |= {LABEL: KEY}
+        if graph.streams and GENERATORS in graph.reads:
+            named |= {GENERATORS: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, op.microbatch or 0, op.slice)
-            run = drawing(run, [*graph.reads].index(LABEL), graph.streams, place)
+            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         extra = [self.ops[other] for other in self.others(at)]
-        return self.call(at, run, reads, [values[label] for label in graph.writes], extra)
+        return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
 
     def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
         """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
         run, graph = first
-        _, _, forward = self.shapes.calls[op[1:4]]
+        _, _, forward = self.shapes.stage_calls[op[1:4]]
         named = self.shapes.labels(forward) | {"const": Value("const", op.stage)}
         values = [self.shapes.origin.get(named[label], named[label]) for label in graph.reads]
         slot = ("ready", key, *values)
@@ -245,40 +246,42 @@ class _Writer:
         """The slot of the loss's cotangent: the microbatch's weight in the mean."""
         weight = 1.0
         if self.shapes.model.reduction == "mean":
-            weight = next((self.things[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
+            weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
         known = self.shapes.loss_of(op)
-        weight = scaled(weight, self.shapes.run.loss_scale, known.dtype)
+        weight = scaled(weight, self.shapes.context.loss_scale, known.dtype)
         slot = ("weight", weight, known)
         if slot not in self.slots:
             self.constants[self.slot(slot)] = [torch.full(known.shape, weight, dtype=known.dtype, device=known.device)]
         return slot
 
-    def ruled(self, at: int, op: Op) -> Call:
+    def ruled(self, at: int, op: Op) -> Instruction:
         """What the walk would do, on values in their containers."""
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            return self.call(at, partial(rounded, rounding(op)) if op.how else pass_on, op.reads, op.writes)
+            return self.instruction(at, partial(rounded, rounding(op)) if op.how else pass_on, op.reads, op.writes)
         if op.kind == "ADD":
-            return self.call(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
+            return self.instruction(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
-                return self.call(at, slicing(plan), op.reads, op.writes)
-        things = [self.things[value] for value in op.reads]
-        containers = [*map(container, things)]
-        if op.kind == "U" and self.shapes.apart(op):
+                return self.instruction(at, slicing(plan), op.reads, op.writes)
+        trees = [self.trees[value] for value in op.reads]
+        containers = [*map(container, trees)]
+        if op.kind == "U" and self.shapes.update_only(op):
             containers[1] = self.noted(op)
-        run = partial(by_rule, op, containers, self.shapes.run, self.casts)
-        if op.kind == "MERGE" and any(leaf.storage in self.given for thing in things for leaf in _numbers(thing)):
-            return self.call(at, lambda *lists: run(*map(apart, lists)), op.reads, op.writes)
-        return self.call(at, run, op.reads, op.writes)
+        run = partial(by_rule, op, containers, self.shapes.context, self.casts)
+        if op.kind == "MERGE" and any(leaf.storage in self.given for abstract in trees for leaf in _numbers(abstract)):
+            return self.instruction(at, lambda *lists: run(*map(distinct, lists)), op.reads, op.writes)
+        return self.instruction(at, run, op.reads, op.writes)
 
     def noted(self, op: Op) -> Callable[[Leaves], Any]:
         """What puts together what a forward left for its U: what norms noted, and the rest of its graph."""
         cut, stage = self.shapes.cut_of(op), self.shapes.model.stages[op.stage or 0].forward
         assert isinstance(stage, PositionalStage)
-        run = cut.graph.once(("update", cut.apart, self.kernels), lambda: compiled(_apart(cut.update()), "update"))
-        spec = self.shapes.traces.outline(self.shapes.calls[op[1:4]][0]).specs["seen"]
-        notes, names = len(cut.graph.writes["seen"]), stage.apart
+        run = cut.graph.once(
+            ("update", cut.update_only, self.kernels), lambda: compiled(_unshared(cut.update()), "update")
+        )
+        spec = self.shapes.traces.outline(self.shapes.stage_calls[op[1:4]][0]).specs["seen"]
+        notes, names = len(cut.graph.writes["seen"]), stage.update_only
 
         def again(crossing: Leaves, state: Mapping[str, Any]) -> dict[str, Any]:
             return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
@@ -290,12 +293,12 @@ class _Writer:
 
         A number that shapes fix is itself. None where a result is no plain slice.
         """
-        leaves = self.things[value].leaves
+        leaves = self.trees[value].leaves
         if not any(isinstance(leaf, Fact) for leaf in leaves):
             return (-1, list(leaves))
         at = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
         found: list[Any] = []
-        for leaf, whole_leaf in zip(leaves, self.things[op.reads[at]].leaves, strict=True):
+        for leaf, whole_leaf in zip(leaves, self.trees[op.reads[at]].leaves, strict=True):
             if not isinstance(leaf, Fact):
                 found.append(None)
                 continue
@@ -333,7 +336,7 @@ def _code(
     return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
 
 
-def _apart(graph: Graph) -> Graph:
+def _unshared(graph: Graph) -> Graph:
     """The graph of an update with copies of what would share its memory with what was handed in, or with another."""
     taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
     copied: list[tuple[str, int]] = []
@@ -351,5 +354,5 @@ def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
     return lambda *lists: ([lists[k][at] for k, at in picked],)
 
 
-def _numbers(thing: Thing) -> Iterator[Fact]:
-    return (leaf for leaf in thing.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)
+def _numbers(abstract: AbstractTree) -> Iterator[Fact]:
+    return (leaf for leaf in abstract.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)

@@ -1,4 +1,4 @@
-"""Walk down a program with shapes instead of tensors: what every value will be, before anything runs.
+"""Walk down a program with abstract values: what every value will be, before anything runs.
 
     params[0]: float32[512, 512]   x[0,0]: float32[8, 512]        -->        y[0,0]: float32[8, 512]   res[0,0]: ...
 
@@ -10,42 +10,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
-from fpipe.graphs.call import Call, wants
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.fake import fake_mode
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, apart, aval, fresh_storage, is_plain
-from fpipe.graphs.returned import copied
+from fpipe.graphs.graph import Aval, Fact, Graph, Name, aval, fresh_storage, in_own_storage, is_strided
+from fpipe.graphs.labels import (
+    cotangent_of,
+    differentiated,
+    is_cotangent,
+    is_output,
+    label_of,
+    port_of,
+    reads_of,
+)
+from fpipe.graphs.outputs import copied
+from fpipe.graphs.stage_call import StageCall, wants
 from fpipe.graphs.trace_cache import Outline, Traces
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.lowering.abstract import abstractly, by_rule, rounded
-from fpipe.runtimes.lowering.things import OPAQUE, Places, Thing, aval_of, described, wanting_fact
+from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
+from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, StorageMap, aval_of, described, wanting_fact
 
-Place = tuple[int | None, int | None, int | None]
+Coordinates = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
 
 
 @dataclass
-class Plain:
+class Untraced:
     """The stages that run under autograd, since they cannot be traced, and what they were seen to write.
 
     Attributes:
         stages: their numbers, each with the reason.
-        things: of every value that was written in a walk, what is known of it.
+        trees: of every value that was written in a walk, what is known of it.
         lost: a value that nothing can be known of was among them.
         known_only: whether only traces are used that were made before.
     """
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
-    things: dict[Value, Thing] = field(default_factory=dict[Value, Thing])
+    trees: dict[Value, AbstractTree] = field(default_factory=dict[Value, AbstractTree])
     lost: bool = False
     known_only: bool = False
 
@@ -53,132 +61,137 @@ class Plain:
         """Note what a value was. Its tensors are taken to be each in memory of its own."""
         leaves, containers = ([], None) if value.name in ("res", "wres") else tree.flatten(made)
         if containers is not None and not any(map(callable, leaves)):
-            if not all(is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+            if not all(is_strided(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
                 self.lost = True
                 return
-            known = tuple(apart(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            self.things[value] = Thing(known, None if value.name in ("g", "dx", "dcarry") else containers)
+            known = tuple(in_own_storage(aval(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            self.trees[value] = AbstractTree(known, None if value.name in ("g", "dx", "dcarry") else containers)
 
 
 class Shapes:
     """What each value is, and how each stage of each microbatch is cut."""
 
-    def __init__(self, run: Run, things: dict[Value, Thing], plain: Plain) -> None:
-        self.model, self.things, self.run, self.plain = run.model, things, run, plain
-        model = run.model
-        self.traces = Traces(model, plain.known_only)
+    def __init__(self, context: StepContext, trees: dict[Value, AbstractTree], untraced: Untraced) -> None:
+        self.model, self.trees, self.context, self.untraced = context.model, trees, context, untraced
+        model = context.model
+        self.traces = Traces(model, untraced.known_only)
         self.fake = fake_mode()
-        self.calls: dict[Place, tuple[Call, Call | None, Op]] = {}
-        self.cuts: dict[Place, Cut] = {}
-        self.forwards: dict[Place, Op] = {}
-        self.notes: dict[Place, Thing] = {}  # what norms note in a forward that leaves more for its update
-        self.noting: dict[Place, Op] = {}  # forwards whose updates read what their graphs say
-        self.moved: dict[Op, Places] = {}
-        self.first: dict[Call, Call] = {}
+        self.stage_calls: dict[Coordinates, tuple[StageCall, StageCall | None, Op]] = {}
+        self.cuts: dict[Coordinates, Cut] = {}
+        self.forwards: dict[Coordinates, Op] = {}
+        self.notes: dict[Coordinates, AbstractTree] = {}  # what norms note in a forward that leaves more for its update
+        self.noting: dict[Coordinates, Op] = {}  # forwards whose updates read what their graphs say
+        self.storage_maps: dict[Op, StorageMap] = {}
+        self.first: dict[StageCall, StageCall] = {}
         self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
-        self.seed = fresh_storage()
-        self.constant: set[int] = {self.seed}  # storages of tensors that stages hold on to
+        self.loss_cotangent = fresh_storage()
+        self.constant: set[int] = {self.loss_cotangent}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
         self.copies: dict[Value, list[Value]] = {}  # the other way round
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
-        if self.is_plain(op):
-            self.things.update({value: self.plain.things.get(value, OPAQUE) for value in op.writes})
+        if self.is_untraced(op):
+            self.trees.update({value: self.untraced.trees.get(value, OPAQUE) for value in op.writes})
         elif op.kind in "FRBI":
             try:
                 (self.forward if op.kind in "FR" else self.backward)(op)
             except Untraceable as error:
-                name = self.model.stages[op.stage or 0].name
-                raise error.of(op.stage or 0, f"stage {op.stage} ({name})" if name else f"stage {op.stage}") from error
+                raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
         elif op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             for read, written in zip(op.reads, op.writes, strict=True):
                 source = self.origin[written] = self.origin.get(read, read)
                 self.copies.setdefault(source, []).append(written)
-                if read in self.things:  # what a forward leaves is known when its backward is
-                    self.things[written] = rounded(op, self.things[read], self.fake) if op.how else self.things[read]
-        elif op.kind == "U" and self.apart(op):
+                if read in self.trees:  # what a forward leaves is known when its backward is
+                    self.trees[written] = rounded(op, self.trees[read], self.fake) if op.how else self.trees[read]
+        elif op.kind == "U" and self.update_only(op):
             self.update(op)
         elif op.kind != "W":
-            made = abstractly(op, [self.things[value] for value in op.reads], self.run, self.fake)
-            self.things.update(zip(op.writes, made, strict=True))
+            made = abstract_eval(op, [self.trees[value] for value in op.reads], self.context, self.fake)
+            self.trees.update(zip(op.writes, made, strict=True))
 
-    def is_plain(self, op: Op) -> bool:
+    def is_untraced(self, op: Op) -> bool:
         """Whether an op is of a stage that runs under autograd; its U then runs the forward once more, if it is no
         norm's."""
-        return op.stage in self.plain.stages and (op.kind in "FRBIW" or (op.kind == "U" and bool(self.apart(op))))
+        return op.stage in self.untraced.stages and (
+            op.kind in "FRBIW" or (op.kind == "U" and bool(self.update_only(op)))
+        )
 
-    def apart(self, op: Op) -> tuple[int, ...]:
+    def update_only(self, op: Op) -> tuple[int, ...]:
         """The places among the constants of the buffers that only the updates of an op's stage read and write."""
         stage = self.model.stages[op.stage or 0].forward
-        return tuple(stage.at_constants()) if isinstance(stage, PositionalStage) else ()
+        return tuple(stage.update_only_positions()) if isinstance(stage, PositionalStage) else ()
 
     def update(self, op: Op) -> None:
         """What a U writes: tensors like those before. What it reads of its forward is known when that is cut."""
-        before = self.things[op.reads[0]]
+        before = self.trees[op.reads[0]]
         stage: Any = self.model.stages[op.stage or 0].forward
         names: Mapping[str, int] = tree.unflatten(before.spec, range(len(before.leaves)))
-        known = self.things[Value("const", op.stage)].leaves
-        after = self.traces.outline(self.calls[op[1:4]][0]).avals("update")
-        for name, at, new in zip(stage.apart, self.apart(op), after, strict=True):
+        known = self.trees[Value("const", op.stage)].leaves
+        after = self.traces.outline(self.stage_calls[op[1:4]][0]).avals("update")
+        for name, at, new in zip(stage.update_only, self.update_only(op), after, strict=True):
             if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
                 raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
         notes = self.notes[op[1:4]]
-        (self.things[op.writes[0]],) = by_rule(
-            op, [before, notes], self.run, self.fake, lambda args: [args[0], (args[1], copied)]
+        (self.trees[op.writes[0]],) = by_rule(
+            op, [before, notes], self.context, self.fake, lambda args: [args[0], (args[1], copied)]
         )
         self.noting[op[1:4]] = self.forwards[op[1:4]]
 
     def note(self) -> None:
         """What forwards leave for updates, now that all are cut."""
         for op in self.noting.values():
-            if not self.is_plain(op):
+            if not self.is_untraced(op):
                 cut = self.cut_of(op)
                 graph, facts = cut.graph, cut.graph.facts
-                places = self.places(op, cut, self.labels(op))
+                storages = self.storage_map(op, cut, self.labels(op))
                 leaves = (*graph.writes["seen"], *cut.seen())
-                moved = tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
+                moved = tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
                 seen = next(value for value in op.writes if value.name == "seen")
-                self.things |= dict.fromkeys((seen, *self.copies.get(seen, ())), Thing(moved))
+                self.trees |= dict.fromkeys((seen, *self.copies.get(seen, ())), AbstractTree(moved))
 
     def forward(self, op: Op) -> None:
         """What a stage writes, the loss behind it too."""
         call = self.call(op)
         named = self.labels(op)
-        given = {label: self.things[value] for label, value in named.items()} | self.constants(op.stage)
+        given = {label: self.trees[value] for label, value in named.items()} | self.constants(op.stage)
         made = self.outlined(call, given)
         if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, PositionalStage):
             made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
         loss = None
         if "target" in given:
             pair = {"x": made["y"], "target": given["target"]}
-            loss = self.known(Call(None, *described(pair)))
+            loss = self.known(StageCall(None, *described(pair)))
             made |= self.outlined(loss, pair)
-            made["loss"] = Thing(tuple(apart(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec)
-        self.calls[op[1:4]] = (call, loss, op)
+            made["loss"] = AbstractTree(
+                tuple(in_own_storage(leaf.aval) for leaf in made["loss"].leaves), made["loss"].spec
+            )
+        self.stage_calls[op[1:4]] = (call, loss, op)
         if op.kind == "F":
             self.forwards[op[1:4]] = op
-        later = ("res", "seen") if self.apart(op) else ("res",)
-        if self.apart(op):
+        later = ("res", "seen") if self.update_only(op) else ("res",)
+        if self.update_only(op):
             self.notes[op[1:4]] = made["seen"]
-        self.things.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
+        self.trees.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
 
-    def outlined(self, call: Call, given: Mapping[str, Thing]) -> dict[str, Thing]:
+    def outlined(self, call: StageCall, given: Mapping[str, AbstractTree]) -> dict[str, AbstractTree]:
         """What a call writes, each tensor in memory of its own or in that of what is given."""
         outline = self.traces.outline(call)
-        places = Places(
+        storages = StorageMap(
             (known.storage, leaf.storage)
             for label, leaves in outline.reads.items()
             for known, leaf in zip(leaves, given[label].leaves, strict=True)
             if isinstance(leaf, Fact)
         )
 
-        def thing(leaves: Sequence[Any], spec: Any) -> Thing:
-            return Thing(tuple(places.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec)
+        def abstract(leaves: Sequence[Any], spec: Any) -> AbstractTree:
+            return AbstractTree(
+                tuple(storages.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec
+            )
 
-        return {label: thing(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
+        return {label: abstract(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
 
-    def call(self, op: Op) -> Call:
+    def call(self, op: Op) -> StageCall:
         """How an F or R calls its stage."""
         assert op.stage is not None
         stage = self.model.stages[op.stage]
@@ -187,64 +200,57 @@ class Shapes:
         reads, specs = described(groups | self.constants(op.stage))
         microbatch = op.microbatch if "microbatch" in stage.asks else None
         starts = tuple(label for label, value in named if self.starts(value, label))
-        return self.known(Call(op.stage, reads, specs, microbatch, starts))
+        return self.known(StageCall(op.stage, reads, specs, microbatch, starts))
 
-    def known(self, call: Call) -> Call:
+    def known(self, call: StageCall) -> StageCall:
         """The first of calls that are equal: what is found by it is found without comparing much."""
         try:
             return self.first.setdefault(call, call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
 
-    def taken(self, value: Value, label: str) -> Thing:
+    def taken(self, value: Value, label: str) -> AbstractTree:
         """What is known of a value that a forward reads; of inputs whose gradient is wanted, with that."""
-        thing = self.things[value]
-        return Thing(tuple(map(wanting_fact, thing.leaves)), thing.spec) if self.starts(value, label) else thing
+        abstract = self.trees[value]
+        return (
+            AbstractTree(tuple(map(wanting_fact, abstract.leaves)), abstract.spec)
+            if self.starts(value, label)
+            else abstract
+        )
 
     def starts(self, value: Value, label: str) -> bool:
         """Whether a value that a forward reads is of the batch, and its gradient is wanted."""
-        port = int(label.partition(":")[2] or 0)
-        return value.name in ("x", "inputs") and (value.stage, port) in self.run.input_grads
+        return value.name in ("x", "inputs") and (value.stage, port_of(label)) in self.context.input_grads
 
-    def constants(self, stage: int | None) -> dict[str, Thing]:
+    def constants(self, stage: int | None) -> dict[str, AbstractTree]:
         """What a module reads besides its parameters."""
-        thing = self.things.get(Value("const", stage))
-        return {} if thing is None else {"const": thing}
+        abstract = self.trees.get(Value("const", stage))
+        return {} if abstract is None else {"const": abstract}
 
     def labels(self, op: Op) -> dict[str, Value]:
         """The values an op reads by the label that graphs have for them."""
         if id(op) not in self._labels:
-            self._labels[id(op)] = op, self._labelled(op)
+            self._labels[id(op)] = op, reads_of(op)
         return self._labels[id(op)][1]
-
-    def _labelled(self, op: Op) -> dict[str, Value]:
-        found: dict[str, Value] = {}
-        counts: dict[str, int] = {}
-        for value in op.reads:
-            word = _LABELS.get(value.name, value.name) if op.kind in "FR" else _BACKWARD_LABELS.get(value.name)
-            if word in ("params", "x", "dy"):
-                at = counts[word] = counts.get(word, -1) + 1
-                word += f":{at}" if at else ""
-            if word is not None:
-                found[word] = value
-        return found
 
     def backward(self, op: Op) -> None:
         """Trace the stage and its gradient, now that the cotangents are known, and see what comes out."""
         place = op[1:4]
-        call, loss, first = self.calls[place]
+        call, loss, first = self.stage_calls[place]
         named = self.labels(op)
-        seeds: dict[str, tuple[Any, ...]] = {}
+        cotangents: dict[str, tuple[Any, ...]] = {}
         outline = self.traces.outline(call)
         if loss is None:
             for label in _outputs(outline):
-                value, leaves = named.get(f"d{label}"), outline.avals(label)
-                seeds[f"d{label}"] = (None,) * len(leaves) if value is None else self.cotangents(value, leaves)
+                value, leaves = named.get(cotangent_of(label)), outline.avals(label)
+                cotangents[cotangent_of(label)] = (
+                    (None,) * len(leaves) if value is None else self.cotangent_avals(value, leaves)
+                )
         if "dcarry" in named:
-            seeds["dcarry"] = self.cotangents(named["dcarry"], outline.avals("carry"))
+            cotangents["dcarry"] = self.cotangent_avals(named["dcarry"], outline.avals("carry"))
         if "loss" in outline.writes:  # a loss of the stage's own
-            seeds["dloss"] = (self.loss_of(op),)
-        graph = self.traced(call, seeds, loss)
+            cotangents["dloss"] = (self.loss_of(op),)
+        graph = self.traced(call, cotangents, loss)
         wanted = tuple(
             (label_of(value), self.wanting(call, label_of(value)))
             for value in op.writes
@@ -258,21 +264,21 @@ class Shapes:
         """How the stage of an op is cut for its microbatch; nothing behind the outputs where no backward follows."""
         place = op[1:4]
         if place not in self.cuts:
-            call, loss, _ = self.calls[place]
+            call, loss, _ = self.stage_calls[place]
             outline = self.traces.outline(call)
-            seeds = {f"d{label}": (None,) * len(outline.writes[label]) for label in _outputs(outline)}
-            graph = self.traced(call, seeds, loss)
+            cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _outputs(outline)}
+            graph = self.traced(call, cotangents, loss)
             self.cuts[place] = self.cut(op, graph, (), None)
         return self.cuts[place]
 
     def cut(self, op: Op, graph: Graph, wanted: Any, saved: Any) -> Cut:
         """A graph as it is cut, once for all who ask."""
-        apart = self.apart(op)
-        cut = graph.once(("cut", wanted, saved, apart), lambda: Cut(graph, wanted, saved, apart))
-        stale = cut.stale() if apart else None
+        update_only = self.update_only(op)
+        cut = graph.once(("cut", wanted, saved, update_only), lambda: Cut(graph, wanted, saved, update_only))
+        stale = cut.stale() if update_only else None
         if stale is not None:
             stage: Any = self.model.stages[op.stage or 0].forward
-            name = stage.apart[stale]
+            name = stage.update_only[stale]
             raise RuntimeError(
                 f"stage {op.stage} reads buffer {name!r}, which it also writes, and the example that was handed to "
                 f"from_sequential did not show it. Hand in one that does, or say state={{{name!r}: 'ordered'}}: then "
@@ -282,89 +288,75 @@ class Shapes:
 
     def loss_of(self, op: Op) -> Aval:
         """What is known of the loss that an op's stage writes."""
-        call, loss, _ = self.calls[op[1:4]]
+        call, loss, _ = self.stage_calls[op[1:4]]
         return self.traces.outline(loss or call).avals("loss")[0]._replace(wants=False)
 
-    def traced(self, call: Call, seeds: dict[str, tuple[Any, ...]], loss: Call | None) -> Graph:
+    def traced(self, call: StageCall, cotangents: dict[str, tuple[Any, ...]], loss: StageCall | None) -> Graph:
         """A stage and its gradient, with the loss if it reads the target."""
         if loss is None:
-            return self.traces.graph(self.traces.shared(call), seeds)
+            return self.traces.graph(self.traces.shared(call), cotangents)
         weight = self.traces.outline(loss).avals("loss")[0]._replace(wants=False)
-        return self.traces.with_loss(self.traces.shared(call), seeds, loss, weight)
+        return self.traces.with_loss(self.traces.shared(call), cotangents, loss, weight)
 
-    def wanting(self, call: Call, label: str) -> tuple[int, ...]:
+    def wanting(self, call: StageCall, label: str) -> tuple[int, ...]:
         """The places of leaves that want a cotangent, among those it is the label of."""
-        leaves = dict(call.reads)[
-            {"dx": "x", "dcarry": "carry"}[label.split(":")[0]] + label[len(label.split(":")[0]) :]
-        ]
+        leaves = dict(call.reads)[differentiated(label)]
         return tuple(place for place, leaf in enumerate(leaves) if wants(leaf))
 
-    def cotangents(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def cotangent_avals(self, value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The avals of cotangents, for leaves that want one."""
-        given = self.things[value].leaves
-        return tuple(aval_of(seed) if wants(leaf) else None for leaf, seed in zip(leaves, given, strict=True))
+        given = self.trees[value].leaves
+        return tuple(aval_of(known) if wants(leaf) else None for leaf, known in zip(leaves, given, strict=True))
 
     def write(self, op: Op, first: Op, cut: Cut, named: Mapping[str, Value]) -> None:
         """What a backward (and its W) writes, and the residuals between: which memory each is in."""
         graph, facts = cut.graph, cut.graph.facts
-        places = self.places(first, cut, named)
+        storages = self.storage_map(first, cut, named)
 
-        def thing(leaves: Sequence[Any]) -> Thing:
-            return Thing(tuple(places.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+        def abstract(leaves: Sequence[Any]) -> AbstractTree:
+            return AbstractTree(
+                tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
+            )
 
         gradients = [Value("g", *op[1:4], port=k) for k in range(len(op.reads))]
         gradients = [value for value in gradients if label_of(value) in graph.writes]
         written = {label_of(value) for value in (*op.writes, *gradients)} - {"wres"}
-        made = {label: thing(cut.written(label)) for label in graph.writes if label in written}
-        made |= {"res": thing(cut.residuals)} | ({"wres": thing(cut.weight_residuals)} if op.kind == "I" else {})
+        made = {label: abstract(cut.written(label)) for label in graph.writes if label in written}
+        made |= {"res": abstract(cut.residuals)} | ({"wres": abstract(cut.weight_residuals)} if op.kind == "I" else {})
         read = next(value for value in op.reads if value.name == "res")
         source = self.origin.get(read, read)
         residuals = [source, *self.copies.get(source, ())]
-        self.things.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
+        self.trees.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
 
-    def places(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> Places:
+    def storage_map(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> StorageMap:
         """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `named` what
         is read by its backward, or by itself."""
-        if first in self.moved:
-            return self.moved[first]
+        if first in self.storage_maps:
+            return self.storage_maps[first]
         graph, facts = cut.graph, cut.graph.facts
         constants = [facts[name].storage for name in graph.constants]
         self.constant.update(constants)
-        places = Places(zip(constants, constants, strict=True))
-        given = {label: self.things[value] for label, value in self.labels(first).items()}
-        given |= {label: self.things[value] for label, value in named.items() if label.startswith(("dy", "dcarry"))}
+        storages = StorageMap(zip(constants, constants, strict=True))
+        given = {label: self.trees[value] for label, value in self.labels(first).items()}
+        given |= {label: self.trees[value] for label, value in named.items() if is_cotangent(label)}
         given |= self.constants(first.stage)
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            places[facts[name].storage] = self.seed
+            storages[facts[name].storage] = self.loss_cotangent
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
-                    places[facts[name].storage] = leaf.storage
+                    storages[facts[name].storage] = leaf.storage
         for value in first.writes:  # what F or R writes, it may keep too
-            later = value.name == "res" or value not in self.things
+            later = value.name == "res" or value not in self.trees
             names = () if later else graph.writes.get(label_of(value), ())
-            for name, leaf in zip(names, self.things[value].leaves if names else (), strict=True):
+            for name, leaf in zip(names, self.trees[value].leaves if names else (), strict=True):
                 if isinstance(name, Name):
-                    places.setdefault(facts[name].storage, leaf.storage)
-        if self.apart(first):
-            self.moved[first] = places
-        return places
-
-
-_LABELS = {"params": "params", "inputs": "x", "y": "x", "again": "x", "x": "x", "t": "target", "w": None}
-_BACKWARD_LABELS = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
+                    storages.setdefault(facts[name].storage, leaf.storage)
+        if self.update_only(first):
+            self.storage_maps[first] = storages
+        return storages
 
 
 def _outputs(outline: Outline) -> list[str]:
     """The labels of a stage's outputs."""
-    return [label for label in outline.writes if label.split(":")[0] == "y"]
-
-
-def label_of(value: Value) -> str:
-    """What graphs call a value: its name and port."""
-    return _label(value.name, value.port)
-
-
-@cache
-def _label(name: str, port: int) -> str:
-    return ("y" if name == "again" else name) + (f":{port}" if port else "")
+    return [label for label in outline.writes if is_output(label)]

@@ -1,4 +1,4 @@
-"""Tell which way of running a program a step needs: all that its calls are made for, as one value to compare.
+"""Tell which way of running a program a step needs: all that its instructions depend on, as one value to compare.
 
 step(params, batch, state)    -->    containers, shapes, dtypes, strides, devices, modes, autocast, flags, threads
 """

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from fpipe.graphs.graph import Fact, apart
+from fpipe.graphs.graph import Fact, in_own_storage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.things import Thing, dense
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 
 
 class Sums:
@@ -31,11 +31,11 @@ class Sums:
         self,
         ops: Sequence[Op],
         kept: Collection[Value],
-        things: dict[Value, Thing],
-        plain: Collection[int],
+        trees: dict[Value, AbstractTree],
+        untraced: Collection[int],
         given: Collection[int],
     ) -> None:
-        self.ops, self.things, self.given = ops, things, given
+        self.ops, self.trees, self.given = ops, trees, given
         self.adds: dict[int, dict[Value, int]] = {}
         self.in_place: set[int] = set()
         self.copied: dict[Value, tuple[int, ...]] = {}
@@ -45,13 +45,13 @@ class Sums:
         sent: set[Value] = set()  # the same tensors, under way and on other ranks
         for at, op in enumerate(ops):
             if op.kind in ("SEND", "RECV") and (op.reads[0] in mine or op.reads[0] in sent):
-                things[op.writes[0]] = things[op.reads[0]]
+                trees[op.writes[0]] = trees[op.reads[0]]
                 sent.add(op.writes[0])
             if op.kind != "ADD" or len(op.reads) != 2:
                 continue
             total, gradient = op.reads
             start, maker = written.get(total, -1), written.get(gradient, -1)
-            first = total.name == "g" and ops[start].kind in "BW" and ops[start].stage not in plain
+            first = total.name == "g" and ops[start].kind in "BW" and ops[start].stage not in untraced
             if start < 0 or total in kept or readers[total] > 1 or not (total in mine or first):
                 continue
             if not self.alike(total, gradient):
@@ -59,8 +59,8 @@ class Sums:
             if total not in mine:
                 self.start(total, ops[start])
             mine.add(op.writes[0])
-            things[op.writes[0]] = things[total]
-            made = gradient.name == "g" and ops[maker].kind in "BW" and ops[maker].stage not in plain
+            trees[op.writes[0]] = trees[total]
+            made = gradient.name == "g" and ops[maker].kind in "BW" and ops[maker].stage not in untraced
             here = start < maker and ops[start].rank == ops[maker].rank == op.rank
             if made and here and gradient not in kept and readers[gradient] == 1:
                 self.adds.setdefault(maker, {})[gradient] = at
@@ -69,20 +69,20 @@ class Sums:
 
     def alike(self, one: Value, other: Value) -> bool:
         """Whether two gradients have something for the same leaves."""
-        pairs = zip(self.things[one].leaves, self.things[other].leaves, strict=True)
+        pairs = zip(self.trees[one].leaves, self.trees[other].leaves, strict=True)
         return all((first is None) == (second is None) for first, second in pairs)
 
     def start(self, total: Value, op: Op) -> None:
         """Note which leaves of a sum's first gradient need a copy."""
         values = {*op.reads, *op.writes}
-        taken = Counter(leaf.storage for v in values for leaf in self.things[v].leaves if isinstance(leaf, Fact))
-        leaves = list(self.things[total].leaves)
+        taken = Counter(leaf.storage for v in values for leaf in self.trees[v].leaves if isinstance(leaf, Fact))
+        leaves = list(self.trees[total].leaves)
         taken.update([*self.given] * 2)
         copied = [
             k for k, leaf in enumerate(leaves) if leaf is not None and (taken[leaf.storage] > 1 or not dense(leaf))
         ]
         for k in copied:
             known = leaves[k].aval
-            leaves[k] = apart(known._replace(stride=torch.empty(known.shape, device="meta").stride()))
-        self.things[total] = Thing(tuple(leaves))
+            leaves[k] = in_own_storage(known._replace(stride=torch.empty(known.shape, device="meta").stride()))
+        self.trees[total] = AbstractTree(tuple(leaves))
         self.copied[total] = tuple(copied)

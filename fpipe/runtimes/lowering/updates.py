@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, Fact
+from fpipe.graphs.labels import label_of
 from fpipe.graphs.update import Norm, updating
 from fpipe.model import PositionalStage, Stage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.shapes import Shapes, label_of
-from fpipe.runtimes.lowering.things import Thing, dense
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
+from fpipe.runtimes.lowering.shapes import Shapes
 
 
 class Update(NamedTuple):
@@ -49,13 +50,13 @@ class Updates:
         readers = Counter(value for op in ops for value in op.reads)
         mine: set[Value] = set()  # running statistics that the step owns
         for at, op in enumerate(ops):
-            if op.kind != "U" or op.how or len(op.reads) != 2 or shapes.is_plain(op._replace(kind="F")):
+            if op.kind != "U" or op.how or len(op.reads) != 2 or shapes.is_untraced(op._replace(kind="F")):
                 continue
             before, seen = op.reads
             maker = written.get(seen, -1)
             alone = readers[seen] == 1 and seen not in kept
             here = maker > written.get(before, -1) and ops[maker].kind == "F" and ops[maker].rank == op.rank
-            norms = _norms(shapes.model.stages[op.stage or 0], shapes.things[before], shapes.things[seen])
+            norms = _norms(shapes.model.stages[op.stage or 0], shapes.trees[before], shapes.trees[seen])
             if norms is None:
                 continue
             mine.add(op.writes[0])
@@ -68,11 +69,11 @@ class Updates:
             self.of[maker] = found
             written[op.writes[0]] = maker
             if own:
-                shapes.things[op.writes[0]] = shapes.things[before]
+                shapes.trees[op.writes[0]] = shapes.trees[before]
 
     def _found(self, at: int, forward: Op, norms: tuple[Norm, ...], before: Value, mine: bool) -> Update | None:
         """The update, if the graph of the forward can make it."""
-        leaves = self._shapes.things[before].leaves
+        leaves = self._shapes.trees[before].leaves
         if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
             return None
         state = tuple(leaf.aval for leaf in leaves)
@@ -89,7 +90,7 @@ class Updates:
         return Update(at, norms, state, mine) if cut.graph.once(("updating", labels, norms, state), can) else None
 
 
-def _norms(stage: Stage, state: Thing, seen: Thing) -> tuple[Norm, ...] | None:
+def _norms(stage: Stage, state: AbstractTree, seen: AbstractTree) -> tuple[Norm, ...] | None:
     """The batch norms of a stage, if all that it remembers is theirs, and each batch weighs the same."""
     paths = stage.forward.batch_norms() if isinstance(stage.forward, PositionalStage) else None
     if paths is None:

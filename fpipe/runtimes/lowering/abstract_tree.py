@@ -1,4 +1,4 @@
-"""What is known of a value before it exists: a fact for each tensor leaf, and the containers around the leaves."""
+"""Hold what is known of a value before it exists: a fact for each tensor leaf, and the containers around the leaves."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fpipe import tree
 from fpipe.graphs.graph import Fact, fresh_storage
 
 
-class Thing(NamedTuple):
-    """Facts and containers. A list over leaves (gradients, residuals) has no containers."""
+class AbstractTree(NamedTuple):
+    """The abstract value of a pytree: facts, and containers. A list over leaves (gradients, residuals) has none."""
 
     leaves: tuple[Any, ...]
     spec: Any = None
 
 
-OPAQUE = Thing((None,), tree.flatten(None)[1])
+OPAQUE = AbstractTree((None,), tree.flatten(None)[1])
 """What plain autograd leaves for a backward or an update: one object."""
 
 
-def whole(thing: Thing, leaves: Sequence[Any]) -> Any:
+def whole(abstract: AbstractTree, leaves: Sequence[Any]) -> Any:
     """Leaves in their containers."""
-    return list(leaves) if thing.spec is None else tree.unflatten(thing.spec, leaves)
+    return list(leaves) if abstract.spec is None else tree.unflatten(abstract.spec, leaves)
 
 
 def wanting_fact(leaf: Any) -> Any:
@@ -38,13 +38,13 @@ def aval_of(leaf: Any) -> Any:
     return leaf.aval if isinstance(leaf, Fact) else leaf
 
 
-def described(groups: Mapping[str, Thing]) -> tuple[Any, Any]:
+def described(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
     """The avals of leaves, and the containers around them, label by label."""
-    reads = tuple((label, tuple(map(aval_of, thing.leaves))) for label, thing in groups.items())
-    return reads, tuple((label, thing.spec) for label, thing in groups.items())
+    reads = tuple((label, tuple(map(aval_of, abstract.leaves))) for label, abstract in groups.items())
+    return reads, tuple((label, abstract.spec) for label, abstract in groups.items())
 
 
-class Places(dict[int, int]):
+class StorageMap(dict[int, int]):
     """Which storage of a step each storage of a trace stands for: one that it has not met yet, for a new one."""
 
     def __missing__(self, storage: int) -> int:

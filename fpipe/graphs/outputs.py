@@ -14,7 +14,7 @@ from fpipe.graphs.symbols import in_words
 from fpipe.model import Model, Reduction, Stage
 
 
-def called(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
+def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
     """What a stage function returns. Its state is a copy, which it may write.
 
     Args:
@@ -35,7 +35,7 @@ def copied(state: Any) -> Any:
     return tree.tree_map(copy, state)
 
 
-def taken_apart(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
+def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
     """What a stage function returned, as its output and, by name, what it returned beside it: its module state, what it
     hands to the next slice, what its update needs, a loss of its own."""
     words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
@@ -71,10 +71,10 @@ def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
     (None unless the model says aux=True)."""
     made = output if model.loss is None else model.loss(output, target)
     who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
-    return loss_apart(made, model.reduction, model.aux, who)
+    return split_loss(made, model.reduction, model.aux, who)
 
 
-def loss_apart(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
+def split_loss(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
     """What a loss returned as the loss, what it counts, and its auxiliary results."""
     count: Any = None
     aux: Any = None
@@ -132,8 +132,7 @@ def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
         return (y,)
     if not isinstance(y, tuple) or len(y) != many:  # pyright: ignore[reportUnknownArgumentType]
         found = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
-        name = f" ({model.stages[stage].name})" if model.stages[stage].name else ""
-        raise TypeError(f"stage {stage}{name} returns a tuple of {many} outputs, which others take; found {found}.")
+        raise TypeError(f"{model.who(stage)} returns a tuple of {many} outputs, which others take; found {found}.")
     return y  # pyright: ignore[reportUnknownVariableType]
 
 

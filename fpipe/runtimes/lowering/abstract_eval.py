@@ -1,4 +1,4 @@
-"""What an op that runs by its rule will write, told on shapes alone: the rule itself, on tensors without data.
+"""Find out on shapes alone what an op that runs by its rule will write: run the rule itself on fake tensors.
 
 sum[0,1] = ADD g[0,0] g[0,1],   g[0,0]: float32[8, 8]        -->        sum[0,1]: float32[8, 8]
 """
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
-from fpipe.graphs.graph import Fact, apart, fact, storage_of
+from fpipe.graphs.graph import Fact, fact, in_own_storage, storage_of
 from fpipe.program import Op
-from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.lowering.things import Thing, dense, whole
+from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
 from fpipe.runtimes.meaning import RULES, rounding
 
 
-def abstractly(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
-    """What an op writes that reads these things; `fake` is the mode in which tensors have no data."""
+def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
+    """What an op writes that reads these abstract trees; `fake` is the mode that makes fake tensors."""
     how = {"ADD": _sum, "MERGE": _merged}.get(op.kind, by_rule)
-    return how(op, things, run, fake)
+    return how(op, trees, context, fake)
 
 
-def _sum(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
+def _sum(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
     """Sums over leaves: as their first part where all parts are alike."""
-    parts = [thing.leaves for thing in things]
+    parts = [abstract.leaves for abstract in trees]
     leaves: list[Any] = []
     for column in zip(*parts, strict=True):
         facts = [leaf for leaf in column if leaf is not None]
@@ -37,57 +37,63 @@ def _sum(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
         if not facts or len(facts) == 1:
             leaves.append(facts[0] if facts else None)
         elif alike and dense(facts[0]):
-            leaves.append(apart(facts[0].aval))
+            leaves.append(in_own_storage(facts[0].aval))
         else:
-            return by_rule(op, things, run, fake)
-    return [Thing(tuple(leaves), things[0].spec)]
+            return by_rule(op, trees, context, fake)
+    return [AbstractTree(tuple(leaves), trees[0].spec)]
 
 
-def _merged(op: Op, things: Sequence[Thing], run: Run, fake: Any) -> list[Thing]:
+def _merged(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
     """The loss of all is as that of each, where these are alike."""
-    losses = [thing for value, thing in zip(op.reads, things, strict=True) if value.name == "loss"]
-    alike = {(leaf.aval, thing.spec) for thing in losses for leaf in thing.leaves if isinstance(leaf, Fact)}
-    itself = len(losses) == 1 and run.model.reduction == "sum"
-    if len(alike) != 1 or itself or run.model.reduction == "count":
-        return by_rule(op, things, run, fake)
+    losses = [abstract for value, abstract in zip(op.reads, trees, strict=True) if value.name == "loss"]
+    alike = {(leaf.aval, abstract.spec) for abstract in losses for leaf in abstract.leaves if isinstance(leaf, Fact)}
+    itself = len(losses) == 1 and context.model.reduction == "sum"
+    if len(alike) != 1 or itself or context.model.reduction == "count":
+        return by_rule(op, trees, context, fake)
     aval, spec = alike.pop()
     rest = [value for value in op.writes if value.name != "loss"]
-    made = dict(zip(rest, by_rule(op._replace(writes=tuple(rest)), things, run, fake), strict=True))
-    return [made[value] if value in made else Thing((apart(aval),), spec) for value in op.writes]
+    made = dict(zip(rest, by_rule(op._replace(writes=tuple(rest)), trees, context, fake), strict=True))
+    return [made[value] if value in made else AbstractTree((in_own_storage(aval),), spec) for value in op.writes]
 
 
 def by_rule(
-    op: Op, things: Sequence[Thing], run: Run, fake: Any, shown: Callable[[list[Any]], list[Any]] = list
-) -> list[Thing]:
-    """What an op writes, by running its rule on tensors without data; `shown` says what the rule is handed of them."""
+    op: Op,
+    trees: Sequence[AbstractTree],
+    context: StepContext,
+    fake: Any,
+    shown: Callable[[list[Any]], list[Any]] = list,
+) -> list[AbstractTree]:
+    """What an op writes, by running its rule on fake tensors; `shown` says what the rule is handed of them."""
     homes: dict[int, int] = {}
     # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
     device = "meta" if op.kind == "SPLIT" else None
     with fake if device is None else nullcontext():
-        args = [whole(thing, [_fake(leaf, homes, device) for leaf in thing.leaves]) for thing in things]
+        args = [whole(abstract, [_fake(leaf, homes, device) for leaf in abstract.leaves]) for abstract in trees]
         try:
-            made = RULES[op.kind](op, shown(args), run)
+            made = RULES[op.kind](op, shown(args), context)
         except Exception as error:
             raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
-    devices = {leaf.storage: leaf.aval.device for thing in things for leaf in thing.leaves if isinstance(leaf, Fact)}
-    found: list[Thing] = []
+    devices = {
+        leaf.storage: leaf.aval.device for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact)
+    }
+    found: list[AbstractTree] = []
     for result in made:
         leaves, spec = tree.flatten(result)
         facts = (fact(leaf, homes) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if device is not None:
             facts = (_on(leaf, devices) for leaf in facts)
-        found.append(Thing(tuple(facts), None if is_list(op, result) else spec))
+        found.append(AbstractTree(tuple(facts), None if is_list(op, result) else spec))
     return found
 
 
-def rounded(op: Op, thing: Thing, fake: Any) -> Thing:
+def rounded(op: Op, abstract: AbstractTree, fake: Any) -> AbstractTree:
     """What a SEND casts, as it arrives: what has its dtype lies in memory of its own."""
     homes: dict[int, int] = {}
     with fake:
-        leaves = [_fake(leaf, homes, None) for leaf in thing.leaves]
+        leaves = [_fake(leaf, homes, None) for leaf in abstract.leaves]
         made = map(rounding(op), leaves)
-        each = zip(thing.leaves, leaves, made, strict=True)
-        return Thing(tuple(old if one is same else fact(one, {}) for old, same, one in each), thing.spec)
+        each = zip(abstract.leaves, leaves, made, strict=True)
+        return AbstractTree(tuple(old if one is same else fact(one, {}) for old, same, one in each), abstract.spec)
 
 
 def _on(leaf: Any, devices: Mapping[int, torch.device]) -> Any:

@@ -1,8 +1,8 @@
 """Write the gradient of a whole tensor's max, min or median as torch does of tensors with data.
 
-    dx = mask * (dy / mask.sum())        --> evenly -->        dx = 0, and where the mask is dy / mask.sum()
+    dx = mask * (dy / mask.sum())        --> rewritten -->        dx = 0, and where the mask is dy / mask.sum()
 
-Of tensors without data torch multiplies: what was not the largest has 0 times the cotangent, which is -0 or no number.
+Of fake tensors torch multiplies: what was not the largest has 0 times the cotangent, which is -0 or no number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 _aten: Any = torch.ops.aten
 
 
-def evenly(traced: fx.GraphModule) -> None:
+def rewrite_max_gradients(traced: fx.GraphModule) -> None:
     """Rewrite such gradients in a trace. On a GPU torch multiplies too."""
     for node in [*traced.graph.nodes]:
         if _is_spread(node) and not node.meta["val"].is_cuda:

@@ -1,6 +1,6 @@
-"""One way to call a stage or the loss: a value to compare, and a function of leaves.
+"""Describe one way to call a stage or the loss: a value to compare, and a function of leaves.
 
-call = Call(stage=1, reads=(("params", avals), ("x", avals)), specs=...)
+call = StageCall(stage=1, reads=(("params", avals), ("x", avals)), specs=...)
 flat(model, call, specs)({"params": [w, b], "x": [x]})    -->    {"y": [y]}
 """
 
@@ -15,16 +15,17 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, alias, aval
-from fpipe.graphs.keep import listening
+from fpipe.graphs.keep import collecting_marks
+from fpipe.graphs.labels import is_input, label_at
+from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import called, loss_of, outputs_of, refuse_odd_output, taken_apart
 from fpipe.model import Model, PositionalStage, same_keys
 
 Spec = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class StageCall:
     """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
 
     Attributes:
@@ -63,12 +64,12 @@ class Call:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Call) and self._parts == other._parts)
+        return self is other or (isinstance(other, StageCall) and self._parts == other._parts)
 
-    def differentiable(self) -> Call:
+    def differentiable(self) -> StageCall:
         """The same call as if a gradient of every input that can have one were wanted."""
         reads = tuple(
-            (label, tuple(map(_wanting, leaves)) if label.split(":")[0] in ("x", "carry") else leaves)
+            (label, tuple(map(_wanting, leaves)) if is_input(label) or label == "carry" else leaves)
             for label, leaves in self.reads
         )
         return replace(self, reads=reads)
@@ -92,13 +93,13 @@ def wants(leaf: Any) -> bool:
 
 
 def flat(
-    model: Model, call: Call, specs: dict[str, Spec], key: int = 0
+    model: Model, call: StageCall, specs: dict[str, Spec], key: int = 0
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
     """The call as a function of leaves; it notes the containers of what it writes."""
     containers = dict(call.specs)
 
     def whole(given: Mapping[str, list[Any]], label: str) -> Any:
-        came = label.split(":")[0] == "x" and label not in call.starts
+        came = is_input(label) and label not in call.starts
         return tree.unflatten(containers[label], map(alias, given[label]) if came else given[label])
 
     def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -110,29 +111,28 @@ def flat(
     def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         assert call.stage is not None
         one = model.stages[call.stage]
-        taken = [whole(given, label) for label in given if label.split(":")[0] == "x"]
+        taken = [whole(given, label) for label in given if is_input(label)]
         x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
         if isinstance(one.forward, PositionalStage):
             order = positions(model, one.forward, call)
             params = [given[label][at] for label, at in order]
             places = buffers(one.forward, call)
-            with listening() as kept, pure(one.forward, "it", given, tracing=True):
+            with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
                 held = [given["state"][at].clone() for at in places]
                 y, beside = one.forward.pure(params, given.get("const", []), x, held)
             if places:  # in the order that they came in
                 beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
             return outputs(call.stage, y, beside, kept)
         own = whole(given, "params")
-        ties = [leaf for _, _, leaf in model.tied(call.stage)]
-        more = {leaf: whole(given, f"params:{port}") for port, leaf in enumerate(ties, 1)}
+        more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
         said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-        with listening() as kept, pure(one.forward, "it", given, tracing=True):
-            made = called(one, {**own, **more} if more else own, x, said)
-        return outputs(call.stage, *taken_apart(one, made), kept)
+        with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
+            made = call_stage(one, {**own, **more} if more else own, x, said)
+        return outputs(call.stage, *split_output(one, made), kept)
 
     def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
-        ports = {f"y:{port}" if port else "y": one for port, one in enumerate(outputs_of(model, stage, y))}
+        ports = {label_at("y", port): one for port, one in enumerate(outputs_of(model, stage, y))}
         for one in ports.values():
             refuse_odd_output(one, "it")
         return written({**ports, **beside, "kept": kept})
@@ -146,16 +146,20 @@ def flat(
     return loss if call.stage is None else stage
 
 
-def positions(model: Model, module: PositionalStage, call: Call) -> tuple[tuple[str, int], ...]:
-    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own."""
+def positions(model: Model, module: PositionalStage, call: StageCall) -> tuple[tuple[str, int], ...]:
+    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own.
+
+    No front door can know: params are the caller's dicts, in an order of their own, and each order is another call. A
+    trace looks the names up once, and what it makes knows only positions.
+    """
     places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
     given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
-    given |= {leaf: (f"params:{port}", 0) for port, (_, _, leaf) in enumerate(model.tied(module.number), 1)}
+    given |= {leaf.name: (label_at("params", leaf.bundle), 0) for leaf in model.tied(module.number)}
     same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
     return tuple(given[leaf[0]] for leaf in module.names)
 
 
-def buffers(module: PositionalStage, call: Call) -> tuple[int, ...]:
+def buffers(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
     """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
     if not module.holds:
         return ()

@@ -1,4 +1,4 @@
-"""One microbatch (or a slice of it) through all stages under plain autograd: one graph, and its gradients."""
+"""Run one microbatch (or a slice of it) through all stages as one graph of autograd's, and take its gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.graph import is_plain
-from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.graph import is_strided
+from fpipe.graphs.keys import seed_of, seeded
+from fpipe.graphs.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.pure import pure
-from fpipe.graphs.returned import called, copied, loss_of, outputs_of, taken_apart
 from fpipe.model import Model, who_draws
 
 
@@ -27,7 +27,7 @@ def aliases(model: Model, stage: int, full: Any) -> Any:
 
 def train(model: Model, stage: int, full: Any) -> list[bool]:
     """For each leaf of a stage, tied ones too, whether it has a gradient: floating, and not frozen where it lives."""
-    homes: dict[Any, tuple[int, str]] = {leaf: group[0] for group in model.ties for n, leaf in group if n == stage}
+    homes: dict[Any, tuple[int, str]] = {leaf.name: (leaf.owner, leaf.owner_name) for leaf in model.tied(stage)}
     names: Any = full if isinstance(full, Mapping) and (homes or model.frozen) else {None: full}
     found: list[bool] = []
     for name, own in names.items():
@@ -52,7 +52,7 @@ def _trains(leaf: Any) -> bool:
 
 
 @dataclass
-class Graph:
+class MicrobatchGraph:
     """One graph over all stages: from parameters and carries of its own to a loss and the carries it hands on."""
 
     own: list[Any]
@@ -89,11 +89,10 @@ def forward(
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
         seed = None if key is None else seed_of(key, number, *place)
         said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
-        with drawing(seed, who_draws(model, number)):
-            who = f"stage {number} ({stage.name})" if stage.name else f"stage {number}"
-            with pure(stage.forward, who, (x, own[number], carries[number])):
-                made = called(stage, own[number], x, said)
-            y, beside = taken_apart(stage, made)
+        with seeded(seed, who_draws(model, number)):
+            with pure(stage.forward, model.who(number), (x, own[number], carries[number])):
+                made = call_stage(stage, own[number], x, said)
+            y, beside = split_output(stage, made)
             with pure(model.loss if number == last else None, "the loss", (y, target)):
                 lost = loss_of(model, y, target) if number == last else None
         values.append(outputs_of(model, number, y))
@@ -119,7 +118,7 @@ def _of(values: list[Any], source: Any) -> Any:
 def _alias(leaf: Any) -> Any:
     """The same tensor once more. A view of it would not do: where there is one of something, as one row, it has other
     strides, by which torch picks other kernels. A sparse or nested one has no alias."""
-    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and is_plain(leaf) else leaf
+    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and is_strided(leaf) else leaf
 
 
 def leaf_of(leaf: Any) -> Any:
@@ -133,7 +132,7 @@ def detached(leaf: Any) -> Any:
 
 
 def gradients(
-    model: Model, graph: Graph, seeds: Sequence[Tensor | None]
+    model: Model, graph: MicrobatchGraph, seeds: Sequence[Tensor | None]
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None], list[Tensor | None]]:
     """The gradient for each leaf of each stage, for each leaf of the carries it took, and of the inputs; None where
     nothing depends on it. `seeds` are those of the carries it hands on."""
@@ -146,7 +145,7 @@ def gradients(
     ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
     if ends and wanted:
-        backward: Callable[[], Any] = partial(torch.autograd.grad, *_apart(ends, wanted), allow_unused=True)
+        backward: Callable[[], Any] = partial(torch.autograd.grad, *_unzipped(ends, wanted), allow_unused=True)
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
@@ -156,7 +155,9 @@ def gradients(
     return grads[:count], grads[count], summed
 
 
-def _apart(ends: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _unzipped(
+    ends: list[tuple[Tensor, Tensor]], wanted: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return [end for end, _ in ends], wanted, [seed for _, seed in ends]
 
 

@@ -1,8 +1,8 @@
-"""What the calls of a lowered program do where no graph of a stage says it: lists of leaves in, lists of leaves out.
+"""Run the instructions for which no graph of a stage is compiled: lists of leaves in, lists of leaves out.
 
     SPLIT  views of the batch      ADD  leaf by leaf      RECV  the leaves themselves      MERGE  as the walk does
 
-A call empties the lists it is handed, so that each tensor is gone after its last read.
+An instruction empties the lists it is handed, so that each tensor is gone after its last read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fpipe.graphs.ambient import Casts, casting
 from fpipe.graphs.graph import Fact, Stream, aval
 from fpipe.graphs.keys import fold_in, generator_on, seeder
 from fpipe.program import Op
-from fpipe.runtimes.by_autograd import Run
-from fpipe.runtimes.lowering.abstract import is_list
-from fpipe.runtimes.lowering.things import OPAQUE, Thing, whole
+from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.lowering.abstract_eval import is_list
+from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, whole
 from fpipe.runtimes.meaning import RULES, summed
 
 Leaves = list[Any]
 
 
-class Surprise(Exception):
+class UnexpectedValue(Exception):
     """A stage under autograd wrote tensors of other shapes, dtypes or strides than those it was seen to write."""
 
 
@@ -49,7 +49,7 @@ def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]
     return lambda lists: [x if p is None else x.narrow(*p) for x, p in zip(lists[at], parts, strict=True)]
 
 
-def drawing(
+def with_generators(
     run: Callable[..., Any], at: int, streams: Sequence[Stream], place: tuple[int, int, int | None]
 ) -> Callable[..., Any]:
     """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
@@ -100,44 +100,48 @@ def add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
     return [made]
 
 
-def container(thing: Thing) -> Callable[[Leaves], Any]:
+def container(abstract: AbstractTree) -> Callable[[Leaves], Any]:
     """What puts the leaves of a value into its containers."""
-    if thing.spec is None:
+    if abstract.spec is None:
         return list
-    return itemgetter(0) if thing.spec.is_leaf() else partial(tree.unflatten, thing.spec)
+    return itemgetter(0) if abstract.spec.is_leaf() else partial(tree.unflatten, abstract.spec)
 
 
 def by_rule(
-    op: Op, containers: Sequence[Callable[[Leaves], Any]], run: Run, casts: Casts, *lists: Leaves
+    op: Op, containers: Sequence[Callable[[Leaves], Any]], context: StepContext, casts: Casts, *lists: Leaves
 ) -> Sequence[Leaves]:
     """What the walk would do: a graph holds its casts, a rule casts as the step does that it was lowered for."""
     with casting(casts) if casts else nullcontext():
-        made = RULES[op.kind](op, [whole(leaves) for whole, leaves in zip(containers, lists, strict=True)], run)
+        made = RULES[op.kind](op, [whole(leaves) for whole, leaves in zip(containers, lists, strict=True)], context)
     _empty(lists)
     if len(made) != len(op.writes):
         raise ValueError(f"{op.cell} writes {len(op.writes)} values, and its rule gave {len(made)}.")
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in made]
 
 
-def under_autograd(op: Op, reads: Sequence[Thing], writes: Sequence[Thing], run: Run, *lists: Any) -> Sequence[Leaves]:
+def under_autograd(
+    op: Op, reads: Sequence[AbstractTree], writes: Sequence[AbstractTree], context: StepContext, *lists: Any
+) -> Sequence[Leaves]:
     """What a stage does that is not traced; others rely on what it was seen to write. A forward is told the key."""
     if op.kind in "FR":
-        lists, run = lists[:-1], replace(run, key=lists[-1])
-    wanting = [[*map(_wanting, thing.leaves, leaves)] for thing, leaves in zip(reads, lists, strict=True)]
-    wholes = RULES[op.kind](op, [whole(thing, leaves) for thing, leaves in zip(reads, wanting, strict=True)], run)
+        lists, context = lists[:-1], replace(context, key=lists[-1])
+    wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
+    wholes = RULES[op.kind](
+        op, [whole(abstract, leaves) for abstract, leaves in zip(reads, wanting, strict=True)], context
+    )
     _empty(lists)
-    for value, thing, each in zip(op.writes, writes, wholes, strict=True):
-        if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != thing.spec:
-            raise Surprise(f"{op.cell} wrote {value} in other containers than before")
-    opaque = [thing is OPAQUE for thing in writes]  # one object, a list of gradients as it may be
+    for value, abstract, each in zip(op.writes, writes, wholes, strict=True):
+        if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != abstract.spec:
+            raise UnexpectedValue(f"{op.cell} wrote {value} in other containers than before")
+    opaque = [abstract is OPAQUE for abstract in writes]  # one object, a list of gradients as it may be
     made = [
         [each] if one else list(each) if is_list(op, each) else tree.leaves(each)
         for one, each in zip(opaque, wholes, strict=True)
     ]
-    for one, value, thing, leaves in zip(opaque, op.writes, writes, made, strict=True):
-        if not one and [*map(_aval, thing.leaves)] != [*map(_seen, leaves)]:
-            now, before = (", ".join(map(_shown, found)) for found in (leaves, thing.leaves))
-            raise Surprise(f"{op.cell} wrote {value} as {now or 'nothing'}, and before as {before or 'nothing'}")
+    for one, value, abstract, leaves in zip(opaque, op.writes, writes, made, strict=True):
+        if not one and [*map(_aval, abstract.leaves)] != [*map(_seen, leaves)]:
+            now, before = (", ".join(map(_shown, found)) for found in (leaves, abstract.leaves))
+            raise UnexpectedValue(f"{op.cell} wrote {value} as {now or 'nothing'}, and before as {before or 'nothing'}")
     return made
 
 
@@ -161,7 +165,7 @@ def _shown(leaf: Any) -> str:
     return f"{known} with strides {[*known.stride]} on {known.device}{', which wants a gradient' * known.wants}"
 
 
-def apart(leaves: Leaves) -> Leaves:
+def distinct(leaves: Leaves) -> Leaves:
     """The same leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

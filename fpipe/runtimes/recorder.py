@@ -1,4 +1,4 @@
-"""Keep account of what each rank holds while a program runs: bytes of distinct storages, the caller's own aside."""
+"""Record a step as it runs: when each op did, and the bytes of distinct storages on each rank, the caller's aside."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
 
 
-class Book:
-    """The account of a step as it runs, and when each op of a program did. What runs is that program `with_transfers`,
-    so that a copy counts on its rank whether its RECV is an op or not; SENDs and RECVs that it has not are not told."""
+class Recorder:
+    """When each op of a program ran, and what each rank held.
+
+    What runs is that program `with_transfers`, so that a copy counts on its rank whether its RECV is an op or not;
+    SENDs and RECVs that it has not are not told.
+    """
 
     def __init__(self, program: Program, given: Iterable[Any]) -> None:
         leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
