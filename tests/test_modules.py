@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from fpipe.models.functions import from_functions
+from fpipe.models.from_functions import from_functions
+from fpipe.models.from_sequential import from_sequential
 from fpipe.models.params import assign_grads, join_params, split_params
-from fpipe.models.sequential import from_sequential
 from fpipe.runtimes.build import build
 from fpipe.runtimes.reference import reference
 from fpipe.schedules import gpipe

@@ -15,7 +15,7 @@ from fpipe import tree
 from fpipe.graphs.alike import Same, alike
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
-from fpipe.models.modes import as_found
+from fpipe.models.contexts import restored_on_error
 
 
 class GraphStage(PositionalStage):
@@ -23,9 +23,9 @@ class GraphStage(PositionalStage):
 
     Args:
         reads: the names of its parameters, `unread` of those it is handed beside.
-        takes: for each tensor that it takes, which of its inputs it is in, and at which leaf.
+        places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
         many: whether it has several inputs.
-        rows: what its part of the batch has to be, if it takes the batch.
+        guard: what the batch has to be, if it takes the batch.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class GraphStage(PositionalStage):
         graph: fx.GraphModule,
         reads: Sequence[str],
         unread: Sequence[str],
-        takes: Sequence[tuple[int, int]],
+        places: Sequence[tuple[int, int]],
         *,
         many: bool,
-        rows: Rows | None,
+        guard: BatchGuard | None,
     ) -> None:
-        self.number, self.graph, self.reads, self.takes, self.many, self.rows = number, graph, reads, takes, many, rows
+        self.number, self.graph, self.reads, self.places = number, graph, reads, places
+        self.many, self.guard = many, guard
         self.names = tuple((name,) for name in (*reads, *unread))
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
@@ -51,16 +52,16 @@ class GraphStage(PositionalStage):
     ) -> tuple[Any, dict[str, Any]]:
         """The same, parameters by position; those that it does not read come last."""
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
-        if self.rows is not None:
-            self.rows.check(given[0])
-        with as_found():
-            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes]), {}
+        if self.guard is not None:
+            self.guard.check(given[0])
+        with restored_on_error():
+            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
 
     def twin(self) -> Any:
         """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that
         takes the batch, which it checks, is like no other."""
         place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
-        odd: list[Any] = [] if self.rows is None else [self]
+        odd: list[Any] = [] if self.guard is None else [self]
 
         def seen(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
@@ -78,7 +79,7 @@ class GraphStage(PositionalStage):
             )
             for node in self.graph.graph.nodes
         )
-        return nodes, tuple(self.takes), self.many, len(self.names), Same(self) if odd else None
+        return nodes, tuple(self.places), self.many, len(self.names), Same(self) if odd else None
 
     def _target(self, node: fx.Node) -> Any:
         """What a node calls, or the tensor it is; what it is given has its place alone."""
@@ -90,7 +91,7 @@ class GraphStage(PositionalStage):
 _NAMED = torch.memory_format | torch.layout
 
 
-class Rows:
+class BatchGuard:
     """Refuses a batch that the trace does not hold for."""
 
     def __init__(self, example: Any, word: str, guards: Sequence[Any]) -> None:

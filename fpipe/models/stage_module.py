@@ -23,9 +23,9 @@ from fpipe.graphs.keys import random_states, replaying
 from fpipe.graphs.pure import Attributes, Impure, OwnMemory, memory
 from fpipe.model import Names, PositionalStage, same_keys
 from fpipe.models.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
-from fpipe.models.impure import DEPEND_ON_MODE, draws, refuse_impure
-from fpipe.models.skips import Skips, through
-from fpipe.models.twins import twin
+from fpipe.models.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
+from fpipe.models.module_key import module_key
+from fpipe.models.skips import Skips, run_children
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -178,7 +178,7 @@ class StageModule(PositionalStage):
         """The output, what the norms noted, and the buffers afterwards."""
 
         def run() -> tuple[Any, dict[str, Any]]:
-            y = through(self.children, self.skips, x)
+            y = run_children(self.children, self.skips, x)
             return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
 
         with self._swapping(), noted(self.norms, self.deferred, self.who) as notes:
@@ -303,7 +303,7 @@ class StageModule(PositionalStage):
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
-        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws(module)]
+        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
     def twin(self) -> Any:
         """Equal for stages that compute the same function of their parameters and constants, in their order.
@@ -314,9 +314,9 @@ class StageModule(PositionalStage):
         short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
-        twins = tuple(twin(module, odd) for module in self.children.values())
+        keys = tuple(module_key(module, odd) for module in self.children.values())
         written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.apart))
-        return tuple(short), fixed, written, twins, self.skips, self.deferred, Same(self) if odd else None
+        return tuple(short), fixed, written, keys, self.skips, self.deferred, Same(self) if odd else None
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:

@@ -27,10 +27,11 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.graphs.pure import pure
 from fpipe.graphs.returned import loss_apart
 from fpipe.model import Model, Reduction, odd_signature
-from fpipe.models.functions import from_functions
-from fpipe.models.loss_graph import KEY, loss_graph, seeding
-from fpipe.models.marks import Marked
+from fpipe.models.boundary import KEY, seeding
+from fpipe.models.cut_loss import CutLoss
+from fpipe.models.from_functions import from_functions
 from fpipe.models.params import join_params
+from fpipe.models.trace_loss import trace_loss
 from fpipe.runtimes.microbatch import check_batch
 from fpipe.runtimes.reference import reference
 
@@ -79,16 +80,14 @@ def from_loss(
     check_batch(batch)
     refuse_odd_modes()
     names = _names(params)
-    traced = loss_graph(_checked(loss_fn, reduction, aux), params, batch)
-    marked = Marked(traced, names)
-    model = from_functions(
-        marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
-    )
-    named = zip(model.stages, marked.owned, strict=True)
+    traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
+    cut = CutLoss(traced, names)
+    model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    named = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
     leaves = dict(zip(names, tree.leaves(params), strict=True))
-    own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
+    own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
     return model, own

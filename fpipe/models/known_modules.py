@@ -22,7 +22,7 @@ def refuse_impure(path: str, module: nn.Module) -> None:
         )
 
 
-def draws(module: nn.Module) -> bool:
+def draws_random(module: nn.Module) -> bool:
     """Whether a module draws random numbers now; they follow from the step's key."""
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return getattr(module, "_random_samples", None) is None

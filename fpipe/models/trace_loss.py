@@ -1,14 +1,13 @@
-"""Write a loss function down as one graph of torch's operations, with a mark where each stage ends.
+"""Trace a loss function into one graph of torch's operations, with a mark where each stage ends.
 
 loss_fn(params, batch)      -->      embed  MARK  block  MARK  head  loss
 
-The function is called once on tensors without data. Its operations are those above autograd, and the number of rows
-stays open. What a graph does not hold is refused: numbers that decide, gradients taken inside, sizes that are compared.
+The function is called once on fake tensors. The operations are those above autograd, and the number of rows stays
+symbolic. What a graph cannot represent is refused: branches on data, gradients taken inside, sizes that are compared.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,53 +22,12 @@ from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.fake import watched_memory
 from fpipe.graphs.keep import written_down
-from fpipe.graphs.keys import drawing, seed_of
+from fpipe.graphs.keys import drawing
 from fpipe.graphs.symbols import in_words, symbols_in
-
-_TRACING = threading.local()
-_SEEDED = threading.local()
-KEY = 0
-"""What the example is computed with; the key of each step is its own."""
-
-_LIBRARY = torch.library.Library("fpipe", "DEF")
-_LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
+from fpipe.models.boundary import KEY, marking
 
 
-def _handed_on(values: list[Tensor]) -> list[Tensor]:
-    return [torch.ops.aten.alias.default(value) for value in values]
-
-
-_LIBRARY.impl("boundary", _handed_on, "CompositeImplicitAutograd")
-MARK: Any = torch.ops.fpipe.boundary.default
-"""The operation that a mark is in a graph: it hands on what it is given."""
-
-
-def boundary(values: Any) -> Any:
-    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
-
-    Args:
-        values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
-
-    Returns:
-        The same pytree.
-
-    >>> boundary({"x": torch.ones(2)})
-    {'x': tensor([1., 1.])}
-    """
-    if hasattr(_SEEDED, "stage"):
-        _SEEDED.stage += 1
-        torch.manual_seed(seed_of(KEY, _SEEDED.stage, 0))
-    if not hasattr(_TRACING, "on"):
-        return values
-    leaves, containers = tree.flatten(values)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise ValueError("boundary() marks a pytree of tensors, found none in it.")
-    made = iter(MARK(tensors))
-    return tree.unflatten(containers, [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-
-
-class Traced(NamedTuple):
+class TracedLoss(NamedTuple):
     """A function as a graph: its module, which of its inputs are parameters and which are the batch (a pair of trees,
     (inputs, target)), the example batch, and what was found out about the number of rows."""
 
@@ -80,18 +38,7 @@ class Traced(NamedTuple):
     guards: tuple[Any, ...]
 
 
-@contextmanager
-def seeding() -> Generator[None]:
-    """Meanwhile the function, called by itself, draws in each stage what a step draws for the first microbatch."""
-    _SEEDED.stage = 0
-    try:
-        with drawing(seed_of(KEY, 0, 0), "loss_fn"):
-            yield
-    finally:
-        del _SEEDED.stage
-
-
-def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> Traced:
+def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> TracedLoss:
     """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
     # Imported when first needed: they would take a third of the time that importing fpipe takes.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -116,17 +63,13 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with _NoGenerators():
+        with _NoGenerators(), marking():
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
-    _TRACING.on = True
-    try:
-        with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
-            module = make_fx(flat, pre_dispatch=True)(*tensors)
-        _make_literals_pure(module.graph)
-        _refuse_lost(module)
-    finally:
-        del _TRACING.on
+    with drawing(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
+        module = make_fx(flat, pre_dispatch=True)(*tensors)
+    _make_literals_pure(module.graph)
+    _refuse_untraced(module)
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
         raise ValueError(
@@ -138,7 +81,7 @@ def loss_graph(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     )
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    return Traced(module, tree.leaves(named[0]), named[1], batch, guards)
+    return TracedLoss(module, tree.leaves(named[0]), named[1], batch, guards)
 
 
 class _NoGenerators(TorchFunctionMode):
@@ -162,7 +105,7 @@ def _make_literals_pure(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _refuse_lost(module: fx.GraphModule) -> None:
+def _refuse_untraced(module: fx.GraphModule) -> None:
     """A tensor without data that no operation has made: the trace does not know where it comes from."""
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -18,14 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
-from fpipe.model import Model, Names, Reduction, Stage, the_model
-from fpipe.models.batch_norm import has_torchs_forward
-from fpipe.models.functions import from_functions
-from fpipe.models.impure import refuse_impure
-from fpipe.models.skips import planned
+from fpipe.model import Model, Names, Reduction
+from fpipe.models.from_functions import from_functions
+from fpipe.models.known_modules import refuse_impure
+from fpipe.models.skips import plan_skips
 from fpipe.models.stage_module import How, StageModule
 from fpipe.models.state import written_buffers
 from fpipe.timing.balance import balance
@@ -97,7 +95,7 @@ def from_sequential(
     each = [_by_stage(found, stage_of) for found in leaves.values()]
     names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
-    skips, inputs = planned(groups)
+    skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
     said = _said(net, state)
 
@@ -239,58 +237,3 @@ def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) 
                 f"{first!r} in stage {there} and {name!r} in stage {here} share their memory, but are two parameters; "
                 "make them one, or choose sizes= that keep them in one stage."
             )
-
-
-def deferred_batch_norm(model: Model) -> Model:
-    """The model with batch norms that update their running statistics once a step, with those of the whole batch.
-
-    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. What
-    it remembers for evaluation need not: a deferred one gathers mean and squared deviations over the microbatches, in
-    float64, and updates at the last of them, as it would on a batch that is not cut.
-
-    Args:
-        model: made by `from_sequential`; it stays as it is.
-
-    Returns:
-        Another model for the same params and state. Without batch norms that remember it is the same.
-
-    Raises:
-        ValueError: a batch norm shares its stage with a module that reads the buffers it writes.
-
-    Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
-
-    >>> import fpipe, torch
-    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    >>> model, params, state = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
-    >>> model = fpipe.deferred_batch_norm(model)
-    >>> step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
-    >>> batch = torch.randn(8, 2), torch.randn(8, 3)
-    >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
-    tensor(1)
-    """
-    return replace(the_model(model), stages=tuple(map(_deferred, model.stages)))
-
-
-def _deferred(stage: Stage) -> Stage:
-    run = stage.forward
-    if not isinstance(run, StageModule):
-        return stage
-    taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
-    if taken is not None:
-        norm = taken[0].rpartition(".")[0]
-        other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
-        if other is None:
-            who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
-            raise ValueError(
-                f"batch norm {norm!r} ({type(taken[1]).__name__}) has {who}, which may read what it writes; only "
-                "torch's own batch norms that nobody asks can be deferred."
-            )
-        raise ValueError(
-            f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
-            "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
-        )
-    if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
-        return stage
-    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True, state=run.state_of)
-    later.lock = run.lock  # of all stages that have a module in common
-    return replace(stage, forward=later, within=later.within, **later.remembering())
