@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_sequential import from_sequential
-    from fpipe.models.params import add_grads, assign_grads, global_norm, join_params, split_params
+    from fpipe.models.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.params import join_params, split_params
     from fpipe.models.skips import Pop, Stash
     from fpipe.runtimes.build import build
     from fpipe.runtimes.meaning import register_meaning
@@ -67,7 +68,8 @@ _WITH_TORCH = {
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_sequential": ("from_sequential",),
-    "models.params": ("add_grads", "assign_grads", "global_norm", "join_params", "split_params"),
+    "models.grads": ("add_grads", "assign_grads", "global_norm"),
+    "models.params": ("join_params", "split_params"),
     "models.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
     "runtimes.meaning": ("register_meaning",),

@@ -297,7 +297,7 @@ def gradient_inside(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> 
     return (torch.autograd.grad(y.sum(), x, create_graph=True)[0] - batch[1]).square().mean()
 
 
-LOST = r"a tensor of shape \(rows, 4\) comes from where the trace sees nothing: torch\.autograd\.grad, torch\."
+LOST = r"a tensor of shape \(rows, 4\) is computed where no trace sees it: by torch\.autograd\.grad, torch\."
 REFUSED = {
     "the target in an early stage": (
         lambda params, batch: (fpipe.boundary(batch[0] @ params["w"] + batch[1]) @ params["w"]).mean(),
@@ -323,7 +323,7 @@ REFUSED = {
     "vmap": (simple(lambda y, w, t: (torch.vmap(lambda x: torch.tanh(x @ w))(y) - t).square().mean()), LOST),
     "a branch on a number": (
         simple(lambda y, w, t: (lambda loss: loss if loss > 0 else -loss)((y @ w - t).mean())),
-        r"loss_fn decides by a number that it computes \(if loss > 0, say\), which is not known while it is cut\.",
+        r"loss_fn branches on a number that it computes \(if loss > 0, say\), which is not known while it is traced\.",
     ),
     "a hook": (
         simple(lambda y, w, t: (y.register_hook(lambda grad: grad * 2), (y @ w - t).square().mean())[1]),
@@ -331,7 +331,7 @@ REFUSED = {
     ),
     "inference mode": (
         simple(lambda y, w, t: (y - torch.inference_mode()(lambda: y @ w)() - t).square().mean()),
-        r"a hook or inference_mode, say, which no trace above autograd holds\. Use no_grad for the last, or",
+        r"a hook or inference_mode, say, which no trace above autograd captures\. Use no_grad for the last, or",
     ),
     "a custom backward": (
         simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()),
@@ -351,13 +351,16 @@ REFUSED = {
     ),
     "a seed of its own": (
         simple(lambda y, w, t: (torch.manual_seed(3), (F.dropout(y @ w) - t).square().mean())[1]),
-        r"it does something that a trace does not hold, such as values read by \.item\(\), or a seed of its own\.",
+        r"it does something that a trace does not capture, such as values read by \.item\(\), or a seed of its own\.",
     ),
     "a fixed number of rows": (
         simple(lambda y, w, t: (y @ w - t).mean() * (2 if y.shape[0] == 6 else 1)),
-        "loss_fn holds for one number of rows only, that of the example",
+        "loss_fn can be traced for one number of rows only, that of the example",
     ),
-    "a length": (simple(lambda y, w, t: (y @ w - t).sum() / len(y)), r"as len\(x\) does; x\.shape\[0\] keeps it open"),
+    "a length": (
+        simple(lambda y, w, t: (y @ w - t).sum() / len(y)),
+        r"as len\(x\) does; x\.shape\[0\] keeps it symbolic",
+    ),
     "a loss of the target alone": (
         lambda params, batch: (fpipe.boundary(batch[0] @ params["w"]), batch[1].mean())[1],
         "the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.",
@@ -459,9 +462,9 @@ def test_what_torch_says_of_rows_is_explained():
     with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(s\d+\)") as error:
         fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(3, 4)))
     notes = [re.sub(r"s\d+", "s", note) for note in sorted(error.value.__notes__, key=lambda note: "target" in note)]
-    assert notes.pop(0) == "loss_fn was called on tensors without data, as from_loss does to cut it."
+    assert notes.pop(0) == "loss_fn was called on fake tensors, which have no data, as from_loss does to cut it."
     assert notes == [
-        f"s is the number of rows of {half}, which from_loss leaves open." for half in ("inputs", "target")
+        f"s is the number of rows of {half}, which from_loss keeps symbolic." for half in ("inputs", "target")
     ]
 
 
@@ -495,7 +498,7 @@ def test_a_number_of_rows_that_takes_another_way():
     model, own = fpipe.from_loss(larger, params, batch)
     fpipe.build(fpipe.program(model), model)(own, batch)
     with pytest.raises(
-        ValueError, match="loss_fn does another thing for 3 rows than for the example: rows > 3 is false"
+        ValueError, match="loss_fn takes another branch for 3 rows than for the example: rows > 3 is false"
     ):
         fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(own, batch)
 

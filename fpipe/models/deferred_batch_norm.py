@@ -14,18 +14,18 @@ from fpipe.models.stage_module import StageModule
 def deferred_batch_norm(model: Model) -> Model:
     """The model with batch norms that update their running statistics once a step, with those of the whole batch.
 
-    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. What
-    it remembers for evaluation need not: a deferred one gathers mean and squared deviations over the microbatches, in
-    float64, and updates at the last of them, as it would on a batch that is not cut.
+    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. Its
+    running statistics need not: a deferred one merges mean and squared deviations of the microbatches, in float64, and
+    updates at the last of them, as it would on a batch that is not cut.
 
     Args:
         model: made by `from_sequential`; it stays as it is.
 
     Returns:
-        Another model for the same params and state. Without batch norms that remember it is the same.
+        Another model for the same params and state. Without batch norms that track statistics it is the same.
 
     Raises:
-        ValueError: a batch norm shares its stage with a module that reads the buffers it writes.
+        ValueError: a batch norm shares its stage with a module that reads the buffers that it mutates.
 
     Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
 

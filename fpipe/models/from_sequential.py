@@ -1,4 +1,4 @@
-"""Make a model of an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
+"""Make a model from an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
 
     Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
 
@@ -91,23 +91,23 @@ def from_sequential(
         if parameter.requires_grad:
             leaves.setdefault(id(parameter), []).append(name)
             tensors[name] = parameter.detach()
-    _refuse_sharing({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
+    _refuse_shared_storage({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
     each = [_by_stage(found, stage_of) for found in leaves.values()]
     names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
-    said = _said(net, state)
+    said = _checked_state(net, state)
 
-    def made(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
+    def stages_with(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
         each = enumerate(zip(groups, names, skips, found, strict=True))
         return [StageModule(n, group, own, skip, state={**one, **said}) for n, (group, own, skip, one) in each]
 
-    runs = made([{}] * len(groups))
+    runs = stages_with([{}] * len(groups))
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     if example is not None:
-        runs = made(written_buffers(runs, model, example))
-    _share(runs)
+        runs = stages_with(written_buffers(runs, model, example))
+    _share_locks(runs)
     cut = tuple(
         replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)
@@ -119,8 +119,8 @@ def from_sequential(
     )
 
 
-def _said(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
-    """What the caller says of buffers, if it is about buffers."""
+def _checked_state(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
+    """What the caller says of buffers, refused if it names anything else."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for name, how in (state or {}).items():
         if name not in buffers:
@@ -200,11 +200,11 @@ def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> dict[int, tu
     return found
 
 
-def _share(runs: Sequence[StageModule]) -> None:
+def _share_locks(runs: Sequence[StageModule]) -> None:
     """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
 
     Raises:
-        ValueError: that module remembers something, which would be two stages' state; or one buffer has two homes.
+        ValueError: that module has state, which would be in two stages; or one buffer has two homes.
     """
     homes: dict[int, StageModule] = {}
     written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
@@ -226,14 +226,14 @@ def _share(runs: Sequence[StageModule]) -> None:
                 run.lock = first.lock
 
 
-def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
-    """A ValueError for memory that trains in two stages as two parameters."""
+def _refuse_shared_storage(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
+    """A ValueError for a storage that two stages train as two parameters."""
     homes: dict[int, str] = {}
     for name, tensor in tensors.items():
         first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
         here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
         if here != there:
             raise ValueError(
-                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory, but are two parameters; "
+                f"{first!r} in stage {there} and {name!r} in stage {here} share a storage, but are two parameters; "
                 "make them one, or choose sizes= that keep them in one stage."
             )

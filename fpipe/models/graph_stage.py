@@ -1,4 +1,4 @@
-"""A stage that is a graph of operations: it runs on parameters and inputs, and refuses a batch it does not hold for.
+"""A stage that is a graph of operations: it runs on parameters and inputs, if the guards of its trace hold for them.
 
 matmul = aten.matmul(x, w); tanh = aten.tanh(matmul)        -->        f({"w": w}, x)
 """
@@ -22,9 +22,9 @@ class GraphStage(PositionalStage):
     """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
 
     Args:
-        reads: the names of its parameters, `unread` of those it is handed beside.
+        reads: the names of the parameters that it reads; `unread`, of those that live in the stage and nobody reads.
         places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
-        many: whether it has several inputs.
+        many: whether x is a tuple of several inputs.
         guard: what the batch has to be, if it takes the batch.
     """
 
@@ -50,7 +50,7 @@ class GraphStage(PositionalStage):
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The same, parameters by position; those that it does not read come last."""
+        """The output from parameters by position; those that it does not read come last."""
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
         if self.guard is not None:
             self.guard.check(given[0])
@@ -58,8 +58,8 @@ class GraphStage(PositionalStage):
             return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
 
     def twin(self) -> Any:
-        """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that
-        takes the batch, which it checks, is like no other."""
+        """Equal for graphs of the same operations on the same constants; one that takes the batch, and so has guards,
+        equals no other."""
         place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
         odd: list[Any] = [] if self.guard is None else [self]
 
@@ -82,7 +82,7 @@ class GraphStage(PositionalStage):
         return nodes, tuple(self.places), self.many, len(self.names), Same(self) if odd else None
 
     def _target(self, node: fx.Node) -> Any:
-        """What a node calls, or the tensor it is; what it is given has its place alone."""
+        """What a node calls, or which constant it is; of placeholders only the order counts."""
         if node.op == "get_attr":
             return Same(getattr(self.graph, str(node.target)))
         return None if node.op in ("placeholder", "output") else node.target
@@ -92,7 +92,13 @@ _NAMED = torch.memory_format | torch.layout
 
 
 class BatchGuard:
-    """Refuses a batch that the trace does not hold for."""
+    """Refuses a batch that the trace of the example is not valid for.
+
+    Args:
+        example: the inputs, or the target, of the example.
+        word: which of the two errors say.
+        guards: what was decided by the number of rows, each with the symbol in it.
+    """
 
     def __init__(self, example: Any, word: str, guards: Sequence[Any]) -> None:
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
@@ -100,7 +106,7 @@ class BatchGuard:
         self.known: set[tuple[Any, ...]] = set()
 
     def check(self, leaves: list[Any]) -> None:
-        """All sizes but the rows are the example's, and nothing was decided by other rows."""
+        """A ValueError unless all sizes but the rows are the example's, and the guards hold for the rows."""
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if shapes in self.known:
             return
@@ -118,6 +124,6 @@ class BatchGuard:
             rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
             if not guard.subs(symbol, rows):
                 raise ValueError(
-                    f"loss_fn does another thing for {rows} rows than for the example: {in_words(guard)} is false."
+                    f"loss_fn takes another branch for {rows} rows than for the example: {in_words(guard)} is false."
                 )
         self.known.add(shapes)

@@ -22,7 +22,7 @@ from fpipe.graphs.alike import Same
 from fpipe.graphs.keys import random_states, replaying
 from fpipe.graphs.pure import Attributes, Impure, OwnMemory, memory
 from fpipe.model import Names, PositionalStage, same_keys
-from fpipe.models.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
+from fpipe.models.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
 from fpipe.models.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
 from fpipe.models.module_key import module_key
 from fpipe.models.skips import Skips, run_children
@@ -83,10 +83,10 @@ class StageModule(PositionalStage):
         self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
         for _, module in self.modules:
-            odd = tracks(module) and not remembers(module)  # a forward of its own may read what it remembers
+            odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
             for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
                 known[module, name] = "ordered"
-        self.norms = [(path, module) for path, module in self.modules if remembers(module)]
+        self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
         own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
         self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
         self.updates: list[Place] = []
@@ -222,7 +222,7 @@ class StageModule(PositionalStage):
         norms = {path for path, _ in self.norms}
         for path, module in self.moody:
             refuse_impure(path, module)
-            if not self.held and remembers(module) != (path in norms):
+            if not self.held and updates_apart(module) != (path in norms):
                 self._refuse_turned(path, module, path in norms)
         for path, module, was in self.turning:
             if module.training != was:

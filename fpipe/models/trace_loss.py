@@ -28,8 +28,8 @@ from fpipe.models.boundary import KEY, marking
 
 
 class TracedLoss(NamedTuple):
-    """A function as a graph: its module, which of its inputs are parameters and which are the batch (a pair of trees,
-    (inputs, target)), the example batch, and what was found out about the number of rows."""
+    """A loss function as a graph: the module, which of its placeholders are parameters and which the batch (a pair of
+    trees, (inputs, target)), the example batch, and the guards on its number of rows."""
 
     module: fx.GraphModule
     params: list[fx.Node]
@@ -39,7 +39,7 @@ class TracedLoss(NamedTuple):
 
 
 def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> TracedLoss:
-    """The function as a graph of torch's operations, above autograd, on fake tensors with an open number of rows."""
+    """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows."""
     # Imported when first needed: they would take a third of the time that importing fpipe takes.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -73,11 +73,11 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
     if fixed is not None:
         raise ValueError(
-            "loss_fn holds for one number of rows only, that of the example: it compares or fixes it, as len(x) does; "
-            "x.shape[0] keeps it open."
+            "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
+            "len(x) does; x.shape[0] keeps it symbolic."
         )
     guards = tuple(
-        (guard.expr, symbol) for guard in sizes.guards if _asked(guard) for symbol in guard.expr.free_symbols
+        (guard.expr, symbol) for guard in sizes.guards if _is_its_own(guard) for symbol in guard.expr.free_symbols
     )
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
@@ -85,7 +85,7 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
 
 class _NoGenerators(TorchFunctionMode):
-    """Refuses random numbers that follow from no key."""
+    """Refuses random numbers from a generator, which follow from no key."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
@@ -97,7 +97,7 @@ class _NoGenerators(TorchFunctionMode):
 
 
 def _make_literals_pure(graph: fx.Graph) -> None:
-    """torch.tensor(4) is written down as a copy that is then detached in place: a write, though nothing is written."""
+    """torch.tensor(4) is traced as a copy that is then detached in place, though nothing is mutated."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         (copy,) = node.args
         if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
@@ -106,44 +106,44 @@ def _make_literals_pure(graph: fx.Graph) -> None:
 
 
 def _refuse_untraced(module: fx.GraphModule) -> None:
-    """A tensor without data that no operation has made: the trace does not know where it comes from."""
+    """A ValueError for a fake tensor that no operation in the graph computes."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for node in module.graph.find_nodes(op="get_attr"):
-        lost = getattr(module, str(node.target))
-        if isinstance(lost, FakeTensor):
+        held = getattr(module, str(node.target))
+        if isinstance(held, FakeTensor):
             raise ValueError(
-                f"a tensor of shape {in_words(tuple(lost.shape))} comes from where the trace sees nothing: "
-                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or what an earlier call left behind. "
+                f"a tensor of shape {in_words(tuple(held.shape))} is computed where no trace sees it: by "
+                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or in an earlier call. "
                 "Stages of from_functions may do that."
             )
 
 
 @contextmanager
 def _explained(batch: tuple[Any, Any]) -> Generator[None]:
-    """What torch refuses meanwhile says what was asked of it, and what its symbols for numbers of rows are."""
+    """Errors of torch while it traces say that it did, and which rows its symbols stand for."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
         yield
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
-            "loss_fn decides by a number that it computes (if loss > 0, say), which is not known while it is cut. "
-            "Choose by torch.where, or use from_functions."
+            "loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is traced. "
+            "Use torch.where, or from_functions."
         ) from error
     except Untraceable as error:
         raise ValueError(f"loss_fn cannot be cut: {error}. Compute a new tensor in its place.") from error
     except Exception as error:
-        error.add_note("loss_fn was called on tensors without data, as from_loss does to cut it.")
+        error.add_note("loss_fn was called on fake tensors, which have no data, as from_loss does to cut it.")
         halves = zip(("inputs", "target"), batch, strict=True)
         leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
         rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
         for symbol in sorted(symbols_in(str(error)) & rows.keys()):
-            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss leaves open.")
+            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
         raise
 
 
-def _asked(guard: Any) -> bool:
-    """Whether the function itself asked about a size; torch asks too, for a layout that each stage finds out anew."""
+def _is_its_own(guard: Any) -> bool:
+    """Whether the function itself asked for a size; torch asks too, to choose a layout, as each stage does again."""
     where = guard.sloc.framework_loc
     return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
