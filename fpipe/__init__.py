@@ -36,13 +36,15 @@ if TYPE_CHECKING:
     from fpipe.graphs.keep import keep
     from fpipe.graphs.keys import fold_in
     from fpipe.graphs.linearize import Linearized, linearize
-    from fpipe.models.custom import custom_stage
+    from fpipe.models.boundary import boundary
+    from fpipe.models.custom_stage import custom_stage
+    from fpipe.models.deferred_batch_norm import deferred_batch_norm
     from fpipe.models.freeze import freeze
-    from fpipe.models.functions import from_functions
-    from fpipe.models.loss import from_loss
-    from fpipe.models.loss_graph import boundary
-    from fpipe.models.params import add_grads, assign_grads, global_norm, join_params, split_params
-    from fpipe.models.sequential import deferred_batch_norm, from_sequential
+    from fpipe.models.from_functions import from_functions
+    from fpipe.models.from_loss import from_loss
+    from fpipe.models.from_sequential import from_sequential
+    from fpipe.models.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.params import join_params, split_params
     from fpipe.models.skips import Pop, Stash
     from fpipe.runtimes.build import build
     from fpipe.runtimes.meaning import register_meaning
@@ -59,13 +61,15 @@ _WITH_TORCH = {
     "graphs.keep": ("keep",),
     "graphs.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
-    "models.custom": ("custom_stage",),
+    "models.boundary": ("boundary",),
+    "models.custom_stage": ("custom_stage",),
+    "models.deferred_batch_norm": ("deferred_batch_norm",),
     "models.freeze": ("freeze",),
-    "models.functions": ("from_functions",),
-    "models.loss": ("from_loss",),
-    "models.loss_graph": ("boundary",),
-    "models.params": ("add_grads", "assign_grads", "global_norm", "join_params", "split_params"),
-    "models.sequential": ("deferred_batch_norm", "from_sequential"),
+    "models.from_functions": ("from_functions",),
+    "models.from_loss": ("from_loss",),
+    "models.from_sequential": ("from_sequential",),
+    "models.grads": ("add_grads", "assign_grads", "global_norm"),
+    "models.params": ("join_params", "split_params"),
     "models.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
     "runtimes.meaning": ("register_meaning",),

@@ -15,7 +15,7 @@ from fpipe.testing import legal_orders as legal_tables
 from fpipe.testing import models as nets
 from fpipe.testing import programs as plans
 from fpipe.testing.drawn_programs import Takes
-from fpipe.testing.layers import BODIES, LOSSES, linear
+from fpipe.testing.stage_functions import BODIES, LOSSES, linear
 
 __all__ = [
     "Net",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fpipe.model import normalise_inputs
-from fpipe.models.functions import from_functions
+from fpipe.models.from_functions import from_functions
 
 
 def f(params, x):

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from fpipe.models.functions import from_functions
-from fpipe.models.params import assign_grads, join_params, split_params
-from fpipe.models.sequential import from_sequential
+from fpipe.models.from_functions import from_functions
+from fpipe.models.from_sequential import from_sequential
+from fpipe.models.grads import assign_grads
+from fpipe.models.params import join_params, split_params
 from fpipe.runtimes.build import build
 from fpipe.runtimes.reference import reference
 from fpipe.schedules import gpipe
@@ -395,7 +396,7 @@ class Owner(nn.Sequential):
 
 
 HOOKS = "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them."
-SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share their memory, but are two parameters; make them one"
+SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share a storage, but are two parameters; make them one"
 GRADIENT_HOOK = (
     "parameter '2.weight' has a gradient hook; stages differentiate detached aliases of parameters, which no hook"
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import random
 import re
 import threading
@@ -90,20 +91,28 @@ def by_hand(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]
     return {name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None}
 
 
+@functools.cache
+def cut_case(name: str) -> tuple[fpipe.Model, Any, Any, Any, dict[str, Tensor]]:
+    """A net cut, with the gradients by hand: the same under every policy, and so are the traces."""
+    net, batch = case(name)
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    return model, params, state, batch, by_hand(net, model, batch)
+
+
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETS)
 def test_a_stage_draws_what_follows_from_the_key(name: str, policy: str, trace: bool):
-    net, batch = case(name)
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    model, params, state, batch, right = cut_case(name)
     schedule = (*POLICIES[policy], fpipe.schedules.one_f_one_b(2), fpipe.merge())
     program = fpipe.chain(fpipe.split(4), *schedule)(fpipe.program(model))
     before = torch.get_rng_state()
     result = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=KEY)
     assert torch.equal(before, torch.get_rng_state())
-    grads, right = fpipe.join_params(model, result.grads), by_hand(net, model, batch)
+    grads = fpipe.join_params(model, result.grads)
     assert all(torch.equal(grads[name], grad) for name, grad in right.items())
-    assert fpipe.verify(program, model, params, batch, state=state, key=KEY).bitwise
+    if trace:
+        assert fpipe.verify(program, model, params, batch, state=state, key=KEY).bitwise
 
 
 @pytest.mark.parametrize("trace", [True, False])

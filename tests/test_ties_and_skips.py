@@ -523,7 +523,7 @@ REFUSED = {
     "module '1' (BatchNorm1d) stands in stages 0 and 1, and what it remembers would be in both": lambda: twice(
         nn.BatchNorm1d(6)
     ),
-    "'0.weight' in stage 0 and '1.weight' in stage 1 share their memory, but are two parameters": lambda: two_views(),
+    "'0.weight' in stage 0 and '1.weight' in stage 1 share a storage, but are two parameters": lambda: two_views(),
 }
 
 

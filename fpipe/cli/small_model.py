@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fpipe.model import Model
-from fpipe.models.functions import from_functions
+from fpipe.models.from_functions import from_functions
 from fpipe.program import Program
 
 WIDTH = 8

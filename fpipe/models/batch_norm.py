@@ -1,6 +1,6 @@
-"""Batch normalisation as a pure function: what it normalises by is the batch's own, what it remembers is a value.
+"""Batch normalisation as a pure function: it normalises by the batch's own statistics, the running ones are a value.
 
-    y = norm(x), buffers written        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
+    y = norm(x), buffers mutated        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
 
 The output of a batch norm in training does not read its running statistics, so forwards may come in any order; the
 updates are ops of their own, one microbatch after the other. A deferred one updates once a step instead, with the
@@ -27,12 +27,12 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def tracks(module: nn.Module) -> bool:
-    """Whether a module is a batch or instance norm that writes its running statistics now."""
+    """Whether a module is a batch or instance norm that updates its running statistics in the mode that it is in."""
     return isinstance(module, _NormBase) and module.training and module.running_mean is not None
 
 
-def remembers(module: nn.Module) -> bool:
-    """Whether it does so as torch's own norms do, whose output does not read them. A forward of one's own may."""
+def updates_apart(module: nn.Module) -> bool:
+    """Whether it tracks them by torch's own forward, whose output does not read them: then updates may come later."""
     return tracks(module) and has_torchs_forward(module)
 
 
@@ -46,16 +46,16 @@ _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward
 
 @contextmanager
 def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[list[tuple[Any, ...]]]:
-    """While it lasts these norms do without their running statistics, and what their updates need of each call is noted
-    in their order.
+    """Run these norms without their running statistics meanwhile, and note in order what their updates need of each
+    call.
 
-    `_check_input_dim` is where a norm's forward meets its input, that of a subclass too. An input is noted as it is
-    where autograd keeps it too, so that the forward must not change it later on; else a copy.
+    Every norm's forward, that of a subclass too, hands its input to `_check_input_dim`. The input itself is noted where
+    autograd saves it too, so that the forward must not mutate it afterwards; else a copy.
     """
     notes: list[tuple[Any, ...]] = [() for _ in norms]
     versions: list[tuple[str, Tensor, int]] = []
 
-    def meet(place: int, module: Any, x: Tensor) -> None:
+    def note_input(place: int, module: Any, x: Tensor) -> None:
         type(module)._check_input_dim(module, x)
         if deferred and isinstance(module, _BatchNorm):
             note: Any = statistics(x.detach())
@@ -72,7 +72,7 @@ def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[lis
             module.track_running_stats = False
             if not isinstance(module, _BatchNorm):  # an instance norm takes them whether it tracks or not
                 vars(module)["_apply_instance_norm"] = partial(_normalised, module)
-            vars(module)["_check_input_dim"] = partial(meet, place, module)
+            vars(module)["_check_input_dim"] = partial(note_input, place, module)
         yield notes
         changed = next((path for path, x, version in versions if x._version != version), None)
         if changed is not None:
@@ -88,28 +88,28 @@ def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[lis
 
 
 def _normalised(module: Any, x: Tensor) -> Tensor:
-    """What an instance norm makes in training."""
+    """The output of an instance norm in training."""
     return F.instance_norm(x, None, None, module.weight, module.bias, True, module.momentum or 0.0, module.eps)
 
 
 def _is_saved(module: Any, x: Tensor) -> bool:
-    """Whether autograd keeps the input of a norm, and so refuses that it is changed. Instance norms may keep a copy."""
+    """Whether autograd saves the input of a norm, and so refuses that it is mutated. Instance norms may save a copy."""
     leaves = (x, module.weight, module.bias)
     trained = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     return trained and torch.is_grad_enabled() and isinstance(module, _BatchNorm)
 
 
 def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """The running statistics after the calls that were noted: what the modules would have written, bit by bit."""
+    """The running statistics after the calls that were noted, bit for bit those that the modules would have."""
     made = {name: held.clone() if isinstance(held, Tensor) else held for name, held in state.items()}
     for (path, module), calls in zip(norms, notes, strict=True):
         for x in calls:
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
             single = not isinstance(module, _BatchNorm) and x.dim() == module._get_no_batch_dim()
             rows = x.unsqueeze(0) if single else x
-            _refuse_others(path, (mean, var), rows.shape[1])
+            _refuse_other_channels(path, (mean, var), rows.shape[1])
             if isinstance(module, _BatchNorm):
-                _refuse_dtypes(path, (mean, var), rows.dtype)
+                _refuse_other_dtypes(path, (mean, var), rows.dtype)
                 torch.batch_norm_update_stats(rows, mean, var, _count(path, module, made))
             else:
                 F.instance_norm(rows, mean, var, None, None, True, module.momentum or 0.0, module.eps)
@@ -119,7 +119,7 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
 def updated_at_the_end(
     norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
 ) -> dict[str, Any]:
-    """The state after microbatch `index` of `count`: statistics are gathered, and enter at the last of them."""
+    """The state after microbatch `index` of `count`: the statistics of all are merged, and used at the last of them."""
     noted_by = list(zip(norms, notes, strict=True))
     later = [(*norm, calls) for norm, calls in noted_by if isinstance(norm[1], _BatchNorm)]
     now = [(norm, calls) for norm, calls in noted_by if not isinstance(norm[1], _BatchNorm)]
@@ -127,12 +127,12 @@ def updated_at_the_end(
     for path, module, each in later:
         for call, found in enumerate(each):
             name = f"{path}.gathered.{call}"
-            found = found if index == 0 else together(made.pop(name), found)
+            found = found if index == 0 else merged(made.pop(name), found)
             if index < count - 1:
                 made[name] = found
                 continue
             rows, mean, squares = found
-            _refuse_others(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
+            _refuse_other_channels(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
             factor = _count(path, module, made)
             for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
                 before = made[f"{path}.{buffer}"]
@@ -140,7 +140,7 @@ def updated_at_the_end(
     return made
 
 
-def _refuse_others(path: str, held: tuple[Any, Any], channels: int) -> None:
+def _refuse_other_channels(path: str, held: tuple[Any, Any], channels: int) -> None:
     """A ValueError for statistics of other channels: torch's own update of a batch norm writes past their end."""
     for name, found in zip(STATISTICS, held, strict=False):
         shape = tuple(found.shape) if isinstance(found, Tensor) else None
@@ -152,7 +152,7 @@ def _refuse_others(path: str, held: tuple[Any, Any], channels: int) -> None:
             )
 
 
-def _refuse_dtypes(path: str, held: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+def _refuse_other_dtypes(path: str, held: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
     """A ValueError for statistics that torch does not update from rows of this dtype, in the module neither."""
     wanted = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)
     words = " or ".join(map(str, wanted))
@@ -176,10 +176,10 @@ def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
     return rows, mean, var * rows
 
 
-def together(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
+def merged(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
     """The statistics of two sets of rows as those of one (Chan, Golub and LeVeque 1979).
 
-    >>> together(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
+    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
     (3, tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
     """
     (n, mean, squares), (m, fresh, more) = one, other
@@ -198,4 +198,4 @@ def _count(path: str, module: Any, state: Mapping[str, Tensor]) -> float:
         return 0.0
     with suppress(RuntimeError):
         return 1.0 / float(batches)
-    return 1.0  # a tensor without data has no number, and no shape depends on it
+    return 1.0  # a fake tensor has no number, and no shape depends on it

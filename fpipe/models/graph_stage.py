@@ -1,4 +1,4 @@
-"""A stage that is a graph of operations: it runs on parameters and inputs, and refuses a batch it does not hold for.
+"""A stage that is a graph of operations: it runs on parameters and inputs, if the guards of its trace hold for them.
 
 matmul = aten.matmul(x, w); tanh = aten.tanh(matmul)        -->        f({"w": w}, x)
 """
@@ -15,17 +15,17 @@ from fpipe import tree
 from fpipe.graphs.alike import Same, alike
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
-from fpipe.models.modes import as_found
+from fpipe.models.contexts import restored_on_error
 
 
 class GraphStage(PositionalStage):
     """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
 
     Args:
-        reads: the names of its parameters, `unread` of those it is handed beside.
-        takes: for each tensor that it takes, which of its inputs it is in, and at which leaf.
-        many: whether it has several inputs.
-        rows: what its part of the batch has to be, if it takes the batch.
+        reads: the names of the parameters that it reads; `unread`, of those that live in the stage and nobody reads.
+        places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
+        many: whether x is a tuple of several inputs.
+        guard: what the batch has to be, if it takes the batch.
     """
 
     def __init__(
@@ -34,12 +34,13 @@ class GraphStage(PositionalStage):
         graph: fx.GraphModule,
         reads: Sequence[str],
         unread: Sequence[str],
-        takes: Sequence[tuple[int, int]],
+        places: Sequence[tuple[int, int]],
         *,
         many: bool,
-        rows: Rows | None,
+        guard: BatchGuard | None,
     ) -> None:
-        self.number, self.graph, self.reads, self.takes, self.many, self.rows = number, graph, reads, takes, many, rows
+        self.number, self.graph, self.reads, self.places = number, graph, reads, places
+        self.many, self.guard = many, guard
         self.names = tuple((name,) for name in (*reads, *unread))
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
@@ -49,18 +50,18 @@ class GraphStage(PositionalStage):
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The same, parameters by position; those that it does not read come last."""
+        """The output from parameters by position; those that it does not read come last."""
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
-        if self.rows is not None:
-            self.rows.check(given[0])
-        with as_found():
-            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.takes]), {}
+        if self.guard is not None:
+            self.guard.check(given[0])
+        with restored_on_error():
+            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
 
     def twin(self) -> Any:
-        """Equal for graphs of the same operations. One that holds on to a tensor is like none with another; one that
-        takes the batch, which it checks, is like no other."""
+        """Equal for graphs of the same operations on the same constants; one that takes the batch, and so has guards,
+        equals no other."""
         place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
-        odd: list[Any] = [] if self.rows is None else [self]
+        odd: list[Any] = [] if self.guard is None else [self]
 
         def seen(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
@@ -78,10 +79,10 @@ class GraphStage(PositionalStage):
             )
             for node in self.graph.graph.nodes
         )
-        return nodes, tuple(self.takes), self.many, len(self.names), Same(self) if odd else None
+        return nodes, tuple(self.places), self.many, len(self.names), Same(self) if odd else None
 
     def _target(self, node: fx.Node) -> Any:
-        """What a node calls, or the tensor it is; what it is given has its place alone."""
+        """What a node calls, or which constant it is; of placeholders only the order counts."""
         if node.op == "get_attr":
             return Same(getattr(self.graph, str(node.target)))
         return None if node.op in ("placeholder", "output") else node.target
@@ -90,8 +91,14 @@ class GraphStage(PositionalStage):
 _NAMED = torch.memory_format | torch.layout
 
 
-class Rows:
-    """Refuses a batch that the trace does not hold for."""
+class BatchGuard:
+    """Refuses a batch that the trace of the example is not valid for.
+
+    Args:
+        example: the inputs, or the target, of the example.
+        word: which of the two errors say.
+        guards: what was decided by the number of rows, each with the symbol in it.
+    """
 
     def __init__(self, example: Any, word: str, guards: Sequence[Any]) -> None:
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
@@ -99,7 +106,7 @@ class Rows:
         self.known: set[tuple[Any, ...]] = set()
 
     def check(self, leaves: list[Any]) -> None:
-        """All sizes but the rows are the example's, and nothing was decided by other rows."""
+        """A ValueError unless all sizes but the rows are the example's, and the guards hold for the rows."""
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if shapes in self.known:
             return
@@ -117,6 +124,6 @@ class Rows:
             rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
             if not guard.subs(symbol, rows):
                 raise ValueError(
-                    f"loss_fn does another thing for {rows} rows than for the example: {in_words(guard)} is false."
+                    f"loss_fn takes another branch for {rows} rows than for the example: {in_words(guard)} is false."
                 )
         self.known.add(shapes)

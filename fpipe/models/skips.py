@@ -86,7 +86,7 @@ class Skips(NamedTuple):
     keywords: bool = False
 
 
-def through(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
+def run_children(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
     """Children one after the other, with what the stage takes up and puts aside."""
     aside: dict[str, Any] = {}
     if skips.takes:
@@ -118,7 +118,7 @@ def _by_name(child: nn.Module, x: Any) -> Mapping[str, Any]:
     )
 
 
-def planned(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
+def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
     """The skips of each stage, and what each stage takes.
 
     Raises:

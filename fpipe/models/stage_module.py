@@ -24,10 +24,10 @@ from fpipe.graphs.keys import random_states, replaying
 from fpipe.graphs.own_memory import OwnMemory, memory
 from fpipe.graphs.pure import Impure
 from fpipe.model import Names, PositionalStage, same_keys
-from fpipe.models.batch_norm import STATISTICS, noted, remembers, tracks, updated, updated_at_the_end
-from fpipe.models.impure import DEPEND_ON_MODE, draws, refuse_impure
-from fpipe.models.skips import Skips, through
-from fpipe.models.twins import twin
+from fpipe.models.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
+from fpipe.models.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
+from fpipe.models.module_key import module_key
+from fpipe.models.skips import Skips, run_children
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -85,10 +85,10 @@ class StageModule(PositionalStage):
         self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
         for _, module in self.modules:
-            odd = tracks(module) and not remembers(module)  # a forward of its own may read what it remembers
+            odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
             for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
                 known[module, name] = "ordered"
-        self.norms = [(path, module) for path, module in self.modules if remembers(module)]
+        self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
         own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
         self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
         self.updates: list[Place] = []
@@ -180,7 +180,7 @@ class StageModule(PositionalStage):
         """The output, what the norms noted, and the buffers afterwards."""
 
         def run() -> tuple[Any, dict[str, Any]]:
-            y = through(self.children, self.skips, x)
+            y = run_children(self.children, self.skips, x)
             return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
 
         with self._swapping(), noted(self.norms, self.deferred, self.who) as notes:
@@ -224,7 +224,7 @@ class StageModule(PositionalStage):
         norms = {path for path, _ in self.norms}
         for path, module in self.moody:
             refuse_impure(path, module)
-            if not self.held and remembers(module) != (path in norms):
+            if not self.held and updates_apart(module) != (path in norms):
                 self._refuse_turned(path, module, path in norms)
         for path, module, was in self.turning:
             if module.training != was:
@@ -305,7 +305,7 @@ class StageModule(PositionalStage):
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
-        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws(module)]
+        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
     def twin(self) -> Any:
         """Equal for stages that compute the same function of their parameters and constants, in their order.
@@ -316,9 +316,9 @@ class StageModule(PositionalStage):
         short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
         fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
         odd: list[Any] = []
-        twins = tuple(twin(module, odd) for module in self.children.values())
+        keys = tuple(module_key(module, odd) for module in self.children.values())
         written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))
-        return tuple(short), fixed, written, twins, self.skips, self.deferred, Same(self) if odd else None
+        return tuple(short), fixed, written, keys, self.skips, self.deferred, Same(self) if odd else None
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:

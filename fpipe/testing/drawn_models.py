@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fpipe.model import Model
-from fpipe.models.functions import from_functions
+from fpipe.models.from_functions import from_functions
 from fpipe.testing.drawn_programs import Takes, graphs
-from fpipe.testing.layers import BODIES, LOSSES, SHAPES, Body
+from fpipe.testing.stage_functions import BODIES, LOSSES, SHAPES, Body
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What drawn stages do: eight small functions of parameters and rows of four numbers, and three losses."""
+"""The stage functions of drawn models: eight small ones over parameters and rows of four numbers, and three losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a model of an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
+"""Make a model from an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
 
     Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
 
@@ -18,14 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 
-from fpipe.model import Model, Names, Reduction, Stage, the_model
-from fpipe.models.batch_norm import has_torchs_forward
-from fpipe.models.functions import from_functions
-from fpipe.models.impure import refuse_impure
-from fpipe.models.skips import planned
+from fpipe.model import Model, Names, Reduction
+from fpipe.models.from_functions import from_functions
+from fpipe.models.known_modules import refuse_impure
+from fpipe.models.skips import plan_skips
 from fpipe.models.stage_module import How, StageModule
 from fpipe.models.state import written_buffers
 from fpipe.timing.balance import balance
@@ -93,23 +91,23 @@ def from_sequential(
         if parameter.requires_grad:
             leaves.setdefault(id(parameter), []).append(name)
             tensors[name] = parameter.detach()
-    _refuse_sharing({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
+    _refuse_shared_storage({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
     each = [_by_stage(found, stage_of) for found in leaves.values()]
     names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
-    skips, inputs = planned(groups)
+    skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
-    said = _said(net, state)
+    said = _checked_state(net, state)
 
-    def made(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
+    def stages_with(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
         each = enumerate(zip(groups, names, skips, found, strict=True))
         return [StageModule(n, group, own, skip, state={**one, **said}) for n, (group, own, skip, one) in each]
 
-    runs = made([{}] * len(groups))
+    runs = stages_with([{}] * len(groups))
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     if example is not None:
-        runs = made(written_buffers(runs, model, example))
-    _share(runs)
+        runs = stages_with(written_buffers(runs, model, example))
+    _share_locks(runs)
     cut = tuple(
         replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)
@@ -121,8 +119,8 @@ def from_sequential(
     )
 
 
-def _said(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
-    """What the caller says of buffers, if it is about buffers."""
+def _checked_state(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
+    """What the caller says of buffers, refused if it names anything else."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for name, how in (state or {}).items():
         if name not in buffers:
@@ -202,11 +200,11 @@ def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> dict[int, tu
     return found
 
 
-def _share(runs: Sequence[StageModule]) -> None:
+def _share_locks(runs: Sequence[StageModule]) -> None:
     """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
 
     Raises:
-        ValueError: that module remembers something, which would be two stages' state; or one buffer has two homes.
+        ValueError: that module has state, which would be in two stages; or one buffer has two homes.
     """
     homes: dict[int, StageModule] = {}
     written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
@@ -228,69 +226,14 @@ def _share(runs: Sequence[StageModule]) -> None:
                 run.lock = first.lock
 
 
-def _refuse_sharing(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
-    """A ValueError for memory that trains in two stages as two parameters."""
+def _refuse_shared_storage(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
+    """A ValueError for a storage that two stages train as two parameters."""
     homes: dict[int, str] = {}
     for name, tensor in tensors.items():
         first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
         here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
         if here != there:
             raise ValueError(
-                f"{first!r} in stage {there} and {name!r} in stage {here} share their memory, but are two parameters; "
+                f"{first!r} in stage {there} and {name!r} in stage {here} share a storage, but are two parameters; "
                 "make them one, or choose sizes= that keep them in one stage."
             )
-
-
-def deferred_batch_norm(model: Model) -> Model:
-    """The model with batch norms that update their running statistics once a step, with those of the whole batch.
-
-    In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. What
-    it remembers for evaluation need not: a deferred one gathers mean and squared deviations over the microbatches, in
-    float64, and updates at the last of them, as it would on a batch that is not cut.
-
-    Args:
-        model: made by `from_sequential`; it stays as it is.
-
-    Returns:
-        Another model for the same params and state. Without batch norms that remember it is the same.
-
-    Raises:
-        ValueError: a batch norm shares its stage with a module that reads the buffers it writes.
-
-    Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
-
-    >>> import fpipe, torch
-    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    >>> model, params, state = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
-    >>> model = fpipe.deferred_batch_norm(model)
-    >>> step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
-    >>> batch = torch.randn(8, 2), torch.randn(8, 3)
-    >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
-    tensor(1)
-    """
-    return replace(the_model(model), stages=tuple(map(_deferred, model.stages)))
-
-
-def _deferred(stage: Stage) -> Stage:
-    run = stage.forward
-    if not isinstance(run, StageModule):
-        return stage
-    taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
-    if taken is not None:
-        norm = taken[0].rpartition(".")[0]
-        other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
-        if other is None:
-            who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
-            raise ValueError(
-                f"batch norm {norm!r} ({type(taken[1]).__name__}) has {who}, which may read what it writes; only "
-                "torch's own batch norms that nobody asks can be deferred."
-            )
-        raise ValueError(
-            f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
-            "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
-        )
-    if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
-        return stage
-    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True, state=run.state_of)
-    later.lock = run.lock  # of all stages that have a module in common
-    return replace(stage, forward=later, within=later.within, **later.remembering())

@@ -1,4 +1,4 @@
-"""Tell which modules compute the same function of their parameters, so that one trace does for all of them."""
+"""A key that is equal for modules that compute the same function of their parameters, so that they share a trace."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from torch import nn
 from fpipe.graphs.alike import alike
 
 
-def twin(module: nn.Module, odd: list[Any]) -> Any:
-    """What a module computes, as a value to compare: class, plain attributes, mode, and the same of its children."""
+def module_key(module: nn.Module, odd: list[Any]) -> Any:
+    """What a module computes, as a value to compare: class, plain attributes, mode, and the keys of its children.
+
+    Args:
+        odd: takes what cannot be compared, such as a tensor among the attributes.
+    """
     attributes = vars(module)
     plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
-    children = tuple((name, child and twin(child, odd)) for name, child in attributes["_modules"].items())
+    children = tuple((name, child and module_key(child, odd)) for name, child in attributes["_modules"].items())
     forward = alike(type(module).forward, odd)
     return type(module), forward, plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
 

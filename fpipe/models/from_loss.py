@@ -1,4 +1,4 @@
-"""Make a model of one loss function, cut where it is marked.
+"""Make a model from one loss function, cut at its marks.
 
     def loss_fn(params, batch):                       stage 0     x = embed(inputs)
         inputs, target = batch
@@ -8,8 +8,8 @@
 
 The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
 before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
-their own; a parameter read in two stages is tied. The number of rows stays open, other sizes are those of the example.
-What is drawn at random belongs to the stage where it is drawn, and follows from the key as any stage's numbers do.
+their own; a parameter read in two stages is tied. The number of rows stays symbolic, other sizes are the example's.
+Random numbers are drawn in the stage of the operation that draws them, and follow from the key as in any stage.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
 from fpipe.model import Model, Reduction, odd_signature
-from fpipe.models.functions import from_functions
-from fpipe.models.loss_graph import KEY, loss_graph, seeding
-from fpipe.models.marks import Marked
+from fpipe.models.boundary import KEY, seeding
+from fpipe.models.cut_loss import CutLoss
+from fpipe.models.from_functions import from_functions
 from fpipe.models.params import join_params
+from fpipe.models.trace_loss import trace_loss
 from fpipe.runtimes.microbatch import check_batch
 from fpipe.runtimes.reference import reference
 
@@ -49,8 +50,8 @@ def from_loss(
 
     Args:
         loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
-            called on tensors without data, and once on the example to compare. Only what comes after the last mark may
-            read the target, and with it no parameter. Random numbers are those that torch draws where each stage begins
+            called on fake tensors, and once on the example to compare. Only what comes after the last mark may read the
+            target, and with it no parameter. Random numbers are those that torch draws where each stage begins
             with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
         params: any pytree of tensors.
         batch: an example (inputs, target); rows may differ later, other sizes may not.
@@ -62,9 +63,9 @@ def from_loss(
         makes the pytree of them again, and `split_params` the other way. Outputs are what the loss is computed from.
 
     Raises:
-        ValueError: a mark with nothing to compute before it; a stage that reads the target; a function that does
-            another thing for other numbers of rows, that a trace does not hold, or that writes tensors, or buffers of
-            modules, that it closes over, which are put back.
+        ValueError: a mark with nothing to compute before it; a stage that reads the target; a function that branches
+            on the number of rows or on data, or of which a trace captures only a part.
+        RuntimeError: a function that mutates what it closes over: tensors, or buffers of modules.
 
     >>> import fpipe
     >>> def loss_fn(params, batch):
@@ -79,18 +80,16 @@ def from_loss(
     check_batch(batch)
     refuse_odd_modes()
     names = _names(params)
-    traced = loss_graph(_checked(loss_fn, reduction, aux), params, batch)
-    marked = Marked(traced, names)
-    model = from_functions(
-        marked.stages, marked.loss, inputs=marked.sources, ties=marked.ties, reduction=reduction, aux=aux
-    )
-    named = zip(model.stages, marked.owned, strict=True)
+    traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
+    cut = CutLoss(traced, names)
+    model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    named = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
     leaves = dict(zip(names, tree.leaves(params), strict=True))
-    own = tuple({name: leaves[name].detach() for name in stage} for stage in marked.owned)
+    own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        _compare(loss_fn, params, batch, model, own, names, _coarsest(traced.module.graph))
+        _refuse_difference(loss_fn, params, batch, model, own, names, _autocast_eps(traced.module.graph))
     return model, own
 
 
@@ -143,61 +142,62 @@ def _names(params: Any) -> list[str]:
     return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
 
 
-def _coarsest(graph: fx.Graph) -> float:
-    """The rounding of the coarsest autocast block: a weight that is used twice in one is cast once by loss_fn, so that
-    its gradients are added in that precision, where stages add them in the weight's own."""
+def _autocast_eps(graph: fx.Graph) -> float:
+    """The machine epsilon of the least precise autocast context: loss_fn casts a weight that it uses twice in one only
+    once, and so adds its gradients in that precision, where stages add them in the weight's own."""
     blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
     found = (block.args[1] for block in blocks if block.args[2])
     return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
 
 
-def _compare(
+def _refuse_difference(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
     batch: tuple[Any, Any],
     model: Model,
     own: tuple[Any, ...],
     names: list[str],
-    coarsest: float,
+    eps: float,
 ) -> None:
-    """The stages give the function's own loss and gradients on the example: a trace may have lost something, such as
-    the backward of a custom `autograd.Function`."""
+    """A ValueError unless the stages give the function's own loss and gradients on the example: a trace may have lost
+    something, such as the backward of a custom `autograd.Function`."""
     leaves = [leaf.detach() for leaf in tree.leaves(params)]
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     with torch.enable_grad(), seeding(), pure(loss_fn, "loss_fn", (params, batch)):
-        loss = _first(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
+        loss = _loss_in(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
         )
-    found = reference(replace(model, reduction="sum", aux=False, loss=_alone(model)), own, batch, key=KEY)
+    found = reference(replace(model, reduction="sum", aux=False, loss=_loss_alone(model)), own, batch, key=KEY)
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
-            "something that a trace does not hold, such as values read by .item(), or a seed of its own."
+            "something that a trace does not capture, such as values read by .item(), or a seed of its own."
         )
     right = dict(zip(map(id, trained), own_grads, strict=True))
     for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
         expected = right.get(id(leaf))
         error = grad if expected is None else grad - expected
-        limit = 0.0 if expected is None else expected.norm() * max(coarsest, torch.finfo(leaf.dtype).eps) ** 0.5
+        limit = 0.0 if expected is None else expected.norm() * max(eps, torch.finfo(leaf.dtype).eps) ** 0.5
         if leaf.requires_grad and error.norm() > limit:
             raise ValueError(
                 f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
-                "inference_mode, say, which no trace above autograd holds. Use no_grad for the last, or from_functions."
+                "inference_mode, say, which no trace above autograd captures. Use no_grad for the last, or "
+                "from_functions."
             )
 
 
-def _alone(model: Model) -> Callable[[Any, Any], Any]:
-    """The model's loss without what it returns beside."""
+def _loss_alone(model: Model) -> Callable[[Any, Any], Any]:
+    """The loss function of a model, without what it counts and its auxiliary results."""
     whole: Any = model.loss
 
     def loss(y: Any, target: Any) -> Any:
-        return _first(model, whole(y, target))
+        return _loss_in(model, whole(y, target))
 
     return loss
 
 
-def _first(model: Model, made: Any) -> Any:
-    """A loss without what it counts and what it returns beside."""
+def _loss_in(model: Model, made: Any) -> Any:
+    """A loss without what it counts and its auxiliary results."""
     made = made[0] if model.aux else made
     return made[0] if model.reduction == "count" else made

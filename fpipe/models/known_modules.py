@@ -1,5 +1,4 @@
-"""What keeps a module from being a function of what it is handed: random numbers, weights that it writes, and other
-processes."""
+"""What is known of torch's own modules by their class: which draw random numbers, and which cannot be pure."""
 
 from __future__ import annotations
 
@@ -8,10 +7,11 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase)
+"""These do something else in training than in eval."""
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that would write its weights, or wait for other processes."""
+    """A ValueError for a module that would mutate its weights, or wait for other processes."""
     who = f"module {path!r} ({type(module).__name__})"
     if getattr(module, "max_norm", None) is not None:
         raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
@@ -22,8 +22,8 @@ def refuse_impure(path: str, module: nn.Module) -> None:
         )
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers now; they follow from the step's key."""
+def draws_random(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in the mode that it is in; they follow from the step's key."""
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return getattr(module, "_random_samples", None) is None
     if isinstance(module, nn.RReLU):

@@ -1,4 +1,4 @@
-"""Make a model of pure functions: say what each stage takes, which leaves are one, and refuse what is no stage.
+"""Make a model from pure functions: check what each stage takes and which leaves are tied, and refuse what is no stage.
 
 [f0, f1, f2]        --> from_functions -->        Model(stages, loss, inputs, ties)
 """

@@ -1,0 +1,105 @@
+"""Run each operation of a graph that is cut in the contexts it was traced in: gradients on or off, autocast.
+
+autocast: [a  MARK  b]        -->        autocast: [a]    autocast: [b]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_AMP: Any = torch.amp.autocast_mode
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_ENTER, _EXIT, _SET_GRAD = "_enter_autocast", "_exit_autocast", "_set_grad_enabled"
+
+
+class Context(NamedTuple):
+    """Whether gradients are on, and which autocast contexts are open, from the outermost in."""
+
+    grad: bool
+    autocasts: tuple[fx.Node, ...]
+
+
+OUTSIDE = Context(True, ())
+"""Gradients on, no autocast: where every stage and every loss begins and ends."""
+
+
+def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
+    """The context of each operation, wherever that began or ends."""
+    context, contexts = OUTSIDE, dict[fx.Node, Context]()
+    for node in graph.nodes:
+        name = _switch(node)
+        if name == _SET_GRAD:
+            context = context._replace(grad=bool(node.args[0]))
+        elif name == _ENTER:
+            context = context._replace(autocasts=(*context.autocasts, node))
+        elif name == _EXIT:
+            context = context._replace(autocasts=tuple(one for one in context.autocasts if one is not node.args[0]))
+        elif node.op == "call_function":
+            contexts[node] = context
+    return contexts
+
+
+def switches_context(node: fx.Node) -> bool:
+    """Whether a node only enters or leaves a context."""
+    return _switch(node) is not None
+
+
+def _switch(node: fx.Node) -> str | None:
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if name in (_ENTER, _EXIT, _SET_GRAD) else None
+
+
+class ContextWriter:
+    """Writes nodes that switch contexts into a new graph, where one operation's is not that of the one before."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.context, self.open = graph, OUTSIDE, list[fx.Node]()
+
+    def switch(self, context: Context) -> None:
+        """What is added to the graph next runs in this context."""
+        common = 0
+        for one, other in zip(self.context.autocasts, context.autocasts, strict=False):
+            if one is not other:
+                break
+            common += 1
+        while len(self.open) > common:
+            self.graph.call_function(_AMP._exit_autocast, (self.open.pop(),))
+        for enter in context.autocasts[common:]:
+            self.open.append(self.graph.node_copy(enter))
+        if context.grad != self.context.grad:
+            self.graph.call_function(_C._set_grad_enabled, (context.grad,))
+        self.context = context
+
+
+@contextmanager
+def restored_on_error() -> Generator[None]:
+    """After an error in a graph gradients and autocast are as before: else all that follows would run in the contexts
+    that it left open."""
+    before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    cached, grad, depth = torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), _depth()
+    try:
+        yield
+    except BaseException:
+        for device, on, dtype in before:
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_grad_enabled(grad)
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        raise
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _depth() -> int:
+    """How many autocast contexts are open."""
+    found = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return found

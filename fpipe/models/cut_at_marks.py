@@ -1,0 +1,234 @@
+"""Cut a graph of operations into stages at its marks: which operation runs where, and what it needs from whom.
+
+    embed  MARK  block  MARK  head        -->        [embed]  [block]  [head]
+
+An operation belongs to the stage that the marks before it say. What it reads of an earlier stage is an edge of the
+dataflow; what is computed from no tensor that was given (a mask, a size) each stage computes again for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fpipe.model import Source
+from fpipe.models.contexts import OUTSIDE, ContextWriter
+from fpipe.models.marked_graph import MarkedGraph, has_effect
+
+_SIZE: Any = torch.ops.aten.sym_size.int
+
+
+class Part:
+    """The operations that one stage runs, or a loss, and what they read that others compute.
+
+    Args:
+        marked: the whole graph.
+        results: what the part hands on.
+        is_own: whether an operation may run in this part.
+        params: the parameters that it may read, by placeholder their names.
+        batch: the leaves of the batch that it may read, by placeholder their places.
+
+    Attributes:
+        nodes: what it runs, in order.
+        params: by name the placeholders that it reads, and `batch`, by placeholder the place.
+        received: what it reads of other parts.
+        sizes: for each size that it asks for, a tensor that it reads and the dimension.
+    """
+
+    def __init__(
+        self,
+        marked: MarkedGraph,
+        results: Iterable[fx.Node],
+        is_own: Callable[[fx.Node], bool],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+    ) -> None:
+        self.marked = marked
+        self.params: dict[str, fx.Node] = {}
+        self.batch: dict[fx.Node, int] = {}
+        self.received: dict[fx.Node, None] = {}
+        found = self._find(results, is_own, params, batch)
+        self.nodes = [node for node in marked.graph.nodes if node in found]
+        self.sizes = {node: self._size_of(node, batch) for node in found if node.target is _SIZE}
+
+    def _find(
+        self,
+        results: Iterable[fx.Node],
+        is_own: Callable[[fx.Node], bool],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+    ) -> dict[fx.Node, None]:
+        """All that its results and its own operations with effects are computed from, back to what others compute."""
+        found: dict[fx.Node, None] = {}
+        todo = [*results, *(node for node in self.marked.stage_of if is_own(node) and has_effect(node))]
+        while todo:
+            node = todo.pop()
+            if node in found:
+                continue
+            found[node] = None
+            if node.target is _SIZE:
+                continue  # of a tensor that it reads anyway, if there is one
+            if node in params:
+                self.params[params[node]] = node
+            elif node in batch:
+                self.batch[node] = batch[node]
+            elif node in self.marked.replicated or is_own(node):
+                todo += self.marked.reads(node)
+            else:
+                self.received[node] = None
+        return found
+
+    def _size_of(self, node: fx.Node, batch: Mapping[fx.Node, int]) -> tuple[fx.Node, int]:
+        """A tensor with the size that a node asks for, and the dimension: one that is read anyway, or else its own."""
+        for other in (*self.received, *self.batch):
+            for dim, size in enumerate(other.meta["val"].shape):
+                if str(size) == str(node.meta["val"]):
+                    return other, dim
+        tensor, dim = self.marked.value(node.args[0]), node.args[1]  # pyright: ignore[reportArgumentType]
+        if tensor in batch:
+            self.batch[tensor] = batch[tensor]
+        else:
+            self.received[tensor] = None
+        return tensor, int(dim)  # pyright: ignore[reportArgumentType]
+
+    def module(self, results: Any) -> fx.GraphModule:
+        """The part as a graph of its own that returns a pytree of nodes: its placeholders are the parameters, then the
+        leaves of the batch, then what it receives."""
+        graph = fx.Graph()
+        own = {node: graph.placeholder(node.name) for node in (*self.params.values(), *self.batch, *self.received)}
+        # Each size once and first, so that equal stages have equal graphs.
+        asked: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node, (tensor, dim) in self.sizes.items():
+            if (tensor, dim) not in asked:
+                asked[tensor, dim] = graph.call_function(_SIZE, (own[tensor], dim))
+            own[node] = asked[tensor, dim]
+
+        def copied(node: fx.Node) -> fx.Node:
+            return own[self.marked.value(node)]
+
+        writer = ContextWriter(graph)
+        for node in self.nodes:
+            if node not in own:
+                writer.switch(self.marked.contexts.get(node, writer.context))
+                own[node] = graph.node_copy(node, copied)
+        writer.switch(OUTSIDE)
+        graph.output(fx.map_arg(results, copied))
+        return fx.GraphModule(self.marked.module, graph)
+
+
+class StageGraphs:
+    """A marked graph, cut: each stage as a graph of its own, and who reads what of whom.
+
+    Args:
+        marked: the whole graph.
+        results: what the last stage hands on, values of earlier stages among them.
+        params: the parameters, by placeholder their names.
+        batch: the leaves of the batch, by placeholder their places.
+        excluded: operations of no stage, such as those of a loss behind the last.
+
+    Attributes:
+        parts: of each stage what it runs and reads.
+        outputs: of each stage its outputs, each the values that the same stages read.
+    """
+
+    def __init__(
+        self,
+        marked: MarkedGraph,
+        results: Iterable[fx.Node],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+        excluded: Collection[fx.Node] = (),
+    ) -> None:
+        self.marked, self.params, self.batch, self.excluded = marked, params, batch, excluded
+        self.parts, handed_on = self._parts(results)
+        self.outputs = [*(self._by_readers(values) for values in handed_on[:-1]), [handed_on[-1]]]
+        self.port = {
+            node: port
+            for stage, groups in enumerate(self.outputs)
+            for port, group in enumerate(groups)
+            for node in group
+            if marked.stage_of.get(node) == stage  # the last stage hands on values of earlier ones too
+        }
+
+    def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Part], list[list[fx.Node]]]:
+        """The stages, found from the last one back, since an earlier one hands on what a later one receives; and what
+        each hands on, in the order of the graph."""
+        handed_on: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stages)]
+        handed_on[-1] = dict.fromkeys(results)
+        parts: list[Part] = []
+        for stage in reversed(range(self.marked.stages)):
+            part = Part(self.marked, handed_on[stage], self._is_of(stage), self.params, self.batch)
+            for node in part.received:
+                handed_on[self.marked.stage_of[node]][node] = None
+            parts.insert(0, part)
+        order = {node: number for number, node in enumerate(self.marked.graph.nodes)}
+        return parts, [sorted(values, key=order.__getitem__) for values in handed_on]
+
+    def _is_of(self, stage: int) -> Callable[[fx.Node], bool]:
+        """Whether an operation runs in a stage."""
+        return lambda node: self.marked.stage_of.get(node) == stage and node not in self.excluded
+
+    def _by_readers(self, values: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """What a stage hands on, grouped by the stages that read it; what the next one reads comes first."""
+        groups: dict[tuple[int, ...], list[fx.Node]] = {}
+        for node in values:
+            readers = tuple(stage for stage, part in enumerate(self.parts) if node in part.received)
+            groups.setdefault(readers, []).append(node)
+        return [groups[readers] for readers in sorted(groups)]
+
+    @property
+    def inputs(self) -> tuple[tuple[Source, ...], ...]:
+        """What each stage takes: the batch, and outputs of earlier stages."""
+        return tuple(map(self._inputs_of, self.parts))
+
+    def _inputs_of(self, part: Part) -> tuple[Source, ...]:
+        earlier = sorted({self._output_of(node) for node in part.received})
+        batch: list[Source] = ["batch"] if part.batch or not earlier else []
+        return (*batch, *((stage, port) if port else stage for stage, port in earlier))
+
+    def _output_of(self, node: fx.Node) -> tuple[int, int]:
+        """The stage that hands a value on, and in which of its outputs."""
+        return self.marked.stage_of[node], self.port[node]
+
+    @property
+    def readers(self) -> dict[str, list[int]]:
+        """The stages that read each parameter."""
+        return {
+            name: [stage for stage, part in enumerate(self.parts) if name in part.params]
+            for name in self.params.values()
+        }
+
+    @property
+    def owned(self) -> list[list[str]]:
+        """Of each stage the parameters that it is the first to read; those that nobody reads are the first stage's."""
+        first = {name: min(stages, default=0) for name, stages in self.readers.items()}
+        return [[name for name in first if first[name] == stage] for stage in range(self.marked.stages)]
+
+    @property
+    def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """The parameters that several stages read, each as its (stage, name)."""
+        return tuple(
+            tuple((stage, name) for stage in stages) for name, stages in self.readers.items() if len(stages) > 1
+        )
+
+    def module(self, stage: int) -> fx.GraphModule:
+        """A stage as a graph of its own."""
+        return self.parts[stage].module(_one_or_all([_one_or_all(group) for group in self.outputs[stage]]))
+
+    def places(self, stage: int) -> list[tuple[int, int]]:
+        """For each tensor that the graph of a stage takes beside parameters, which of its inputs it is in, and at which
+        leaf."""
+        part = self.parts[stage]
+        inputs = self._inputs_of(part)
+        found = [(0, leaf) for leaf in part.batch.values()]
+        for node in part.received:
+            home, port = self._output_of(node)
+            found.append((inputs.index((home, port) if port else home), self.outputs[home][port].index(node)))
+        return found
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]

@@ -1,0 +1,149 @@
+"""Trace a loss function into one graph of torch's operations, with a mark where each stage ends.
+
+loss_fn(params, batch)      -->      embed  MARK  block  MARK  head  loss
+
+The function is called once on fake tensors. The operations are those above autograd, and the number of rows stays
+symbolic. What a graph cannot represent is refused: branches on data, gradients taken inside, sizes that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from fpipe import tree
+from fpipe.graphs.ambient import Untraceable
+from fpipe.graphs.fake import watched_memory
+from fpipe.graphs.keep import written_down
+from fpipe.graphs.keys import seeded
+from fpipe.graphs.symbols import in_words, symbols_in
+from fpipe.models.boundary import KEY, marking
+
+
+class TracedLoss(NamedTuple):
+    """A loss function as a graph: the module, which of its placeholders are parameters and which the batch (a pair of
+    trees, (inputs, target)), the example batch, and the guards on its number of rows."""
+
+    module: fx.GraphModule
+    params: list[fx.Node]
+    batch: tuple[Any, Any]
+    example: tuple[Any, Any]
+    guards: tuple[Any, ...]
+
+
+def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> TracedLoss:
+    """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows."""
+    # Imported when first needed: they would take a third of the time that importing fpipe takes.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sizes = ShapeEnv(specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+
+    def fake(leaf: Any, rows: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        each = [DimDynamic.DUCK if rows and dim == 0 else DimDynamic.STATIC for dim in range(leaf.ndim)]
+        if rows and leaf.ndim and len(leaf) == 1:  # of one row a trace takes 1 for the rows of all others
+            leaf = leaf.new_empty((2, *leaf.shape[1:]))
+        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+        return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
+
+    given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
+    leaves, containers = tree.flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def flat(*tensors: Tensor) -> Any:
+        proxies = iter(tensors)
+        with _NoGenerators(), marking():
+            return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+
+    with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
+        module = make_fx(flat, pre_dispatch=True)(*tensors)
+    _make_literals_pure(module.graph)
+    _refuse_untraced(module)
+    fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
+    if fixed is not None:
+        raise ValueError(
+            "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
+            "len(x) does; x.shape[0] keeps it symbolic."
+        )
+    guards = tuple(
+        (guard.expr, symbol) for guard in sizes.guards if _is_its_own(guard) for symbol in guard.expr.free_symbols
+    )
+    nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
+    named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return TracedLoss(module, tree.leaves(named[0]), named[1], batch, guards)
+
+
+class _NoGenerators(TorchFunctionMode):
+    """Refuses random numbers from a generator, which follow from no key."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:
+            name = getattr(func, "__name__", "")
+            raise ValueError(
+                f"loss_fn draws from a generator of its own ({name}), which is in no key; draw without it."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _make_literals_pure(graph: fx.Graph) -> None:
+    """torch.tensor(4) is traced as a copy that is then detached in place, though nothing is mutated."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        (copy,) = node.args
+        if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+
+
+def _refuse_untraced(module: fx.GraphModule) -> None:
+    """A ValueError for a fake tensor that no operation in the graph computes."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, str(node.target))
+        if isinstance(held, FakeTensor):
+            raise ValueError(
+                f"a tensor of shape {in_words(tuple(held.shape))} is computed where no trace sees it: by "
+                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or in an earlier call. "
+                "Stages of from_functions may do that."
+            )
+
+
+@contextmanager
+def _explained(batch: tuple[Any, Any]) -> Generator[None]:
+    """Errors of torch while it traces say that it did, and which rows its symbols stand for."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            "loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is traced. "
+            "Use torch.where, or from_functions."
+        ) from error
+    except Untraceable as error:
+        raise ValueError(f"loss_fn cannot be cut: {error}. Compute a new tensor in its place.") from error
+    except Exception as error:
+        error.add_note("loss_fn was called on fake tensors, which have no data, as from_loss does to cut it.")
+        halves = zip(("inputs", "target"), batch, strict=True)
+        leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
+        rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
+        for symbol in sorted(symbols_in(str(error)) & rows.keys()):
+            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
+        raise
+
+
+def _is_its_own(guard: Any) -> bool:
+    """Whether the function itself asked for a size; torch asks too, to choose a layout, as each stage does again."""
+    where = guard.sloc.framework_loc
+    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
