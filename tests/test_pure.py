@@ -309,3 +309,18 @@ def test_objects_with_odd_attributes_are_walked_past():
     odd = Odd()
     model = fpipe.from_functions([lambda p, x: x @ p["w"] + (odd is None)], MSE)
     assert fpipe.verify(PROGRAM(fpipe.program(model)), model, ({"w": W},), ROWS).bitwise
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_loss_function_keeps_no_fake_tensor():
+    """It ended in DataDependentOutputException: aten.equal.default."""
+    remembered.cache_clear()
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (fpipe.boundary(batch[0] @ params["w"] + remembered(8)) - batch[1]).square().mean()
+
+    with pytest.raises(
+        LeakedTensor, match="loss_fn computes with a fake tensor, which it has kept since it was traced"
+    ):
+        fpipe.from_loss(loss_fn, {"w": W}, ROWS)
+    remembered.cache_clear()

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.fake import LeakedTensor
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
 from fpipe.model import Model, Reduction, odd_signature
@@ -165,6 +166,11 @@ def _refuse_difference(
     trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     with torch.enable_grad(), seeding(), pure(loss_fn, "loss_fn", (params, batch)):
         loss = _loss_in(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
+        if hasattr(loss, "fake_mode"):
+            raise LeakedTensor(
+                "loss_fn computes with a fake tensor, which it has kept since it was traced (in a cache), "
+                "so its loss on the example has no data. Clear it there, and let loss_fn keep no tensors."
+            )
         own_grads = (
             torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
         )
