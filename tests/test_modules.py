@@ -235,6 +235,25 @@ def test_an_optimizer_of_the_params_trains_the_module(optimizer):
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_an_optimizer_of_the_net_itself_trains_with_its_gradients():
+    """It never trained, in silence: no gradient was there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model, params, _ = from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    result = build(training_step(model), model)(params, batch)
+    optimizer, before = torch.optim.SGD(net.parameters(), lr=0.5), [leaf.clone() for leaf in net.parameters()]
+    assign_grads(net, result.grads)
+    optimizer.step()
+    grads = join_params(model, result.grads)
+    expected = [one - 0.5 * grads[name] for one, name in zip(before, grads, strict=True)]
+    assert all(map(torch.equal, net.parameters(), expected))
+    with pytest.raises(ValueError, match=re.escape("a gradient of '2.weight', which is no parameter of this Linear.")):
+        assign_grads(nn.Linear(3, 3), (result.grads[1],))
+    with pytest.raises(ValueError, match="a dict per stage; found Tensor"):
+        assign_grads(net, torch.zeros(3))
+
+
 def test_gradients_of_another_structure_are_refused():
     _, params, _ = from_sequential(mlp(), stages=2)
     grads = tuple({name: torch.zeros_like(leaf) for name, leaf in stage.items()} for stage in params)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.runtimes.result import Result
@@ -18,8 +18,13 @@ from fpipe.runtimes.result import Result
 def assign_grads(params: Any, grads: Any) -> None:
     """Set `.grad` of each parameter, as an optimizer reads it.
 
+    Args:
+        params: as a step takes them, for an optimizer over their leaves; or the net that they are of, for one over
+            `net.parameters()`.
+        grads: `Result.grads`.
+
     Raises:
-        ValueError: gradients of another structure or shape; the first such place is named.
+        ValueError: gradients of another structure or shape, or of a name that the net has not; the first is named.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -31,6 +36,8 @@ def assign_grads(params: Any, grads: Any) -> None:
     >>> round(before - net[0].bias.item(), 4)
     2.0
     """
+    if isinstance(params, nn.Module):
+        params, grads = _of_net(params, grads)
     place = tree.difference(params, grads)
     if place is not None:
         raise ValueError(
@@ -46,6 +53,20 @@ def assign_grads(params: Any, grads: Any) -> None:
     for (_, param), grad in pairs:
         if isinstance(param, Tensor):
             param.grad = grad
+
+
+def _of_net(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters of a net that have gradients, and these, by name."""
+    if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
+        raise ValueError(
+            f"of a net the gradients are those of a model made from it, a dict per stage; found {type(grads).__name__}."
+        )
+    named = {str(name): grad for stage in grads for name, grad in stage.items()}
+    own = dict(net.named_parameters(remove_duplicate=False))
+    odd = next((name for name in named if name not in own), None)
+    if odd is not None:
+        raise ValueError(f"there is a gradient of {odd!r}, which is no parameter of this {type(net).__name__}.")
+    return {name: own[name] for name in named}, named
 
 
 def add_grads(one: Any, other: Any) -> Any:
