@@ -478,10 +478,104 @@ def test_a_branch_that_the_example_did_not_take_is_refused_by_name(trace: bool):
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         whole(params, ROWS, state=state)
     assert not net[1].more.any()
-    if trace:
-        sentence = "stage 0 reads buffer '1.seen', which it also writes, and the example that was handed to"
-        with pytest.raises(RuntimeError, match=re.escape(sentence)):
-            whole(params, (ROWS[0][:2], ROWS[1][:2]), state=state)
+    sentence = "reads buffer '1.seen', which it also writes, though it is said to be 'update'"
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        whole(params, (ROWS[0][:2], ROWS[1][:2]), state=state)
+
+
+class LooksAtData(nn.Module):
+    """Reads its average in a branch on data, so it runs under autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        if x.sum() > -1e9:
+            y = y - self.mean
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*runs under autograd")
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_stage_under_autograd_that_reads_what_is_said_to_be_an_update_is_refused(trace: bool):
+    """Its loss was another than the unsplit net's, and verify agreed with it."""
+    net = nn.Sequential(nn.Linear(8, 8), LooksAtData())
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, state={"1.mean": "update"})
+    whole = fpipe.build(fpipe.program(model), model, trace=trace)
+    with pytest.raises(RuntimeError, match=re.escape("reads buffer '1.mean', which it also writes")):
+        whole(params, ROWS, state=state)
+
+
+class AssignsData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = 0.9 * self.mean.data + x.detach().mean(0)
+        return x * 1
+
+
+@pytest.mark.filterwarnings("ignore:.*runs under autograd")
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_data_assigned_without_an_example_is_refused_by_name(trace: bool):
+    """No op writes the buffer, so nothing told of it, and the net was another after a step."""
+    net = nn.Sequential(nn.Linear(8, 8), AssignsData())
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE)
+    before = net[1].mean
+    whole = fpipe.build(fpipe.program(model), model, trace=trace)
+    with pytest.raises(RuntimeError, match=re.escape("assigns the .data of buffer or parameter '1.mean'")):
+        whole(params, ROWS, state=state)
+    assert net[1].mean is before
+    assert not before.any()
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.detach().mean(0)
+        return x - self.first
+
+
+def test_a_buffer_that_is_none_before_is_refused_by_name():
+    """The example left a tensor without data in the net, and steps returned such losses."""
+    net = nn.Sequential(nn.Linear(8, 8), Lazy())
+    with pytest.raises(ValueError, match=r"makes a tensor of buffer '1.first', which is None before"):
+        fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
+    assert net[1].first is None
+
+
+class Containers(nn.Module):
+    """Keeps tensors and a number in lists, and clamps its weights where it looks at data."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.means, self.calls, self.looks, self.linear = [torch.zeros(8)], [0], looks, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        self.means[0] = 0.9 * self.means[0] + x.detach().mean(0)
+        if self.looks and x.sum() > -1e9:
+            self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_example_leaves_the_net_as_it_was(looks: bool):
+    """Fake tensors stayed in its lists, counters moved, and weights were clamped."""
+    net = nn.Sequential(nn.Linear(8, 8), Containers(looks))
+    mean, weight = net[1].means[0], net[1].linear.weight.detach().clone()
+    fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
+    assert net[1].means[0] is mean
+    assert net[1].calls == [0]
+    assert torch.equal(net[1].linear.weight, weight)
 
 
 class Lent(nn.Module):

@@ -53,6 +53,7 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
     with lock:  # another thread swaps the tensors of modules while it runs them
         modules = modules_of(function)
         attributes = Attributes(modules, who, every=tracing)
+        held = None if tracing else _Held(function, given)
         mode = OwnMemory(partial(_refuse, function, who, given))
         try:
             with unmoved_random_numbers() if tracing else nullcontext(), _bound(function, who, modules, mode), mode:
@@ -65,6 +66,9 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
             moved = attributes.moved(mode.read)
             if tracing:
                 attributes.put_back()
+            swapped = None if held is None else held.swapped()
+        if swapped is not None:
+            raise Impure(_DATA.format(who, swapped))
         if moved is not None:
             raise (Untraceable if tracing else Impure)(moved)
         stale = next((name for name, one in _unreadable(function) if memory(one) in mode.read), None)
@@ -73,6 +77,24 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
                 f"{who} reads {stale!r} of a norm, which only updates know: hand in from_sequential(..., "
                 f"example=inputs), which shows it, or say state={{{stale!r}: 'ordered'}}."
             )
+
+
+class _Held:
+    """The memory of a module's tensors and of what it is given: no op writes it where one assigns a .data."""
+
+    def __init__(self, function: Any, given: Any) -> None:
+        own = function.named_tensors() if isinstance(function, PositionalStage) else ()
+        self.own = [(name, one, one.detach(), memory(one)) for name, one in own]
+        self.given = [(one, memory(one)) for one in tree.leaves(given) if isinstance(one, Tensor)]
+
+    def swapped(self) -> str | None:
+        """What has other memory now, in words; the module's tensors have theirs again."""
+        moved = [(name, one, before) for name, one, before, place in self.own if memory(one) != place]
+        for _, one, before in moved:
+            one.data = before
+        if moved:
+            return f"buffer or parameter {moved[0][0]!r}"
+        return "what it was given" if any(memory(one) != place for one, place in self.given) else None
 
 
 @contextmanager
@@ -118,6 +140,12 @@ _GIVEN = (
 )
 
 
+_DATA = (
+    "{} assigns the .data of {}, which no op tells of; a stage and a loss are pure functions. Of a buffer, assign the "
+    "tensor itself: then it is state, and from_sequential(..., example=inputs) finds it."
+)
+
+
 def _refuse(function: Any, who: str, given: Any, tensor: Tensor, op: Any) -> None:
     """Raise for a write, and name the tensor."""
     place = memory(tensor)
@@ -146,6 +174,19 @@ def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
     return (
         f"{who} {does.format(what)}, which it closes over; a stage and a loss are pure functions. Hand it in, among "
         "params or as state; of a module call .eval(), or cut the net by from_sequential."
+    )
+
+
+def reads_update(who: str, name: str) -> str:
+    """The sentence for an output that reads a buffer whose updates are apart.
+
+    >>> reads_update("stage 1", "mean").partition(":")[0]
+    "stage 1 reads buffer 'mean', which it also writes, though it is said to be 'update'"
+    """
+    return (
+        f"{who} reads buffer {name!r}, which it also writes, though it is said to be 'update': the example that was "
+        f"handed to from_sequential did not show it, or state= says so. Say state={{{name!r}: 'ordered'}}: then "
+        "forwards keep to their order."
     )
 
 

@@ -21,8 +21,8 @@ from fpipe import tree
 from fpipe.graphs.alike import Same
 from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.keys import random_states, replaying
-from fpipe.graphs.own_memory import OwnMemory, memory
-from fpipe.graphs.pure import Impure
+from fpipe.graphs.own_memory import Followed, OwnMemory, memory
+from fpipe.graphs.pure import Impure, reads_update
 from fpipe.model import Names, PositionalStage, same_keys
 from fpipe.models.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
 from fpipe.models.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
@@ -126,9 +126,16 @@ class StageModule(PositionalStage):
             same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
             y, _, new = self._run(own | {path: given[path] for path in self.holds}, x)
             return y, {name: new[name] for name in given}
-        again = _Again(self, own, x) if self.updates else None
-        y, notes, _ = self._run(own | self._copies(self.updates), x)
-        return (y, (notes, again)) if again else (y, notes) if self.norms else y
+        if self.updates:
+            copies, again = self._copies(self.updates), _Again(self, own, x)
+            with Followed(copies) as followed:
+                y, notes, _ = self._run(own | copies, x)
+            read = followed.branched or followed.behind(tree.leaves(y))
+            if read is not None:
+                raise Impure(reads_update(self.who, read))
+            return y, (notes, again)
+        y, notes, _ = self._run(own, x)
+        return (y, notes) if self.norms else y
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
@@ -140,7 +147,7 @@ class StageModule(PositionalStage):
         if self.held:
             return y, {"state": [new[path] for path in self.holds]}
         beside: dict[str, Any] = {"seen": notes} if self.norms or self.updates else {}
-        return y, beside | ({"update": [new[path] for path in self.update_only]} if self.updates else {})
+        return y, beside | ({"update": [new[path].detach() for path in self.update_only]} if self.updates else {})
 
     def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """The output where these are in the place of parameters and buffers, and the buffers afterwards."""

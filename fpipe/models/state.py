@@ -115,14 +115,24 @@ class _Run:
         def refuse(tensor: Tensor, op: Any) -> None:
             raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
 
-        attributes, mode = Attributes(stage.modules, stage.who), OwnMemory(refuse)
+        attributes, mode = Attributes(stage.modules, stage.who, every=True), OwnMemory(refuse)
+        empty = _empty(stage)
         try:
             with stage.lock, mode:
                 copies = {path: one.clone() for path, one in buffers.items()}
                 y, new = stage.observed({**params, **copies}, x)
+            if filled := empty - _empty(stage):
+                raise ValueError(
+                    f"{stage.who} makes a tensor of buffer {min(filled)!r}, which is None before: what a module "
+                    "remembers is a tensor from the start. Make it in __init__."
+                )
         finally:
             attributes.put_back()
-        return outputs_of(self.model, stage.number, y), {path: one.detach() for path, one in new.items()}, mode
+        return (
+            outputs_of(self.model, stage.number, y),
+            {path: one.detach() for path, one in new.items()},
+            mode,
+        )
 
     def _by_hand(self, number: int, why: Untraceable) -> dict[str, How]:
         """What a stage writes as it runs on the example."""
@@ -139,7 +149,8 @@ class _Run:
             x = _whole(taken, leaves, isinstance(self.model.inputs[at], tuple))
             before = _buffers(stage)
             with torch.no_grad(), seeded(0, stage.who):
-                ports, new, mode = self._observed(stage, _params(stage), before, x)
+                params = {path: _copy(one) for path, one in _params(stage).items()}
+                ports, new, mode = self._observed(stage, params, before, x)
             self.real_outputs.append(_taken_apart(ports))
             found = {path: "ordered" for path in new if memory(new[path]) in mode.wrote or _differs(new, before, path)}
         self.outputs.append(
@@ -154,10 +165,20 @@ def _params(stage: StageModule) -> dict[str, Tensor]:
     return {path: getattr(owner, name) for path, owner, name in stage.places(paths)}
 
 
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().requires_grad_(parameter.requires_grad)
+
+
 def _buffers(stage: StageModule) -> dict[str, Tensor]:
     """All buffers but the running statistics of norms whose updates are apart."""
     gone = {(norm, name) for _, norm in stage.norms for name in STATISTICS}
     return {path: getattr(owner, name) for path, owner, name in stage.buffers if (owner, name) not in gone}
+
+
+def _empty(stage: StageModule) -> set[str]:
+    """The buffers that are None."""
+    buffers = ((path, name, one) for path, module in stage.modules for name, one in vars(module)["_buffers"].items())
+    return {f"{path}.{name}" for path, name, one in buffers if one is None}
 
 
 def _differs(new: Mapping[str, Tensor], before: Mapping[str, Tensor], path: str) -> bool:

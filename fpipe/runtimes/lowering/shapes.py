@@ -29,6 +29,7 @@ from fpipe.graphs.labels import (
     reads_of,
 )
 from fpipe.graphs.outputs import copied
+from fpipe.graphs.pure import Impure, reads_update
 from fpipe.graphs.stage_call import StageCall, wants
 from fpipe.graphs.trace_cache import Outline, Traces
 from fpipe.model import PositionalStage
@@ -279,11 +280,7 @@ class Shapes:
         if stale is not None:
             stage: Any = self.model.stages[op.stage or 0].forward
             name = stage.update_only[stale]
-            raise RuntimeError(
-                f"stage {op.stage} reads buffer {name!r}, which it also writes, and the example that was handed to "
-                f"from_sequential did not show it. Hand in one that does, or say state={{{name!r}: 'ordered'}}: then "
-                "forwards keep to their order."
-            )
+            raise Impure(reads_update(f"stage {op.stage}", name))
         return cut
 
     def loss_of(self, op: Op) -> Aval:
