@@ -578,7 +578,7 @@ def test_the_example_leaves_the_net_as_it_was(looks: bool):
     assert torch.equal(net[1].linear.weight, weight)
 
 
-class Lent(nn.Module):
+class SharesMemory(nn.Module):
     """Remembers its input, or what it makes of it, in the same memory."""
 
     last: Tensor
@@ -594,7 +594,7 @@ class Lent(nn.Module):
         return y * 1
 
 
-class Doubling(Lent):
+class Doubling(SharesMemory):
     """Changes what it remembers, and so what it goes on with."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -605,8 +605,8 @@ class Doubling(Lent):
 
 
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("kind", [Lent, Doubling])
-def test_what_is_remembered_by_its_data_is_the_unsplit_modules(kind: type[Lent], trace: bool):
+@pytest.mark.parametrize("kind", [SharesMemory, Doubling])
+def test_what_is_remembered_by_its_data_is_the_unsplit_modules(kind: type[SharesMemory], trace: bool):
     """What was done to the buffer reached the output later, or never: the trace, and the tape, saw two tensors in one
     memory as two."""
     net = nn.Sequential(nn.Linear(8, 8), kind(own=True), nn.Linear(8, 8))

@@ -7,6 +7,7 @@ numpy.random.rand()                 seen after a trace, by the state of the gene
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Generator, Sequence
@@ -36,8 +37,9 @@ class Attributes:
     def __init__(self, modules: Modules, who: str, every: bool = False) -> None:
         self.who = who
         self.before = [(path, module, dict(vars(module))) for path, module in modules]
-        values = (value for _, _, attributes in self.before for value in attributes.values())
+        values = [value for _, _, attributes in self.before for value in attributes.values()]
         self.containers = [(one, copy(one)) for one in values if every and type(one) in (dict, list, set)]
+        self.drawn = [(one, state) for one in values if every for state in [_hidden(one)] if state is not None]
         self.plain = [_fingerprint(attributes) for _, _, attributes in self.before] if every else None
 
     def moved(self, read: set[Any]) -> str | None:
@@ -70,6 +72,8 @@ class Attributes:
             else:
                 container.clear()
                 container.update(content)
+        for one, state in self.drawn:
+            _restore(one, state)
 
 
 # What every module has, its hooks say, and an RNN's lists of its weights.
@@ -78,10 +82,32 @@ _NOT_PLAIN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"
 
 def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: alike(value)
+        name: alike(value) if (state := _hidden(value)) is None else pickle.dumps(state)
         for name, value in attributes.items()
         if name not in _NOT_PLAIN and not isinstance(value, Tensor)
     }
+
+
+def _hidden(value: Any) -> Any:
+    """What a generator of random numbers or an array of numpy is, which it has no attributes for; None for others."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    plain = isinstance(value, numpy.ndarray) and value.dtype != object and value.flags.writeable
+    return value.copy() if plain else None
+
+
+def _restore(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = state
+    else:
+        value[...] = state
 
 
 @contextmanager
