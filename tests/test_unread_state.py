@@ -734,3 +734,29 @@ def test_buffers_left_in_one_memory_are_refused(reads: bool):
     sentence = "stage 0 left buffers '1.first' and '1.second' in one storage; module state is a tensor of its own"
     with pytest.raises(RuntimeError, match=sentence):
         fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
+
+
+class Undetached(nn.Module):
+    """Averages an output that wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean.detach() + 0.1 * y.mean(0)
+        return y
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_average_that_is_not_detached_is_traced():
+    """It ran under autograd, since the average wanted a gradient and the buffer did not."""
+    net = nn.Sequential(Undetached(), nn.Linear(8, 8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE, example=ROWS[0])
+    result = fpipe.build(fpipe.program(model), model)(params, ROWS, state=state)
+    MSE(net(ROWS[0]), ROWS[1]).backward()
+    grads = fpipe.join_params(model, result.grads)
+    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
+    assert torch.equal(result.state[0]["0.mean"], net[0].mean)
