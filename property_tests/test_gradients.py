@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,9 @@ class Run:
     def program(self) -> Program:
         return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.net.model)))
 
-    def result(self) -> Result:
-        return fpipe.build(self.program, self.net.model)(
-            self.net.params(self.seed), self.net.batch(self.rows, self.seed)
-        )
+    def result(self, runtime: Any = "local") -> Result:
+        step = fpipe.build(self.program, self.net.model, runtime=runtime)
+        return step(self.net.params(self.seed), self.net.batch(self.rows, self.seed))
 
 
 @st.composite
@@ -68,6 +68,13 @@ def same_bits(found: Result, loss: torch.Tensor, grads) -> bool:
 def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed), run.microbatches)
     assert same_bits(run.result(), loss, grads)
+
+
+@few(20)
+@given(runs())
+def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
+    alone, together = run.result(), run.result("threads")
+    assert same_bits(together, alone.loss, alone.grads)
 
 
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.

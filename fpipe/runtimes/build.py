@@ -9,6 +9,7 @@ from fpipe.model import Model
 from fpipe.program import Program
 from fpipe.runtimes.local import local
 from fpipe.runtimes.match import check_example, check_match
+from fpipe.runtimes.threads import Workers
 from fpipe.runtimes.walk import Step
 
 
@@ -16,7 +17,7 @@ def build(
     program: Program,
     model: Model,
     *,
-    runtime: Literal["local"] = "local",
+    runtime: Literal["local", "threads"] = "local",
     trace: bool = True,
     example: tuple[Any, ...] | None = None,
     record: bool = False,
@@ -28,7 +29,9 @@ def build(
     Args:
         program: what to do, in which order.
         model: the stages it is about.
-        runtime: "local" walks the program in this process.
+        runtime: "local" runs the program in this process, one op after the other; "threads" in a thread for each rank,
+            each with as many intra-op threads as the caller has, so `torch.set_num_threads(cores // ranks)` is a good
+            number. Stages that run under autograd, without a trace, take turns.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
             computes what W hands over. False runs every stage so.
@@ -55,12 +58,22 @@ def build(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    if runtime != "local":
-        raise ValueError(f"runtime {runtime!r} is not known; there is 'local'.")
+    if runtime not in ("local", "threads"):
+        raise ValueError(f"runtime {runtime!r} is not known; there are 'local' and 'threads'.")
+    if runtime == "threads" and not trace:
+        raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
     if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
     check_match(program, model)
     given = None if example is None else check_example(example)
+    workers = Workers(program.ranks) if runtime == "threads" else None
     return local(
-        program, model, trace=trace, example=given, record=record, check_finite=check_finite, loss_scale=loss_scale
+        program,
+        model,
+        trace=trace,
+        example=given,
+        record=record,
+        check_finite=check_finite,
+        loss_scale=loss_scale,
+        workers=workers,
     )

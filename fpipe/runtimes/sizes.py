@@ -13,9 +13,9 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.local import Prepared
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.match import check_match
+from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.recorder import Storages
 from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers

@@ -1,0 +1,118 @@
+"""Run a list of instructions one after the other: all of a program, or the part that one rank has in it.
+
+    rank 0: 0F0 SEND(y)   rank 1: RECV(y) 1F0        --> of_rank(.., 1) -->        RECV(y) 1F0
+
+A part numbers its slots anew. What it sends and receives goes through functions of its own: all else of an instruction
+is the same in every runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter, length_hint
+from typing import Any
+
+from fpipe.model import Model
+from fpipe.program import Op, Value
+from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.recorder import Recorder
+from fpipe.runtimes.walk import place_of, refuse_infinite
+
+Leaves = list[Any]
+Slots = list[Any]
+
+
+class Part:
+    """Instructions, each with the way to what it reads.
+
+    Attributes:
+        begins: the slots, as the whole program numbers them, of what is there before the first instruction.
+        at: for each slot of the whole program that this part has, its own number of it.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction], model: Model, at: dict[int, int] | None = None) -> None:
+        self.instructions, self.model, self.at = instructions, model, at or {}
+        self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
+        self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
+
+    def run(self, slots: Slots, recorder: Recorder | None = None, check_finite: bool = False) -> None:
+        """The instructions, one after the other. Each writes the slots behind those that are there."""
+        if recorder or check_finite:
+            return self._run_watched(slots, recorder, check_finite)
+        left, extend = iter(self._code), slots.extend
+        try:
+            for function, taken in left:
+                extend(function(*taken(slots)))
+        except Exception as error:
+            self._add_place(error, self.instructions[-1 - length_hint(left)])
+            raise
+
+    def _run_watched(self, slots: Slots, recorder: Recorder | None, check_finite: bool) -> None:
+        """The same, looking at what each instruction writes."""
+        for instruction in self.instructions:
+            try:
+                started = time.perf_counter()
+                shared = instruction.shared
+                lists = [slots[k][:] if at in shared else slots[k] for at, k in enumerate(instruction.reads)]
+                written = [*zip(instruction.written, instruction.run(*lists), strict=True)]
+                for op in instruction.ops if check_finite else ():
+                    refuse_infinite(op, (pair for pair in written if pair[0] in op.writes))
+            except Exception as error:
+                self._add_place(error, instruction)
+                raise
+            if recorder:
+                recorder.note(instruction.ops, written, instruction.dead, started)
+            slots.extend(made for _, made in written)
+
+    def _add_place(self, error: Exception, instruction: Instruction) -> None:
+        op = instruction.ops[0]
+        error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
+
+
+def of_rank(
+    instructions: Iterable[Instruction],
+    model: Model,
+    rank: int,
+    send: Callable[[Op, Callable[..., Any]], Callable[..., Any]],
+    receive: Callable[[Op], Callable[..., Any]],
+) -> Part:
+    """What a rank does of a program in which every transfer is an op.
+
+    Args:
+        instructions: those of all ranks.
+        model: the stages they are about.
+        rank: whose part it is.
+        send: for a SEND, and what it makes of the lists of leaves that it reads, the function that sends this.
+        receive: for a RECV the function that waits for what was sent, and gives it.
+    """
+    own = [one for one in instructions if one.ops[0].rank == rank]
+    own = [
+        one._replace(run=send(one.ops[0], one.run), writes=(), written=())
+        if one.ops[0].kind == "SEND"
+        else one._replace(run=receive(one.ops[0]), reads=(), shared=())
+        if one.ops[0].kind == "RECV"
+        else one
+        for one in own
+    ]
+    written = [slot for one in own for slot in one.writes]
+    begins = sorted({slot for one in own for slot in one.reads}.difference(written))
+    at: dict[int, int] = {slot: place for place, slot in enumerate((*begins, *written))}
+    moved = [
+        one._replace(reads=tuple(at[slot] for slot in one.reads), writes=tuple(at[slot] for slot in one.writes))
+        for one in own
+    ]
+    return Part(moved, model, at)
+
+
+def flights(instructions: Iterable[Instruction]) -> list[Value]:
+    """What is in flight between ranks at some time."""
+    return [value for one in instructions for value in one.written if one.ops[0].kind == "SEND"]
+
+
+def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What hands an instruction the lists in the slots that it reads: copies of those that others will read, too."""
+    if len(reads) > 1 and not shared:
+        return itemgetter(*reads)
+    places = [(slot, at in shared) for at, slot in enumerate(reads)]
+    return lambda slots: [slots[k][:] if copied else slots[k] for k, copied in places]

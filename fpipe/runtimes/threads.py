@@ -1,0 +1,194 @@
+"""Run a program in this process with a thread for each rank: torch computes without the lock that Python holds.
+
+    thread 0: 0F0 SEND(y)          thread 1: RECV(y) 1F0
+
+A transfer is a hand-over: the receiver gets the tensors that were sent. The thread that calls the step is rank 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.graphs.ambient import raw_ops
+from fpipe.program import Op, Value
+from fpipe.runtimes.lowering.instructions import by_rule, under_autograd
+from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.part import Part, Slots, flights, of_rank
+from fpipe.runtimes.prepared import Prepared
+from fpipe.runtimes.recorder import Recorder
+
+Leaves = list[Any]
+
+
+class Workers:
+    """A thread for each rank but the first. They end with the step that they work for, or with the process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lock = threading.Lock()  # steps of several threads of the caller's come one after the other
+        self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"fpipe rank {rank}") for rank in range(1, ranks)]
+
+    def run(self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None]) -> None:
+        """Each job on its thread, until all are done; `stop` ends them early. A job raises nothing itself."""
+        around = Surroundings.now()
+        left: list[Future[None]] = []
+        try:
+            left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
+            jobs[0]()
+            wait(left)
+        except BaseException as error:  # Ctrl-C
+            stop(error)
+            wait(left)
+        for one in left:
+            one.result()
+
+
+class Surroundings(NamedTuple):
+    """What torch keeps for each thread: a worker computes under what the caller has."""
+
+    threads: int
+    flushes: bool
+    device: torch.device | None
+
+    @staticmethod
+    def now() -> Surroundings:
+        """Those of this thread."""
+        return Surroundings(torch.get_num_threads(), sys.float_info.min * _HALF == 0, _device.CURRENT_DEVICE)
+
+    def call(self, job: Callable[[], None]) -> None:
+        """A job under them."""
+        now = Surroundings.now()
+        if now.threads != self.threads:
+            torch.set_num_threads(self.threads)
+        if now.flushes != self.flushes:
+            torch.set_flush_denormal(self.flushes)
+        with ExitStack() as stack:
+            if self.device is not None:
+                stack.enter_context(self.device)
+            stack.enter_context(raw_ops())
+            job()
+
+
+_HALF = 0.5
+
+
+class Stopped(Exception):
+    """Another rank has failed."""
+
+
+class HandOver:
+    """What is on its way between ranks, and whether one has failed."""
+
+    def __init__(self, values: Iterable[Value]) -> None:
+        self._values = [*values]
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is on its way."""
+        self.error: BaseException | None = None
+        self._queues: dict[Value, SimpleQueue[Leaves | None]] = {value: SimpleQueue() for value in self._values}
+
+    def stop(self, error: BaseException) -> None:
+        """No rank waits any longer."""
+        with self._lock:
+            if self.error is None and not isinstance(error, Stopped):
+                self.error = error
+        for queue in self._queues.values():
+            queue.put(None)
+
+    def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a SEND: what it makes of what it reads goes to the receiver."""
+
+        def send(*lists: Leaves) -> Sequence[Leaves]:
+            if self.error is not None:
+                raise Stopped
+            for value, leaves in zip(op.writes, made_of(*lists), strict=True):
+                self._queues[value].put(leaves)
+            return ()
+
+        return send
+
+    def receive(self, op: Op) -> Callable[..., Any]:
+        """The function of a RECV, which waits for the sender."""
+
+        def receive() -> Sequence[Leaves]:
+            return [self._taken(value) for value in op.reads]
+
+        return receive
+
+    def _taken(self, value: Value) -> Leaves:
+        leaves = self._queues[value].get()
+        if leaves is None:
+            raise Stopped
+        return leaves
+
+
+class OnThreads(Prepared):
+    """A program lowered for one signature, in parts for threads."""
+
+    def __init__(self, workers: Workers, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.workers, self.between = workers, HandOver(flights(self.instructions))
+        turns = [*map(_in_turn, self.instructions)]
+        both = self.between.send, self.between.receive
+        self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
+        begins = [slot for part in self.parts for slot in part.begins]
+        self._several = {slot for slot in begins if begins.count(slot) > 1}
+        wanted = {leaf.slot for leaf in self.results[1] if hasattr(leaf, "slot")}
+        self._found = [
+            (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
+        ]
+
+    def _execute(self, slots: Slots, recorder: Recorder | None, check_finite: bool) -> None:
+        """Each rank's instructions on its thread, and then the results in their slots."""
+        given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
+
+        def job(part: Part, own: Slots) -> None:
+            try:
+                part.run(own, recorder, check_finite)
+            except BaseException as error:
+                self.between.stop(error)
+
+        with self.workers.lock:
+            jobs = [partial(job, part, own) for part, own in zip(self.parts, given, strict=True)]
+            self.workers.run(jobs, self.between.stop)
+            error = self.between.error
+            if error is not None:
+                self.between.clear()
+                try:
+                    raise error
+                finally:
+                    del error
+        slots.extend([None] * (len(self.lowered.slots) - len(slots)))
+        for rank, place, slot in self._found:
+            slots[slot] = given[rank][place]
+
+    def _own(self, leaves: Any, slot: int) -> Any:
+        """A list of its own for each rank that reads one: the last reader empties it."""
+        return [*leaves] if slot in self._several and isinstance(leaves, list) else leaves
+
+
+def _in_turn(one: Instruction) -> Instruction:
+    """One that runs Python of the caller's comes in turn: that may look at random numbers, which all threads share."""
+    if getattr(one.run, "func", None) not in (under_autograd, by_rule):
+        return one
+    run = one.run
+
+    def in_turn(*lists: Leaves) -> Sequence[Leaves]:
+        with _PYTHON:
+            return run(*lists)
+
+    return one._replace(run=in_turn)
+
+
+_PYTHON = threading.RLock()

@@ -1,0 +1,241 @@
+"""A thread for each rank: the bits of one thread, errors that say where, and nothing left behind."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.tree import leaves
+
+MSE = nn.functional.mse_loss
+STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
+
+
+def net(blocks: int = 4, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+
+
+def batch(rows: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, width), torch.randn(rows, width)
+
+
+def chained(model: fpipe.Model, schedule: Any, microbatches: int = 4) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge())(fpipe.program(model))
+
+
+def both(program: fpipe.Program, model: fpipe.Model, **how: Any) -> tuple[Any, Any]:
+    return fpipe.build(program, model, **how), fpipe.build(program, model, runtime="threads", **how)
+
+
+def same(one: fpipe.Result, other: fpipe.Result) -> bool:
+    every = [[*map(leaves, (each.loss, each.grads, each.outputs, each.state or ()))] for each in (one, other)]
+    return all(torch.equal(a, b) for pair in zip(*every, strict=True) for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "dualpipe", "chimera", *STAGES])
+def test_every_kind_of_schedule_gives_the_bits_of_autograd(name: str):
+    whole = net()
+    model, params, _ = fpipe.from_sequential(whole, stages=STAGES.get(name, 2), loss=MSE)
+    step = fpipe.build(chained(model, fpipe.schedules.get(name)(2)), model, runtime="threads")
+    x, target = batch(12)
+    for _ in range(2):
+        found = step(params, (x, target))
+        whole.zero_grad()
+        for rows, wanted in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
+            (MSE(whole(rows), wanted) * 0.25).backward()
+        grads = fpipe.join_params(model, found.grads)
+        assert all(torch.equal(grads[name], weight.grad) for name, weight in whole.named_parameters())
+
+
+def test_ranks_run_at_the_same_time():
+    """What one thread runs has no two ops at once; here a timeline as it was measured has."""
+    model, params, _ = fpipe.from_sequential(net(2, 256), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.dualpipe(2))
+    alone, together = (step(params, batch(256, 256)).timeline for step in both(program, model, record=True))
+    assert overlaps(alone) == 0
+    assert overlaps(together) > 0
+    assert {op for op, _, _ in together.events} == {op for op, _, _ in alone.events}
+
+
+def overlaps(timeline: fpipe.Timeline) -> int:
+    """How many ops start while one of another rank runs."""
+    events = [(op.rank, start, end) for op, start, end in timeline.events if op.kind in ("F", "B", "I", "W", "PAIR")]
+    return sum(a < start < b and rank != other for rank, start, _ in events for other, a, b in events)
+
+
+def shy(message: str, when: int) -> Callable[..., Tensor]:
+    """A stage that looks at data, so it runs under autograd, and raises for one microbatch."""
+
+    def stage(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
+        if microbatch == when and float(x.detach().sum()) > 1e3:
+            raise KeyError(message)
+        return x * p["w"]
+
+    return stage
+
+
+def two_stages(when: int = 9) -> tuple[fpipe.Model, tuple[dict[str, Tensor], ...]]:
+    bodies = [lambda p, x: x * p["w"], shy("too much", when)]
+    model = fpipe.from_functions(bodies, lambda y, t: (y - t).square().mean())
+    return model, ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_what_a_stage_raises_says_where_and_the_next_step_works():
+    model, params = two_stages(when=2)
+    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
+    right, wrong = (torch.ones(8), torch.zeros(8)), (torch.full((8,), 1e4), torch.zeros(8))
+    expected = step(params, right)
+    for _ in range(3):
+        started = time.perf_counter()
+        with pytest.raises(KeyError, match="too much") as raised:
+            step(params, wrong)
+        assert time.perf_counter() - started < 2
+        assert raised.value.__notes__ == ["in 1F2: stage 1 (stage), microbatch 2, rank 1"]
+        assert same(step(params, right), expected)
+
+
+def test_the_first_op_with_nan_is_named():
+    model, params = two_stages()
+    model = fpipe.from_functions([lambda p, x: x * p["w"]] * 2, lambda y, t: (y - t).square().mean())
+    step = fpipe.build(
+        chained(model, fpipe.schedules.gpipe(2)), model, runtime="threads", check_finite=True, example=(params, ROWS)
+    )
+    with pytest.raises(FloatingPointError, match=r"1F3 wrote y\[1,3\] with NaN"):
+        step(params, (torch.tensor([1.0, 1.0, 1.0, 1e38]), torch.zeros(4)))
+    assert torch.isfinite(step(params, ROWS).loss)
+
+
+ROWS = torch.ones(4), torch.zeros(4)
+
+
+def test_threads_end_with_their_step():
+    model, params, _ = fpipe.from_sequential(net(), stages=4, loss=MSE)
+    before = workers()
+    step = fpipe.build(chained(model, fpipe.schedules.gpipe(4)), model, runtime="threads")
+    for _ in range(50):
+        step(params, batch())
+    own = workers() - before
+    assert {one.name for one in own} == {f"fpipe rank {rank}_0" for rank in (1, 2, 3)}
+    del step
+    gc.collect()
+    for one in own:
+        one.join(5)
+    assert not any(one.is_alive() for one in own)
+
+
+def workers() -> set[threading.Thread]:
+    return {one for one in threading.enumerate() if one.name.startswith("fpipe rank")}
+
+
+def test_a_step_keeps_nothing_alive():
+    model, params, _ = fpipe.from_sequential(net(), stages=2, loss=MSE)
+    step = fpipe.build(chained(model, fpipe.schedules.zb_h1(2)), model, runtime="threads")
+    given = batch()
+    step(params, given)
+    step(params, given)
+    gc.collect()
+    before = tensors()
+    for _ in range(5):
+        step(params, given)
+    assert tensors() == before
+
+
+def tensors() -> int:
+    """How many tensors there are, without a look at what each object does with `isinstance`."""
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+def test_one_step_in_several_threads_at_once():
+    model, params, _ = fpipe.from_sequential(net(), stages=2, loss=MSE)
+    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
+    given = [(torch.full((10, 8), float(n)), batch()[1]) for n in range(8)]
+    expected = [step(params, one) for one in given]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda one: step(params, one), given)]
+    assert all(map(same, found, expected))
+
+
+def test_batch_norm_and_dropout():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)]
+    model, params, state = fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
+    alone, together = both(chained(model, fpipe.schedules.zb_h1(2)), model)
+    for key in range(3):
+        found = together(params, batch(), state=state, key=key)
+        assert same(found, alone(params, batch(), state=state, key=key))
+        state = found.state
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_ctrl_c_ends_every_rank_and_the_next_step_works():
+    def stage(p: Any, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e3:
+            _thread.interrupt_main()
+            time.sleep(0.05)
+        return x * p["w"]
+
+    model = fpipe.from_functions([lambda p, x: x * p["w"], stage], lambda y, t: (y - t).square().mean())
+    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
+    expected = step(params, ROWS)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            step(params, (ROWS[0] * 1e4, ROWS[1]))
+        assert same(step(params, ROWS), expected)
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_stages_under_autograd_take_turns_with_random_numbers():
+    """Torch has one generator for all threads: two stages that draw at once would each see the other's numbers."""
+
+    def noisy(p: Any, x: Tensor, *, key: int) -> Tensor:
+        return nn.functional.dropout(x, 0.5) * p["w"] + (0 if x.detach().sum() > 1e9 else 1)
+
+    model = fpipe.from_functions([noisy, noisy], lambda y, t: (y - t).square().mean())
+    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    alone, together = both(chained(model, fpipe.schedules.dualpipe(2), 8), model)
+    given = torch.ones(32, 64), torch.zeros(32, 64)
+    for key in range(3):
+        assert same(together(params, given, key=key), alone(params, given, key=key))
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_workers_have_the_callers_number_of_threads():
+    """The bits of a matrix product depend on it, and torch has one number for each thread."""
+    seen: list[tuple[int, int]] = []
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        seen.append((threading.get_ident(), torch.get_num_threads()))
+        return x * p["w"] if x.detach().sum() > 0 else x
+
+    model = fpipe.from_functions([stage, stage], lambda y, t: (y - t).square().mean())
+    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    step = fpipe.build(chained(model, fpipe.schedules.gpipe(2), 2), model, runtime="threads")
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        step(params, ROWS)
+        seen.clear()
+        step(params, ROWS)
+        assert {number for _, number in seen} == {count}
+    assert len({thread for thread, _ in seen}) == 2
+
+
+def test_without_traces_there_is_nothing_to_run_at_once():
+    model, _ = two_stages()
+    with pytest.raises(ValueError, match="say runtime='local' with trace=False"):
+        fpipe.build(fpipe.program(model), model, runtime="threads", trace=False)
+    with pytest.raises(ValueError, match="there are 'local' and 'threads'"):
+        fpipe.build(fpipe.program(model), model, runtime="processes")  # type: ignore[arg-type]
