@@ -44,11 +44,12 @@ if TYPE_CHECKING:
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.grads import add_grads, assign_grads, global_norm
-    from fpipe.models.params import join_params, split_params
+    from fpipe.models.params import join_params, local_params, split_params
     from fpipe.models.skips import Pop, Stash
     from fpipe.runtimes.build import build
     from fpipe.runtimes.meaning import register_meaning
     from fpipe.runtimes.profile import profile
+    from fpipe.runtimes.rank_error import RankError
     from fpipe.runtimes.reference import reference
     from fpipe.runtimes.result import Result
     from fpipe.runtimes.sizes import Sizes, sizes
@@ -69,12 +70,13 @@ _WITH_TORCH = {
     "models.from_loss": ("from_loss",),
     "models.from_sequential": ("from_sequential",),
     "models.grads": ("add_grads", "assign_grads", "global_norm"),
-    "models.params": ("join_params", "split_params"),
+    "models.params": ("join_params", "local_params", "split_params"),
     "models.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
     "runtimes.meaning": ("register_meaning",),
     "runtimes.profile": ("profile",),
     "runtimes.reference": ("reference",),
+    "runtimes.rank_error": ("RankError",),
     "runtimes.result": ("Result",),
     "runtimes.sizes": ("Sizes", "sizes"),
     "runtimes.verify": ("GradientMismatch", "Report", "verify"),
@@ -97,6 +99,7 @@ __all__ = [
     "Pop",
     "Program",
     "ProgramError",
+    "RankError",
     "Replicate",
     "Report",
     "Result",
@@ -132,6 +135,7 @@ __all__ = [
     "join_params",
     "keep",
     "linearize",
+    "local_params",
     "merge",
     "merge_backward",
     "offload",

@@ -237,5 +237,5 @@ def test_without_traces_there_is_nothing_to_run_at_once():
     model, _ = two_stages()
     with pytest.raises(ValueError, match="say runtime='local' with trace=False"):
         fpipe.build(fpipe.program(model), model, runtime="threads", trace=False)
-    with pytest.raises(ValueError, match="there are 'local' and 'threads'"):
+    with pytest.raises(ValueError, match="there are 'local', 'threads' and 'distributed'"):
         fpipe.build(fpipe.program(model), model, runtime="processes")  # type: ignore[arg-type]

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, check_params, same_keys, the_model, with_ties
+from fpipe.program import Program, the_program
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
@@ -77,6 +79,36 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
             _same_tensor(split[owner][first], split[number][leaf], there, here)
             split[number] = {key: value for key, value in split[number].items() if key != leaf}
     return tuple(split)
+
+
+def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = None) -> tuple[Any, ...]:
+    """What is at home on one rank, of params, state or gradients: the same tuple, None for the stages of other ranks.
+
+    Args:
+        program: a program that is placed, as a schedule does; its inputs say where parameters are at home.
+        per_stage: one entry for each stage.
+        rank: whose; without it this process's rank in torch.distributed's default group. On a mesh with more than one
+            dimension say `mesh.get_local_rank("pp")`.
+
+    Raises:
+        ValueError: there is no such rank, or no process group to take it from.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.zbv(2), fpipe.merge())(fpipe.program(4))
+    >>> local_params(program, ("p0", "p1", "p2", "p3"), rank=1)
+    (None, 'p1', 'p2', None)
+    """
+    the_program(program)
+    if rank is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("say rank=: there is no process group of torch.distributed that this process is in.")
+        rank = dist.get_rank()
+    if not 0 <= rank < program.ranks:
+        raise ValueError(f"the program has ranks 0 to {program.ranks - 1}; there is no rank {rank}.")
+    if len(per_stage) != program.stages:
+        raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")
+    here = {end.value.stage for end in program.inputs if end.value.name == "params" and rank in end.homes}
+    return tuple(one if stage in here else None for stage, one in enumerate(per_stage))
 
 
 def _by_first_reader(model: Model, whole: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model
 from fpipe.program import Program
@@ -12,17 +12,23 @@ from fpipe.runtimes.match import check_example, check_match
 from fpipe.runtimes.threads import Workers
 from fpipe.runtimes.walk import Step
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def build(
     program: Program,
     model: Model,
     *,
-    runtime: Literal["local", "threads"] = "local",
+    runtime: Literal["local", "threads", "distributed"] = "local",
     trace: bool = True,
     example: tuple[Any, ...] | None = None,
     record: bool = False,
     check_finite: bool = False,
     loss_scale: float = 1.0,
+    mesh: DeviceMesh | None = None,
+    timeout: float | None = None,
+    broadcast: bool = False,
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -31,7 +37,8 @@ def build(
         model: the stages it is about.
         runtime: "local" runs the program in this process, one op after the other; "threads" in a thread for each rank,
             each with as many intra-op threads as the caller has, so `torch.set_num_threads(cores // ranks)` is a good
-            number. Stages that run under autograd, without a trace, take turns.
+            number, and stages that run under autograd, without a trace, take turns; "distributed" one rank in this
+            process, and the others in those of a gloo group of torch.distributed, with tensors on the CPU.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
             computes what W hands over. False runs every stage so.
@@ -42,13 +49,19 @@ def build(
         loss_scale: what the cotangent of the loss is multiplied by, so that small gradients do not vanish in float16.
             The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does. The loss
             itself stays as it is.
+        mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank; without it
+            torch.distributed's default group. Each process passes and gets only what is its own (`local_params`), and
+            None for other ranks' stages; all pass the batch, or None for the side of it that is at home elsewhere.
+        timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
+        broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
 
     Returns:
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
 
     Raises:
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime is not
-            known, or the loss scale is no number above 0.
+            known, or the loss scale is no number above 0. Of runtime="distributed" also: there is no group of that
+            size, a stage cannot be traced, or the ranks are about to do different things.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -58,14 +71,35 @@ def build(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    if runtime not in ("local", "threads"):
-        raise ValueError(f"runtime {runtime!r} is not known; there are 'local' and 'threads'.")
-    if runtime == "threads" and not trace:
+    if runtime not in ("local", "threads", "distributed"):
+        raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
+    if runtime != "local" and not trace:
         raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
+    if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
+        raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
     if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
     check_match(program, model)
     given = None if example is None else check_example(example)
+    if runtime == "distributed":
+        from fpipe.runtimes.distributed import distributed  # torch is also built without it
+
+        if given is None:
+            raise ValueError(
+                "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must "
+                "know the shapes of all."
+            )
+        return distributed(
+            program,
+            model,
+            mesh=mesh,
+            example=given,
+            timeout=timeout,
+            broadcast=broadcast,
+            record=record,
+            check_finite=check_finite,
+            loss_scale=loss_scale,
+        )
     workers = Workers(program.ranks) if runtime == "threads" else None
     return local(
         program,

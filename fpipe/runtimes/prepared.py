@@ -89,8 +89,9 @@ class Prepared:
         self.factors = [(slots[*FACTORS, n], stage) for n, stage in cut.items() if (*FACTORS, n) in slots]
         self.key = self.lowered.key
         self.asked = slots.get(Value("key"))
+        self.prepare = [*lowered.prepare]
         self.part = Part(self.instructions, model)
-        self.results = self._results(program, params, whole, state, {*self.given})
+        self.results = self._results(self._asked(program), params, whole, state, {*self.given})
 
     def run(
         self, leaves: Sequence[Any], state: Any, key: int | None, *, record: Program | None, check_finite: bool
@@ -112,7 +113,7 @@ class Prepared:
         for slot, stage in self.factors:
             slots[slot] = stage.momenta()
         with raw_ops():
-            for function, reads, slot in self.lowered.prepare:
+            for function, reads, slot in self.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
             own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
@@ -128,6 +129,10 @@ class Prepared:
     def _execute(self, slots: list[Any], recorder: Recorder | None, check_finite: bool) -> None:
         """All instructions."""
         self.part.run(slots, recorder, check_finite)
+
+    def _asked(self, program: Program) -> Program:
+        """The program with one output of each name: where several ranks want one, all are the same in one process."""
+        return program
 
     def _results(
         self, program: Program, params: Any, batch: Any, state: Any, given: set[int]

@@ -59,11 +59,12 @@ class StorageMap(dict[int, int]):
 
 def dense(fact: Fact) -> bool:
     """Whether a tensor fills its memory, each place once."""
-    return _fills(fact.aval.shape, fact.aval.stride)
+    return fills(fact.aval.shape, fact.aval.stride)
 
 
 @lru_cache(maxsize=1024)
-def _fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these steps reach each place of the memory once."""
     steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
     expected = 1
     for step, n in steps:

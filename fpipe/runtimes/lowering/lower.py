@@ -212,11 +212,13 @@ class _Writer:
         labels = tuple(label_of(value) for value in op.writes if not (update and value.name == "seen"))
         adding_to = tuple(map(label_of, adds))
         how = None if update is None else update[1:]
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, self.kernels)
-        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update))
+        landed = any(value.name == "params" and value in self.shapes.origin for value in op.reads)
+        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, landed, self.kernels)
+        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update, landed))
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
         named = self.shapes.labels(op) | {label: add.reads[0] for label, add in totals.items()}
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
+        named |= {"const": Value("const", op.stage)} if landed else {}
         values = {label_of(value): value for value in self.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
         if update:
@@ -228,8 +230,21 @@ class _Writer:
             place = (op.stage or 0, op.microbatch or 0, op.slice)
             run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
+        run = self.dropping(at, run, reads) if landed else run
         extra = [self.ops[other] for other in self.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
+
+    def dropping(self, at: int, run: Callable[..., Any], reads: Sequence[Any]) -> Callable[..., Any]:
+        """The same, and parameters that came from another rank are gone after their last read, as all that travels."""
+        over = [k for k, value in enumerate(reads) if value in self.shapes.origin and self.last.get(value) == at]
+
+        def last(*lists: Leaves) -> Any:
+            made = run(*lists)
+            for k in over:
+                lists[k].clear()
+            return made
+
+        return last if over else run
 
     def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
         """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
@@ -321,8 +336,10 @@ def _code(
     adds: tuple[str, ...],
     copied: tuple[tuple[str, int], ...],
     update: Update | None,
+    landed: bool,
 ) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
-    """The function of one kind of op: what it prepares of parameters, and the rest."""
+    """The function of one kind of op: what it prepares of parameters, and the rest. Parameters that `landed` are not
+    there when a step starts, so nothing is prepared of them."""
     if kind in ("F", "R"):
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
@@ -332,6 +349,9 @@ def _code(
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
     graph = adding(graph, adds) if adds else graph
+    if landed:
+        run = compiled(graph, kind)
+        return (run, graph), run, graph
     first, rest = prepared(graph)
     return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
 

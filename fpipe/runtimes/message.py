@@ -1,0 +1,110 @@
+"""Lay the leaves of a value out in one message, known before anything is sent: a header, and then each tensor.
+
+    y: float32[8, 4], mask: int64[8]        -->        | header 256 | y 128 | mask 64 |        in bytes
+
+A leaf starts at a multiple of 64 bytes, as fresh memory does, and has its strides on both sides: kernels look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.graph import Aval, Fact
+from fpipe.runtimes.lowering.abstract_tree import fills
+
+_ALIGNED = 64
+HEADER = 256
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies: bytes from `start` to `end`. What it repeats (stride 0) is sent once: it is `shape` then."""
+
+    start: int
+    end: int
+    known: Aval
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dense: bool
+
+
+class Layout:
+    """How the leaves of a value lie in a message.
+
+    Args:
+        leaves: what is known of each: a fact, or what is no tensor, which is the same on every rank and not sent.
+
+    Attributes:
+        size: bytes of the message.
+
+    Raises:
+        ValueError: a leaf is on another device.
+
+    >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, torch.device("cpu")), 0, 12), None])
+    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None]))[0].stride()
+    (0, 1)
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves, self._places, self.size = [*leaves], list[_Place | None](), HEADER
+        for leaf in leaves:
+            place = _placed(leaf.aval, self.size) if isinstance(leaf, Fact) else None
+            self._places.append(place)
+            self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
+
+    def pack(self, leaves: Sequence[Any]) -> Tensor:
+        """The message; the first byte of its header is 0."""
+        message = torch.empty(self.size, dtype=torch.uint8)
+        message[0] = 0
+        for place, leaf in zip(self._places, leaves, strict=True):
+            if place is not None:
+                _sent(message, place).copy_(leaf.as_strided(place.shape, place.stride))
+        return message
+
+    def pack_error(self, text: str, final: bool) -> Tensor:
+        """A message that says in its place what went wrong, and whether no step can follow."""
+        message = torch.zeros(self.size, dtype=torch.uint8)
+        said = bytes([1 + final]) + text.encode()[: HEADER - 1]
+        message[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return message
+
+    def unpack(self, message: Tensor) -> list[Any]:
+        """The leaves, in the memory of the message where that has their strides."""
+        return [
+            leaf if place is None else _received(message, place)
+            for place, leaf in zip(self._places, self._leaves, strict=True)
+        ]
+
+
+def error_in(message: Tensor) -> tuple[str, bool] | None:
+    """What a message says that went wrong, if it does, and whether no step can follow."""
+    kind = int(message[0].item())
+    if not kind:
+        return None
+    return bytes(message[1:HEADER].tolist()).rstrip(b"\0").decode(errors="ignore"), kind > 1
+
+
+def _placed(known: Aval, start: int) -> _Place:
+    if known.device.type != "cpu":
+        raise ValueError(f"{known} is on {known.device}; runtime='distributed' sends tensors on the CPU.")
+    once = [dim for dim, (n, step) in enumerate(zip(known.shape, known.stride, strict=True)) if step or n < 2]
+    shape, stride = tuple(known.shape[dim] for dim in once), tuple(known.stride[dim] for dim in once)
+    end = start + torch.Size(shape).numel() * known.dtype.itemsize
+    return _Place(start, end, known, shape, stride, fills(shape, stride))
+
+
+def _sent(message: Tensor, place: _Place) -> Tensor:
+    """A leaf in a message, as a tensor to be written or read."""
+    flat = message[place.start : place.end].view(place.known.dtype)
+    return flat.as_strided(place.shape, place.stride) if place.dense else flat.view(place.shape)
+
+
+def _received(message: Tensor, place: _Place) -> Tensor:
+    known = place.known
+    if place.dense:
+        return message[place.start : place.end].view(known.dtype).as_strided(known.shape, known.stride)
+    memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype)
+    return memory.copy_(_sent(message, place)).as_strided(known.shape, known.stride)

@@ -1,0 +1,11 @@
+"""What a rank raises when another one has failed: all ranks of a step end together."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """Another rank failed: its number, op and error are in the message. The next step works."""
+
+
+class LostRank(RankError):
+    """A rank is gone, or was not heard of in time. Its process group cannot be used any longer."""

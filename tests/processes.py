@@ -1,0 +1,98 @@
+"""Processes of one gloo group, each of which does what a test asks of all of them, without a port of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 45
+
+
+class Processes:
+    """So many of them; `each` calls a function of a module in all, as `function(rank, *args)`."""
+
+    def __init__(self, size: int, timeout: float = 40) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "fpipe.runtimes.distributed", "torch._dynamo", "tests.processes"])
+        self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
+        file = Path(self.folder.name, "group").as_uri()
+        self.all = [
+            context.Process(target=serve, args=(rank, size, file, end, timeout), daemon=True)
+            for rank, end in enumerate(ends)
+        ]
+        for one, end in zip(self.all, ends, strict=True):
+            one.start()
+            end.close()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+
+    def results(self) -> list[Any]:
+        """What each returned or raised; None of one that is gone."""
+        return [result(pipe) for pipe in self.pipes]
+
+    def each(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(function, *args)
+        found = self.results()
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return found
+
+    def close(self) -> None:
+        for one, pipe in zip(self.all, self.pipes, strict=True):
+            pipe.close()
+            one.join(5)
+            one.kill()
+            one.join(5)
+        self.folder.cleanup()
+
+
+def result(pipe: Connection) -> Any:
+    try:
+        if not pipe.poll(LIMIT):
+            raise TimeoutError(f"no word of a process in {LIMIT} s")
+        found, error, trace = pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
+    if error is not None:
+        error.add_note(trace)
+        return error
+    return found
+
+
+def serve(rank: int, size: int, file: str, pipe: Connection, timeout: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=size, timeout=limit)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = function(rank, *args), None, ""
+        except Exception as error:
+            answer = None, plain(error), traceback.format_exc()
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+def plain(error: Exception) -> Exception:
+    """An error that another process can read: of its own class where that takes one message."""
+    words = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    known = isinstance(error, RuntimeError | ValueError | ArithmeticError)
+    return type(error)(words) if known else RuntimeError(words)

@@ -1,0 +1,382 @@
+"""A process for each rank: the bits of one process, and errors that name the rank and op that is to blame."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.tree import leaves, tree_map
+from tests.processes import Processes, result
+
+MSE = nn.functional.mse_loss
+STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Processes]:
+    made = Processes(2)
+    yield made
+    made.close()
+
+
+def blocks(count: int = 4, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def rows(count: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(count, width), torch.randn(count, width)
+
+
+def chained(model: fpipe.Model, schedule: Any, *more: Any, microbatches: int = 4) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
+
+
+def own(program: fpipe.Program, rank: int, per_stage: Any) -> tuple[Any, ...]:
+    """What is this rank's of a tuple over stages."""
+    return fpipe.local_params(program, per_stage, rank)
+
+
+def differs(rank: int, program: fpipe.Program, found: fpipe.Result, whole: fpipe.Result) -> list[str]:
+    """The results of a rank that are not bit by bit those of one process; what is another rank's is None."""
+    pairs = {"grads": (found.grads, own(program, rank, whole.grads))}
+    pairs["state"] = (found.state, None if whole.state is None else own(program, rank, whole.state))
+    homes = {end.name.name: rank in end.homes for end in program.outputs}
+    for name in ("loss", "outputs"):
+        pairs[name] = getattr(found, name), getattr(whole, name) if homes[name] else None
+    return [name for name, (one, other) in pairs.items() if not alike(one, other)]
+
+
+def alike(one: Any, other: Any) -> bool:
+    a, b = leaves(one), leaves(other)
+    return len(a) == len(b) and all(
+        torch.equal(x, y) and x.stride() == y.stride() if isinstance(x, Tensor) else x is y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def both(
+    rank: int, program: fpipe.Program, model: fpipe.Model, params: Any, batch: Any, *, steps: int = 2, **given: Any
+) -> list[str]:
+    """What differs after some steps between this rank, with what is its own, and all of them in one process."""
+    state, key = given.get("state"), given.get("key")
+    example = (params, batch) if state is None else (params, batch, state)
+    alone = fpipe.build(program, model)
+    step = fpipe.build(program, model, runtime="distributed", example=tree_map(to_meta, example))
+    mine = own(program, rank, params)
+    for _ in range(steps):
+        whole = alone(params, batch, state=state, key=key)
+        found = step(mine, batch, state=None if state is None else own(program, rank, state), key=key)
+        state = whole.state
+    return differs(rank, program, found, whole)
+
+
+def to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def scheduled(rank: int, name: str) -> list[str]:
+    net = blocks()
+    model, params, _ = fpipe.from_sequential(net, stages=STAGES.get(name, 2), loss=MSE)
+    program = chained(model, fpipe.schedules.get(name)(2))
+    odd = both(rank, program, model, params, rows(12))
+    # and plain autograd, which knows nothing of stages
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows(12)), broadcast=True)
+    found = step(own(program, rank, params), rows(12))
+    losses = []
+    for x, target in zip(*(part.tensor_split(4) for part in rows(12)), strict=True):
+        losses.append(MSE(net(x), target) * 0.25)
+        losses[-1].backward()
+    grads = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
+    odd += [name for name, grad in grads.items() if not torch.equal(grad, net.get_parameter(name).grad)]
+    return odd + ["loss"] * (not torch.equal(found.loss, sum(losses[1:], losses[0]).detach()))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "one_f_one_b", "zb_h1", "dualpipe", "chimera", *(name for name in STAGES if name != "roundpipe")]
+)
+def test_every_kind_of_schedule_gives_the_bits_of_autograd(pair: Processes, name: str):
+    assert pair.each(scheduled, name) == [[], []]
+
+
+def remembering(rank: int) -> list[str]:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)]
+    model, params, state = fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.zb_h1(2))
+    return both(rank, program, model, params, rows(), state=state, key=7, steps=3)
+
+
+def test_batch_norm_and_dropout(pair: Processes):
+    assert pair.each(remembering) == [[], []]
+
+
+def flowing(rank: int, chain: str) -> list[str]:
+    """Skips, a tie, None, an int, a mask, an expanded activation, and a cotangent with strides of 0."""
+
+    def first(p: Any, x: Tensor) -> dict[str, Any]:
+        y = x @ p["w"]
+        return {"y": y, "none": None, "two": 2, "mask": x > 0, "bias": p["b"].expand(len(x), 8), "t": y.t()[:, ::1]}
+
+    def second(p: Any, x: dict[str, Any]) -> Tensor:
+        return torch.where(x["mask"], x["y"] * x["two"], x["t"].t()) @ p["w"] + x["bias"]
+
+    def third(p: Any, x: tuple[dict[str, Any], Tensor]) -> Tensor:
+        return (x[0]["y"] + x[1]) @ p["w"]
+
+    model = fpipe.from_functions(
+        [first, second, third],
+        lambda y, t: (y - t).sum(),
+        inputs=["batch", 0, (0, 1)],
+        ties=[((0, "w"), (2, "w"))],
+        reduction="sum",
+    )
+    torch.manual_seed(3)
+    params = ({"w": torch.randn(8, 8), "b": torch.randn(8)}, {"w": torch.randn(8, 8)}, {})
+    table = fpipe.schedules.from_table(TABLES[chain])
+    more = (fpipe.checkpoint("always"),) if chain == "recomputed" else ()
+    return both(rank, chained(model, table, *more, microbatches=3), model, params, rows())
+
+
+TABLES = {
+    "in order": "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2",
+    "out of order": "0F2 0F0 0F1 2F0 2F2 2F1 2B1 2B2 2B0 0B1 0B2 0B0 \n 1F2 1F0 1F1 1B2 1B0 1B1",
+    "recomputed": "0F0 0F1 0F2 2F0 2B0 2F1 2B1 2F2 2B2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2",
+}
+
+
+@pytest.mark.parametrize("chain", TABLES)
+def test_whatever_flows_arrives_as_it_was(pair: Processes, chain: str):
+    assert pair.each(flowing, chain) == [[], []]
+
+
+def travelling(rank: int) -> list[str]:
+    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
+    return both(rank, chained(model, fpipe.schedules.roundpipe(2)), model, params, rows())
+
+
+def test_weights_that_travel_from_a_host_rank():
+    three = Processes(3)
+    try:
+        assert three.each(travelling) == [[], [], []]
+    finally:
+        three.close()
+
+
+def other_rows(rank: int) -> list[Any]:
+    """A step for other rows is lowered again, on all ranks at once."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.one_f_one_b(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows(12)))
+    alone, mine = fpipe.build(program, model), own(program, rank, params)
+    return [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (12, 7, 12)]
+
+
+def test_a_batch_of_another_size(pair: Processes):
+    assert pair.each(other_rows) == [[[], [], []]] * 2
+
+
+def refused(rank: int, how: str) -> str:
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program, example = chained(model, fpipe.schedules.gpipe(2)), (params, rows())
+    try:
+        if how == "size":
+            program = chained(model, fpipe.schedules.gpipe(1))
+        if how == "program" and rank:
+            program = chained(model, fpipe.schedules.one_f_one_b(2))
+        if how == "example" and rank:
+            example = (params, rows(12))
+        if how == "untraceable":
+            model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)
+            program, example = chained(model, fpipe.schedules.gpipe(2)), (({}, {}), rows())
+        step = fpipe.build(program, model, runtime="distributed", example=example)
+        step(own(program, rank, params), rows(), key=rank if how == "key" else None)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+REFUSED = {
+    "size": "the program has 1 ranks and the process group 2 processes",
+    "program": "rank 1 differs from rank 0 in its program",
+    "example": "rank 1 differs from rank 0 in its model or example",
+    "key": "rank 1 differs from rank 0 in its key: key 0 there, 1 here",
+    "untraceable": "stage 0 (<lambda>): DataDependentOutputException",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_ranks_must_agree_on_is_refused_on_all(pair: Processes, how: str):
+    assert all(REFUSED[how] in said for said in pair.each(refused, how))
+
+
+def test_without_a_process_group_it_says_so():
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2))
+    with pytest.raises(ValueError, match="init_process_group"):
+        fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    with pytest.raises(ValueError, match="needs example="):
+        fpipe.build(program, model, runtime="distributed")
+    with pytest.raises(ValueError, match="are of runtime='distributed'"):
+        fpipe.build(program, model, timeout=3)
+
+
+def infinite(rank: int) -> list[Any]:
+    """NaN in one microbatch: both ranks end with the op that wrote it, and the next step works."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.one_f_one_b(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), check_finite=True)
+    whole = fpipe.build(program, model)(params, rows())
+    told: list[Any] = []
+    for _ in range(2):
+        x, target = rows()
+        target[5] = torch.nan
+        started = time.perf_counter()
+        try:
+            step(own(program, rank, params), (x, target))
+        except (FloatingPointError, RuntimeError) as error:
+            told.append((type(error).__name__, str(error)))
+        told.append(time.perf_counter() - started < 2)
+        told.append(differs(rank, program, step(own(program, rank, params), rows()), whole))
+    return told
+
+
+def test_nan_in_one_microbatch_ends_all_ranks_and_the_next_step_works(pair: Processes):
+    first, second = pair.each(infinite)
+    said = "SPLIT(t[1,1]) wrote t[1,1] with NaN or infinite numbers."
+    where = "in SPLIT(t[1,1]): stage 1 (1), microbatch 1, rank 1"
+    assert second[1:3] == second[4:] == [True, []]
+    assert second[0] == ("FloatingPointError", said)
+    assert first[0][0] == "RankError"
+    assert first[0][1] == f"rank 1 failed {where}: FloatingPointError: {said}"
+    assert first[1:3] == first[4:] == [True, []]
+
+
+TROUBLE: dict[str, Any] = {"what": None}
+
+
+@torch.library.custom_op("fpipe_tests::trouble", mutates_args=())
+def trouble(x: Tensor) -> Tensor:
+    """What a trace keeps as one op, and is called in each step."""
+    if TROUBLE["what"] is not None and x[0, 0] > 100:
+        what, TROUBLE["what"] = TROUBLE["what"], None
+        what()
+    return x.clone()
+
+
+trouble.register_fake(lambda x: torch.empty_like(x))
+trouble.register_autograd(lambda ctx, dy: dy)
+
+
+def troubled() -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return trouble(x @ p["w"])
+
+    model = fpipe.from_functions([stage] * dist.get_world_size(), MSE)
+    params = tuple({"w": torch.eye(4)} for _ in range(dist.get_world_size()))
+    program = chained(model, fpipe.schedules.one_f_one_b(dist.get_world_size()), microbatches=6)
+    return program, model, params, (torch.arange(24.0).reshape(6, 4) * 10, torch.zeros(6, 4))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def raising() -> None:
+    raise MemoryError("out of memory")
+
+
+def one_in_trouble(rank: int, who: int, what: Any, timeout: float | None) -> Any:
+    program, model, params, batch = troubled()
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch), timeout=timeout)
+    step(own(program, rank, params), batch)
+    TROUBLE["what"] = what if rank == who else None
+    told: list[Any] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        try:
+            step(own(program, rank, params), batch)
+            told.append("worked")
+        except (RuntimeError, MemoryError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        told.append(time.perf_counter() - started)
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_what_an_op_raises_is_told_on_every_rank_and_the_next_step_works(trio: Processes, who: int):
+    for rank, told in enumerate(trio.each(one_in_trouble, who, raising, None)):
+        assert told[2] == "worked"
+        assert told[1] < 2
+        if rank == who:
+            assert told[0] == "MemoryError: out of memory"
+        else:
+            assert told[0].startswith(f"RankError: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Processes]:
+    made = Processes(3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_rank_that_is_killed_is_named_by_all_others(who: int):
+    three = Processes(3)
+    try:
+        for rank, told in enumerate(three.each(one_in_trouble, who, kill, None)):
+            if rank == who:
+                assert told is None
+            else:
+                assert f"rank {who} is gone" in told[0]
+                assert told[1] < 2
+                assert "start all ranks again" in told[2]
+        assert three.all[who].exitcode == -9
+    finally:
+        three.close()
+    assert not any(one.is_alive() for one in three.all)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int):
+    three = Processes(3)
+    try:
+        three.start(one_in_trouble, who, hang, 1.0)
+        for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
+            assert f"rank {who} did not" in told[0]
+            assert told[1] < 1 + 2
+    finally:
+        three.close()
+
+
+def two_hundred(rank: int) -> list[int]:
+    """How many tensors, threads and files there are after so many steps, beside before."""
+    program, model, params, batch = troubled()
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
+    counts: list[list[int]] = []
+    for _ in range(2):
+        for _ in range(100):
+            step(own(program, rank, params), batch)
+        gc.collect()
+        tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+        counts.append([tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))])
+    return [after - before for before, after in zip(*counts, strict=True)]
+
+
+def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
+    assert pair.each(two_hundred) == [[0, 0, 0]] * 2
