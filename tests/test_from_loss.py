@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -364,7 +365,7 @@ REFUSED = {
     ),
     "a length": (
         simple(lambda y, w, t: (y @ w - t).sum() / len(y)),
-        r"as len\(x\) does; x\.shape\[0\] keeps it symbolic",
+        r"as len\(x\) and int\(n / 4\) do; x\.shape\[0\] and n // 4 keep it symbolic",
     ),
     "a loss of the target alone": (
         lambda params, batch: (fpipe.boundary(batch[0] @ params["w"]), batch[1].mean())[1],
@@ -505,6 +506,152 @@ def test_a_number_of_rows_that_takes_another_way():
         ValueError, match="loss_fn takes another branch for 3 rows than for the example: rows > 3 is false"
     ):
         fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(own, batch)
+
+
+TABLE = (fpipe.Chunk(0), fpipe.Replicate())
+
+
+def sizes_of_both(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+    (table, x), target = batch
+    y = fpipe.boundary(torch.tanh(x @ params["w"]) / x.shape[0])
+    return (y @ table.t()).square().sum() / x.shape[0] + table.shape[0] * target.mean()
+
+
+def size_of_the_target(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    y = fpipe.boundary(torch.tanh(batch[0] @ params["w"]))
+    return (y @ batch[1].t()).square().sum() / batch[1].shape[0]
+
+
+def rows_put_together(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    y = fpipe.boundary(torch.tanh(batch[0] @ params["w"]))
+    return (y - batch[1]).square().sum() / batch[1].shape[0]
+
+
+def test_leaves_with_as_many_rows_in_the_example_may_have_others_later():
+    """The rows of a table that every microbatch takes whole were taken for those of the batch: 259.65 for 21.52."""
+    params, x = {"w": torch.randn(4, 4)}, torch.randn(12, 4)
+    for loss_fn, inputs, target, spec in (
+        (sizes_of_both, (torch.randn(6, 4), x[:6]), torch.ones(6), ((fpipe.Replicate(), fpipe.Chunk(0)), TABLE[0])),
+        (size_of_the_target, x[:6], torch.randn(6, 4), TABLE),
+    ):
+        model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
+        batch = ((inputs[0], x), torch.ones(12)) if loss_fn is sizes_of_both else (x, target)
+        program = fpipe.chain(fpipe.split(3, spec=spec), fpipe.merge(outputs=False))(fpipe.program(model))
+        both = loss_fn is sizes_of_both
+        parts = (((inputs[0], part), torch.ones(4)) if both else (part, target) for part in x.chunk(3))
+        right = sum(loss_fn(params, part) / 3 for part in parts)
+        torch.testing.assert_close(fpipe.build(program, model)(own, batch).loss, right)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_rows_that_are_put_together_are_as_many(rows: int):
+    """One row would be taken for as many as the inputs have."""
+    params = {"w": torch.randn(4, 4)}
+    model, own = fpipe.from_loss(rows_put_together, params, (torch.randn(6, 4), torch.randn(6, 4)))
+    step = fpipe.build(fpipe.split(3, spec=TABLE)(fpipe.program(model)), model)
+    words = f"target has {rows} rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step(own, (torch.randn(12, 4), torch.randn(rows, 4)))
+    step(own, (torch.randn(12, 4), torch.randn(4, 4)))
+
+
+def test_one_row_among_many_is_a_table():
+    """The example was given two of it, which do not fit."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+        (x, shift), target = batch
+        return (fpipe.boundary(x @ params["w"] + shift) @ params["w"] - target).square().mean()
+
+    params, inputs, target = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(1, 4)), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
+    spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
+    program = fpipe.chain(fpipe.split(3, spec=spec), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, (inputs, target)).bitwise
+    with pytest.raises(ValueError, match=r"inputs\[1\] was \(1, 4\) when .* it is none of those whose rows may differ"):
+        fpipe.build(program, model)(own, ((inputs[0], torch.randn(2, 4)), target))
+
+
+def test_a_stage_asks_the_inputs_for_sizes():
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(batch[0] @ params["w"] * batch[1].shape[0])
+        return (y @ params["w"] @ batch[1].t()).mean()
+
+    with pytest.raises(ValueError, match="stage 0 asks for a size of the target, which only the loss has; ask the inp"):
+        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
+
+
+def test_leaves_are_compared_by_their_rows():
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+        (x, table), target = batch
+        y = x @ (params["w"] if x.shape[0] > table.shape[0] else params["v"])
+        return (fpipe.boundary(y) @ params["w"] - target).mean()
+
+    params = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}
+    inputs, target = (torch.randn(6, 4), torch.randn(4, 4)), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
+    spec = TABLE, fpipe.Chunk(0)
+    words = r"another branch for 3 and 4 rows than for the example: len\(inputs\[0\]\) > len\(inputs\[1\]\) is false"
+    with pytest.raises(ValueError, match=words):
+        fpipe.build(fpipe.split(2, spec=spec)(fpipe.program(model)), model)(own, (inputs, target))
+
+
+def flattened(w: Tensor, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return x + torch.tanh(flat @ w).reshape(x.shape) / flat.shape[0] / flat.numel()
+
+
+def windowed(w: Tensor, x: Tensor) -> Tensor:
+    """As in a Swin transformer: how many images there are is computed of the number of windows."""
+    rows, height, width, channels = x.shape
+    windows = x.view(rows, height // 2, 2, width // 2, 2, channels).transpose(2, 3).reshape(-1, 4, channels)
+    y = torch.tanh(windows @ w)
+    rows = math.floor(y.shape[0] / (height * width / 2 / 2))
+    y = y.view(rows, height // 2, width // 2, 2, 2, channels).transpose(2, 3)
+    return x + y.reshape(rows, height, width, channels)
+
+
+def routed(w: Tensor, x: Tensor) -> Tensor:
+    """As in a mixture of experts: how many tokens an expert has depends on data."""
+    tokens = x.reshape(-1, x.shape[-1])
+    mine = (tokens[:, 0] > 0).nonzero().squeeze(1)
+    return tokens.index_add(0, mine, torch.tanh(tokens[mine] @ w) / (1 + mine.shape[0])).view_as(x)
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+@pytest.mark.parametrize("layer", [flattened, windowed, routed])
+def test_a_stage_may_ask_for_the_sizes_of_what_it_computes(layer: Any):
+    """It ended in "stage 0 takes 0; it can take 'batch'"."""
+
+    def loss_fn(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        for number, w in enumerate(params):
+            x = layer(w, fpipe.boundary(x) if number else x)
+        return F.mse_loss(x, batch[1])
+
+    params, batch = [torch.randn(4, 4) for _ in range(2)], (torch.randn(4, 4, 4, 4), torch.randn(4, 4, 4, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    assert model.inputs == ("batch", 0)
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(loss_fn, params, batch, 2), strict=True))
+
+
+def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
+    """It took an earlier stage's activations too, for their size alone."""
+
+    def loss_fn(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        rows, length, width = batch[0].shape
+        windows = batch[0].reshape(rows * 2, length // 2, width)
+        for w in params:
+            windows = fpipe.boundary(torch.tanh(windows @ w))
+        return F.mse_loss(windows.reshape(rows, length, width) * rows, batch[1])
+
+    params, batch = [torch.randn(4, 4) for _ in range(2)], (torch.randn(6, 4, 4), torch.randn(6, 4, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    assert model.inputs == ("batch", 0, 1)
+    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(loss_fn, params, batch, 4), strict=True))
 
 
 def test_an_example_of_one_row_and_a_net_called_by_functional_call():

@@ -9,6 +9,7 @@ dataflow; what is computed from no tensor that was given (a mask, a size) each s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import floordiv
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Part:
         nodes: what it runs, in order.
         params: by name the placeholders that it reads, and `batch`, by placeholder the place.
         received: what it reads of other parts.
-        sizes: for each size that it asks for, a tensor that it reads and the dimension.
+        sizes: those that it computes from the sizes of what it reads.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Part:
         self.params: dict[str, fx.Node] = {}
         self.batch: dict[fx.Node, int] = {}
         self.received: dict[fx.Node, None] = {}
+        self.sizes: dict[fx.Node, None] = {}
         found = self._find(results, is_own, params, batch)
         self.nodes = [node for node in marked.graph.nodes if node in found]
-        self.sizes = {node: self._size_of(node, batch) for node in found if node.target is _SIZE}
 
     def _find(
         self,
@@ -64,14 +65,14 @@ class Part:
         """All that its results and its own operations with effects are computed from, back to what others compute."""
         found: dict[fx.Node, None] = {}
         todo = [*results, *(node for node in self.marked.stage_of if is_own(node) and has_effect(node))]
-        while todo:
+        while todo or (todo := self._uncomputed()):
             node = todo.pop()
             if node in found:
                 continue
             found[node] = None
-            if node.target is _SIZE:
-                continue  # of a tensor that it reads anyway, if there is one
-            if node in params:
+            if _is_size(node):
+                self.sizes[node] = None
+            elif node in params:
                 self.params[params[node]] = node
             elif node in batch:
                 self.batch[node] = batch[node]
@@ -81,18 +82,24 @@ class Part:
                 self.received[node] = None
         return found
 
-    def _size_of(self, node: fx.Node, batch: Mapping[fx.Node, int]) -> tuple[fx.Node, int]:
-        """A tensor with the size that a node asks for, and the dimension: one that is read anyway, or else its own."""
-        for other in (*self.received, *self.batch):
-            for dim, size in enumerate(other.meta["val"].shape):
-                if str(size) == str(node.meta["val"]):
-                    return other, dim
-        tensor, dim = self.marked.value(node.args[0]), node.args[1]  # pyright: ignore[reportArgumentType]
-        if tensor in batch:
-            self.batch[tensor] = batch[tensor]
-        else:
-            self.received[tensor] = None
-        return tensor, int(dim)  # pyright: ignore[reportArgumentType]
+    def _uncomputed(self) -> list[fx.Node]:
+        """What the sizes read that do not follow from those of what is read: these stay as the function has them."""
+        known = self._known()
+        rest = [size for size in self.sizes if not _follows(_expr(size), known)]
+        for size in rest:
+            del self.sizes[size]
+        return [read for size in rest for read in self.marked.reads(size)]
+
+    def _known(self) -> dict[Any, tuple[fx.Node, int, int]]:
+        """For each size of what is read a tensor that has it, in which dimension and how many times over."""
+        found: dict[Any, tuple[fx.Node, int, int]] = {}
+        for tensor in (*self.received, *self.batch):
+            for dim, size in open_sizes(tensor).items():
+                factor, rest = size.as_coeff_Mul()
+                for one, times in {size: 1, rest: factor}.items():
+                    if times == int(times) and (one not in found or times < found[one][2]):
+                        found[one] = tensor, dim, int(times)
+        return found
 
     def module(self, results: Any) -> fx.GraphModule:
         """The part as a graph of its own that returns a pytree of nodes: its placeholders are the parameters, then the
@@ -100,11 +107,7 @@ class Part:
         graph = fx.Graph()
         own = {node: graph.placeholder(node.name) for node in (*self.params.values(), *self.batch, *self.received)}
         # Each size once and first, so that equal stages have equal graphs.
-        asked: dict[tuple[fx.Node, int], fx.Node] = {}
-        for node, (tensor, dim) in self.sizes.items():
-            if (tensor, dim) not in asked:
-                asked[tensor, dim] = graph.call_function(_SIZE, (own[tensor], dim))
-            own[node] = asked[tensor, dim]
+        own |= self._computed_sizes(graph, own)
 
         def copied(node: fx.Node) -> fx.Node:
             return own[self.marked.value(node)]
@@ -117,6 +120,23 @@ class Part:
         writer.switch(OUTSIDE)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
+
+    def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Nodes of a new graph that compute the sizes, each once."""
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        known, made = self._known(), dict[Any, Any]()
+        asked = {node: _expr(node) for node in self.nodes if node in self.sizes}
+        for expr in asked.values():
+            for one in (expr,) if expr in known else sorted(expr.free_symbols, key=str):
+                if one not in made:
+                    tensor, dim, times = known[one]
+                    size = graph.call_function(_SIZE, (own[tensor], dim))
+                    made[one] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
+            if expr not in made:
+                made[expr] = sympy_interp(PythonReferenceAnalysis, made, expr)
+        return {node: made[expr].node for node, expr in asked.items()}
 
 
 class StageGraphs:
@@ -162,6 +182,11 @@ class StageGraphs:
         for stage in reversed(range(self.marked.stages)):
             part = Part(self.marked, handed_on[stage], self._is_of(stage), self.params, self.batch)
             for node in part.received:
+                if node not in self.marked.stage_of:
+                    raise ValueError(
+                        f"stage {stage} asks for a size of the target, which only the loss has; ask the inputs for it, "
+                        "as in x.shape[0]."
+                    )
                 handed_on[self.marked.stage_of[node]][node] = None
             parts.insert(0, part)
         order = {node: number for number, node in enumerate(self.marked.graph.nodes)}
@@ -228,6 +253,29 @@ class StageGraphs:
             home, port = self._output_of(node)
             found.append((inputs.index((home, port) if port else home), self.outputs[home][port].index(node)))
         return found
+
+
+def open_sizes(node: fx.Node) -> dict[int, Any]:
+    """Of a value's dimensions those that the trace leaves open, each as an expression."""
+    shape = getattr(node.meta.get("val"), "shape", ())
+    return {dim: size.node.expr for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a size that the trace leaves open, or is computed of such."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _expr(size: fx.Node) -> Any:
+    """A size as an expression, of one symbol for what must be equal."""
+    return size.meta["val"].node.expr
+
+
+def _follows(expr: Any, known: Collection[Any]) -> bool:
+    """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
+    from torch.utils._sympy.functions import CeilToInt, FloorToInt
+
+    return expr in known or (not expr.has(CeilToInt, FloorToInt) and all(one in known for one in expr.free_symbols))
 
 
 def _one_or_all(values: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ embed  MARK  block  MARK  head  loss(target)        -->        [embed]  [block] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.model import Source
 from fpipe.models.contexts import restored_on_error
-from fpipe.models.cut_at_marks import Part, StageGraphs
+from fpipe.models.cut_at_marks import Part, StageGraphs, open_sizes
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.trace_loss import TracedLoss
@@ -122,7 +122,7 @@ class CutLoss:
     def _stage(self, number: int) -> GraphStage:
         """A stage as a function `f(params, x)`."""
         part = self.cut.parts[number]
-        guard = BatchGuard(self.traced.example[0], "inputs", self.traced.guards) if part.batch else None
+        guard = self._guard(0, "inputs") if part.batch else None
         unread = [name for name in self.owned[number] if name not in part.params]
         many = isinstance(self.inputs[number], tuple)
         reads, places = list(part.params), self.cut.places(number)
@@ -134,15 +134,22 @@ class CutLoss:
         (outputs,) = self.cut.outputs[-1]
         of_target = list(self.loss_part.batch.values())
         of_y = [outputs.index(node) for node in self.loss_part.received]
-        guard = BatchGuard(self.traced.example[1], "target", self.traced.guards)
+        guard = self._guard(1, "target", self.loss_part.received)
 
         def loss(y: Any, target: Any) -> Any:
             targets, values = tree.leaves(target), tree.leaves(y)
-            guard.check(targets)
+            received = [values[place] for place in of_y]
+            guard.check(targets, received)
             with restored_on_error():
-                return run(*[targets[place] for place in of_target], *[values[place] for place in of_y])
+                return run(*[targets[place] for place in of_target], *received)
 
         return loss
+
+    def _guard(self, half: int, word: str, others: Iterable[fx.Node] = ()) -> BatchGuard:
+        """What the inputs, or the target, have to be, and the values that come with them."""
+        values = (*tree.leaves(self.traced.batch[half]), *others)
+        sizes = [open_sizes(value) if isinstance(value, fx.Node) else {} for value in values]
+        return BatchGuard(self.traced.example[half], word, sizes, self.traced.guards)
 
 
 def _places(half: Any) -> dict[fx.Node, int]:

@@ -5,7 +5,7 @@ matmul = aten.matmul(x, w); tanh = aten.tanh(matmul)        -->        f({"w": w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,33 +97,69 @@ class BatchGuard:
     Args:
         example: the inputs, or the target, of the example.
         word: which of the two errors say.
-        guards: what was decided by the number of rows, each with the symbol in it.
+        sizes: for each of its leaves, and then for each value that comes along, the dimensions that the trace leaves
+            open, as expressions; a symbol is one number throughout.
+        guards: what was decided by these symbols.
     """
 
-    def __init__(self, example: Any, word: str, guards: Sequence[Any]) -> None:
+    def __init__(self, example: Any, word: str, sizes: Sequence[Mapping[int, Any]], guards: Sequence[Any]) -> None:
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
-        self.guards = guards
+        self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
 
-    def check(self, leaves: list[Any]) -> None:
-        """A ValueError unless all sizes but the rows are the example's, and the guards hold for the rows."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
+        """A ValueError unless all sizes but the rows are the example's, and all that was decided by rows holds."""
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
         if shapes in self.known:
             return
-        for (place, example), leaf in zip(self.example, leaves, strict=True):
+        for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
             if isinstance(example, Tensor):
-                if not isinstance(leaf, Tensor) or leaf.shape[1:] != example.shape[1:] or leaf.ndim != example.ndim:
+                if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
                     found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    only = "only rows may differ" if sizes else "it is none of those whose rows may differ"
                     raise ValueError(
-                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: only rows may "
-                        "differ. Call from_loss again for another shape."
+                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: {only}. Call "
+                        "from_loss again for another shape."
                     )
             elif leaf != example:
                 raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")
-        for guard, symbol in self.guards:
-            rows = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
-            if not guard.subs(symbol, rows):
-                raise ValueError(
-                    f"loss_fn takes another branch for {rows} rows than for the example: {in_words(guard)} is false."
-                )
+        self._check_open([*others, *leaves])
         self.known.add(shapes)
+
+    def _check_open(self, values: Sequence[Any]) -> None:
+        """What the trace left open is one number for each symbol, of which the guards hold."""
+        count = len(self.example)
+        sizes = [*self.sizes[count:], *self.sizes[:count]]
+        places = ["the last stage's output"] * (len(sizes) - count) + [place for place, _ in self.example]
+        found = [
+            (expr, value.shape[dim], place)
+            for each, value, place in zip(sizes, values, places, strict=True)
+            for dim, expr in each.items()
+        ]
+        of: dict[Any, tuple[int, str]] = {}
+        for expr, size, place in found:
+            if expr.is_Symbol:
+                of.setdefault(expr, (size, place))
+        numbers = {symbol: size for symbol, (size, _) in of.items()}
+        for expr, size, place in found:
+            if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
+                other, home = of[min(expr.free_symbols, key=str)]
+                raise ValueError(
+                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: loss_fn puts the "
+                    "two together, as x + y does. Cut both alike, or call from_loss on an example with rows like these."
+                )
+        for guard in self.guards:
+            if guard.free_symbols <= numbers.keys() and not guard.subs(numbers):
+                said = {str(symbol): of[symbol] for symbol in sorted(guard.free_symbols, key=lambda one: of[one][1])}
+                text = str(guard)
+                for symbol, (_, place) in said.items() if len(said) > 1 else ():
+                    text = text.replace(symbol, f"len({place})")
+                rows = " and ".join(str(size) for size, _ in said.values())
+                raise ValueError(
+                    f"loss_fn takes another branch for {rows} rows than for the example: {in_words(text)} is false."
+                )
+
+
+def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:
+    """The sizes but for those of some dimensions."""
+    return [None if dim in dims else size for dim, size in enumerate(shape)]

@@ -29,7 +29,7 @@ from fpipe.models.boundary import KEY, marking
 
 class TracedLoss(NamedTuple):
     """A loss function as a graph: the module, which of its placeholders are parameters and which the batch (a pair of
-    trees, (inputs, target)), the example batch, and the guards on its number of rows."""
+    trees, (inputs, target)), the example batch, and what the function asked of its numbers of rows."""
 
     module: fx.GraphModule
     params: list[fx.Node]
@@ -45,15 +45,19 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    sizes = ShapeEnv(specialize_zero_one=False)
+    # Each leaf has a symbol of its own: as many rows in the example are no reason to be as many in a step.
+    sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    single = all(len(leaf) == 1 for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
 
     def fake(leaf: Any, rows: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        each = [DimDynamic.DUCK if rows and dim == 0 else DimDynamic.STATIC for dim in range(leaf.ndim)]
-        if rows and leaf.ndim and len(leaf) == 1:  # of one row a trace takes 1 for the rows of all others
+        each = [DimDynamic.STATIC] * leaf.ndim
+        if rows and leaf.ndim and len(leaf) == 1 and single:  # of one row a trace takes 1 for the rows of all others
             leaf = leaf.new_empty((2, *leaf.shape[1:]))
+        if rows and leaf.ndim and len(leaf) > 1:
+            each[0] = DimDynamic.DYNAMIC
         made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
         return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
 
@@ -74,11 +78,11 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     if fixed is not None:
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
-            "len(x) does; x.shape[0] keeps it symbolic."
+            "len(x) and int(n / 4) do; x.shape[0] and n // 4 keep it symbolic."
         )
-    guards = tuple(
-        (guard.expr, symbol) for guard in sizes.guards if _is_its_own(guard) for symbol in guard.expr.free_symbols
-    )
+    # What compares the rows of two leaves is told by their having one symbol from then on.
+    asked = (sizes.replace(guard.expr) for guard in sizes.guards if _is_its_own(guard))
+    guards = tuple(expr for expr in dict.fromkeys(asked) if expr.free_symbols)
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     return TracedLoss(module, tree.leaves(named[0]), named[1], batch, guards)
