@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -796,3 +797,19 @@ def test_a_program_of_the_model_before_it_was_deferred_is_refused():
     sentence = "the update of stage 1 of the model comes once a step, in the program once a microbatch; start from"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.build(program, later)
+
+
+@pytest.mark.parametrize("use", [fpipe.build, fpipe.sizes, fpipe.verify, fpipe.profile])
+def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
+    """A step of program(2) left the running statistics out, and verify agreed."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model, params, state = fpipe.from_sequential(net, 2, loss=total)
+    more = () if use is fpipe.build else (params, (torch.ones(4, 4), torch.ones(4)))
+    words = "stage 1 (1) of the model has an update of its module state, such as running statistics, and the program no"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        use(fpipe.split(2)(fpipe.program(2)), model, *more, **({} if use is fpipe.build else {"state": state}))
+    fpipe.build(fpipe.forward_only()(fpipe.program(2)), model)  # it writes no state
+    evaluated, _, _ = fpipe.from_sequential(net.eval(), 2, loss=total)
+    words = "stage 1 (1) of the model has no update of its module state, such as running statistics, and the program an"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.build(fpipe.program(model), evaluated)

@@ -45,6 +45,20 @@ def check_match(program: Program, model: Model) -> None:
                 f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
                 "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
+    _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
+
+
+def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]) -> None:
+    """A program that trains updates the state of each stage that has one; an evaluation writes no state."""
+    kinds = {(op.kind, op.stage) for op in parts_of(program.ops)}
+    found = {stage for kind, stage in kinds if kind == "U"}
+    lost = wanted - found if any(kind in ("B", "I") for kind, _ in kinds) else set[int | None]()
+    for stage in (stage for stage in range(len(model.stages)) if stage in lost | (found - wanted)):
+        own, other = ("has an", "no") if stage in lost else ("has no", "an")
+        raise ValueError(
+            f"{model.who(stage)} of the model {own} update of its module state, such as running statistics, and the "
+            f"program {other} op for it; start from fpipe.program(model)."
+        )
 
 
 def _read(op: Op) -> list[Value]:
