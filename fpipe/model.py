@@ -231,13 +231,14 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
         found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
         raise ValueError(
             f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
+            f"{_way_to_params(model)}"
         )
     for number, stage in enumerate(model.stages):
         if stage.names and not isinstance(params[number], Mapping):
             found = type(params[number]).__name__
             raise ValueError(
                 f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
-                "params."
+                f"params.{_way_to_params(model)}"
             )
     tied = [leaf for uses in model.tied_uses for leaf in uses]
     for leaf in tied:
@@ -257,6 +258,14 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
         if stage != owner and name in params[stage]:
             raise ValueError(f"params of stage {stage} come without {name!r}: it is tied and lives in stage {owner}.")
     return params
+
+
+def _way_to_params(model: Model) -> str:
+    """How to get the parameters of each stage from those of the whole, in a sentence."""
+    if all(stage.names is None for stage in model.stages):
+        return ""
+    whole = "net.state_dict()" if model.whole is None else "params"
+    return f" fpipe.split_params(model, {whole}) makes it of those of the whole."
 
 
 def check_state(

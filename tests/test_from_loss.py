@@ -365,7 +365,7 @@ REFUSED = {
     ),
     "a length": (
         simple(lambda y, w, t: (y @ w - t).sum() / len(y)),
-        r"as len\(x\) and int\(n / 4\) do; x\.shape\[0\] and n // 4 keep it symbolic",
+        r"as len\(x\), int\(n / 4\) and functions of torch\.jit do; x\.shape\[0\] and n // 4 keep it symbolic",
     ),
     "a loss of the target alone": (
         lambda params, batch: (fpipe.boundary(batch[0] @ params["w"]), batch[1].mean())[1],
@@ -454,6 +454,25 @@ def test_a_loss_function_takes_params_and_a_batch(function, sentence: str):
     with pytest.raises(TypeError, match=re.escape(sentence)) as error:
         fpipe.from_loss(function, {}, (torch.ones(2), torch.ones(2)))
     assert str(error.value).startswith("from_loss takes a function loss_fn(params, batch)")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module_is_refused_with_the_way_out():
+    net = torch.jit.script(nn.Linear(4, 4))
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(net(batch[0])) @ params["w"], batch[1])
+
+    words = "module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs with no "
+    with pytest.raises(ValueError, match=re.escape(words + "parameters but its own. Take the module that it was made")):
+        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
+
+
+def test_params_of_a_loss_function_are_split():
+    model, _, params, batch = cut_gpt()
+    step = fpipe.build(fpipe.program(model), model)
+    with pytest.raises(ValueError, match=r"found dict\. fpipe\.split_params\(model, params\) makes it of those of the"):
+        step(params, batch)
 
 
 def test_a_module_is_not_its_parameters():
@@ -1016,6 +1035,42 @@ def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: boo
         fpipe.from_loss(loss_fn, {"w": w}, tuple(batch))
     assert list(held_in(hidden)) == list(before)
     assert all(one is before[place] for place, one in held_in(hidden).items())
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: bool):
+    """Dropout stayed on, in silence."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
+
+    params, batch = dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4))
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    step = fpipe.build(fpipe.program(model), model, trace=trace)
+    before = step(own, batch, key=0).loss
+    net.eval()
+    words = "module 'net.1' (Dropout) was in training when loss_fn was traced and is in eval now: the trace goes on as "
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step(own, batch, key=0)
+    with pytest.raises(ValueError, match=re.escape("Call from_loss again in this mode.")):
+        fpipe.reference(model, own, batch, key=0)
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    assert torch.equal(fpipe.build(fpipe.program(model), model)(own, batch).loss, loss_fn(params, batch))
+    net.train()
+    assert torch.equal(step(own, batch, key=0).loss, before)
+
+
+def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
+    net.eval()
+    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
 
 
 def test_modules_made_meanwhile_are_nobodys_state():

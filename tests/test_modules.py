@@ -2,7 +2,9 @@ import copy
 import pickle
 import re
 import threading
+import warnings
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fpipe.models.grads import assign_grads
 from fpipe.models.params import join_params, split_params
 from fpipe.runtimes.build import build
 from fpipe.runtimes.reference import reference
+from fpipe.runtimes.verify import verify
 from fpipe.schedules import gpipe
 from fpipe.training import program as training_step
 from fpipe.transforms.chain import chain, identity
@@ -419,6 +422,15 @@ SHARE = "'2.weight' in stage 0 and '5.weight' in stage 1 share a storage, but ar
 GRADIENT_HOOK = (
     "parameter '2.weight' has a gradient hook; stages differentiate detached aliases of parameters, which no hook"
 )
+
+
+def scripted() -> nn.Sequential:
+    """It was an AttributeError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+
+
 REFUSED = [
     ("'0.weight' is not initialised yet (a lazy module)", lambda: nn.Sequential(nn.LazyLinear(2), Tied())),
     (HOOKS, lambda: hooked(lambda net: net.register_forward_hook(print))),
@@ -430,6 +442,9 @@ REFUSED = [
     (SHARE, lambda: shared(lambda weight: nn.Parameter(weight.detach().T))),
     ("from_sequential cuts an nn.Sequential with its own forward, found Odd.", lambda: Odd(nn.Tanh(), nn.Tanh())),
     ("from_sequential cuts an nn.Sequential with its own forward, found Linear.", lambda: nn.Linear(2, 2)),
+    (" Write it as nn.Sequential(...) of its parts; or hand from_loss a function that", lambda: nn.Linear(2, 2)),
+    ("found list. Put the modules into one: nn.Sequential(*modules).", lambda: [nn.Tanh(), nn.Tanh()]),
+    ("module '1' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs", scripted),
     ("'scale' belongs to the Sequential itself and to none of its children", lambda: Owner(nn.Tanh(), nn.Tanh())),
 ]
 
@@ -456,13 +471,57 @@ def test_stages_that_do_not_fit_are_refused(sentence, how):
         from_sequential(mlp(), **how)
 
 
+def test_the_state_dict_of_a_net_with_buffers_is_split():
+    """Buffers and frozen parameters stay with the net; those of another net would be lost."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).requires_grad_(False))
+    model, params, _ = from_sequential(net, stages=2)
+    found = split_params(model, net.state_dict())
+    assert [list(stage) for stage in found] == [list(stage) for stage in params]
+    assert all(one[name].is_set_to(other[name]) for one, other in zip(found, params, strict=True) for name in one)
+    for name in ("1.running_mean", "2.weight"):
+        with pytest.raises(
+            ValueError, match=f"the whole has '{name}', which is not a parameter that trains, nor a buff"
+        ):
+            split_params(model, {**net.state_dict(), name: net.state_dict()[name].clone()})
+    with pytest.raises(
+        ValueError, match=re.escape("the whole is a dict, as net.state_dict() is one; found Sequential.")
+    ):
+        split_params(model, net)
+
+
+NOT_PARAMS = {
+    "a state_dict": (nn.Module.state_dict, "found OrderedDict."),
+    "a list": (lambda net: list(net.parameters()), "found 6 of them."),
+    "two of them": (lambda net: list(net.parameters())[:2], "found Parameter; the batch comes after params."),
+    "a generator": (nn.Module.parameters, "found generator."),
+    "the net": (lambda net: net, "found Sequential."),
+}
+
+
+@pytest.mark.parametrize(("given", "found"), NOT_PARAMS.values(), ids=NOT_PARAMS.keys())
+def test_what_is_handed_in_for_params_is_answered_with_the_way_out(given, found: str):
+    net, batch = mlp(), (torch.zeros(4, 3), torch.zeros(4, 2))
+    model, params, _ = from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = training_step(model)
+    step = build(program, model)
+    words = re.escape(f"{found} fpipe.split_params(model, net.state_dict()) makes it of those of the whole.")
+    for use in (step, build(program, model, trace=False)):
+        with pytest.raises(ValueError, match=words):
+            use(given(net), batch)
+    for use in (partial(verify, program, model), partial(reference, model)):
+        with pytest.raises(ValueError, match=words):
+            use(given(net), batch)
+    right = step(split_params(model, net.state_dict()), batch)
+    assert torch.equal(right.loss, step(params, batch).loss)
+
+
 def test_params_of_another_model_are_refused():
     model, params, _ = from_sequential(mlp(), stages=2)
     whole = join_params(model, params)
     with pytest.raises(ValueError, match=re.escape("params of stage 0 must have '0.weight', which is missing.")):
         model.stages[0].forward({"0.bias": params[0]["0.bias"]}, torch.zeros(2, 3))
     with pytest.raises(
-        ValueError, match=re.escape("the whole has 'running', which is not a parameter of it that trains.")
+        ValueError, match=re.escape("the whole has 'running', which is not a parameter that trains, nor a buffer or")
     ):
         split_params(model, {**whole, "running": torch.zeros(1)})
     tied, params, _ = from_sequential(nn.Sequential(Tied()), stages=1)

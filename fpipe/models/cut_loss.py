@@ -18,6 +18,7 @@ from fpipe.models.cut_at_marks import Part, StageGraphs, open_sizes
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.trace_loss import TracedLoss
+from fpipe.models.traced_modes import TracedModes
 
 
 class CutLoss:
@@ -26,6 +27,7 @@ class CutLoss:
     Args:
         traced: the function as a graph.
         names: what its parameters are called, in their order.
+        modes: those of the modules that it closes over; the first stage looks whether they are the same.
 
     Attributes:
         stages: `f(params, x)` of each, and `loss`, `loss(y, target)`.
@@ -37,8 +39,8 @@ class CutLoss:
         ValueError: it is no loss behind stages: a stage reads the target, say, or the loss a parameter.
     """
 
-    def __init__(self, traced: TracedLoss, names: list[str]) -> None:
-        self.traced = traced
+    def __init__(self, traced: TracedLoss, names: list[str], modes: TracedModes) -> None:
+        self.traced, self.modes = traced, modes
         self.name_of = dict(zip(traced.params, names, strict=True))
         self.batch, self.target = map(_places, traced.batch)
         self.marked = MarkedGraph(traced.module, "loss_fn")
@@ -126,7 +128,9 @@ class CutLoss:
         unread = [name for name in self.owned[number] if name not in part.params]
         many = isinstance(self.inputs[number], tuple)
         reads, places = list(part.params), self.cut.places(number)
-        return GraphStage(number, self.cut.module(number), reads, unread, places, many=many, guard=guard)
+        modes = self.modes if self.modes.modules and not number else None
+        graph = self.cut.module(number)
+        return GraphStage(number, graph, reads, unread, places, many=many, guard=guard, traced_modes=modes)
 
     def _loss(self) -> Callable[[Any, Any], Any]:
         """The loss as a function `loss(y, target)`."""

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.closure import modules_of
 from fpipe.graphs.fake import LeakedTensor
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
@@ -31,8 +32,10 @@ from fpipe.model import Model, Reduction, odd_signature
 from fpipe.models.boundary import KEY, seeding
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
+from fpipe.models.known_modules import refuse_scripted
 from fpipe.models.params import join_params
 from fpipe.models.trace_loss import trace_loss
+from fpipe.models.traced_modes import TracedModes
 from fpipe.runtimes.microbatch import check_batch
 from fpipe.runtimes.reference import over_parts
 
@@ -51,7 +54,8 @@ def from_loss(
 
     Args:
         loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
-            called on fake tensors, and once on the example to compare. Only what comes after the last mark may read the
+            called on fake tensors, and once on the example to compare; modules that it closes over stay in the mode
+            they are in then. Only what comes after the last mark may read the
             target, and with it no parameter. Random numbers are those that torch draws where each stage begins
             with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
         params: any pytree of tensors.
@@ -65,7 +69,7 @@ def from_loss(
 
     Raises:
         ValueError: a mark with nothing to compute before it; a stage that reads the target; a function that branches
-            on the number of rows or on data, or of which a trace captures only a part.
+            on the number of rows or on data, or of which a trace captures only a part; a module that torch.jit made.
         RuntimeError: a function that mutates what it closes over: tensors, or buffers of modules.
 
     >>> import fpipe
@@ -80,9 +84,11 @@ def from_loss(
     _check_function(loss_fn)
     check_batch(batch)
     refuse_odd_modes()
+    for path, module in modules_of(loss_fn):
+        refuse_scripted(path, module)
     names = _names(params)
     traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
-    cut = CutLoss(traced, names)
+    cut = CutLoss(traced, names, TracedModes(loss_fn))
     model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     named = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fpipe.model import Model, Names, Reduction
 from fpipe.models.from_functions import from_functions
-from fpipe.models.known_modules import refuse_impure
+from fpipe.models.known_modules import refuse_impure, refuse_scripted
 from fpipe.models.skips import plan_skips
 from fpipe.models.stage_module import How, StageModule
 from fpipe.models.state import written_buffers
@@ -165,10 +165,19 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _refuse(net: nn.Module) -> None:
+def _refuse(net: Any) -> None:
     """A ValueError for a net that stages could not stand for."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
-        raise ValueError(f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}.")
+        if isinstance(net, nn.ModuleList | list | tuple):
+            way = "Put the modules into one: nn.Sequential(*modules)."
+        else:
+            way = (
+                "Write it as nn.Sequential(...) of its parts; or hand from_loss a function that computes the loss with "
+                "fpipe.boundary where a stage ends, or from_functions a function f(params, x) for each stage."
+            )
+        raise ValueError(
+            f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {way}"
+        )
     if any(getattr(net, hooks, None) for hooks in _HOOKS):
         raise ValueError(
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
@@ -178,6 +187,7 @@ def _refuse(net: nn.Module) -> None:
     if own:
         raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
     for path, module in net.named_modules():
+        refuse_scripted(path, module)
         refuse_impure(path, module)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):

@@ -16,6 +16,7 @@ from fpipe.graphs.alike import Same, alike
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
 from fpipe.models.contexts import restored_on_error
+from fpipe.models.traced_modes import TracedModes
 
 
 class GraphStage(PositionalStage):
@@ -26,6 +27,7 @@ class GraphStage(PositionalStage):
         places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
         many: whether x is a tuple of several inputs.
         guard: what the batch has to be, if it takes the batch.
+        traced_modes: the modes that modules have to be in, if it is the stage that looks.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class GraphStage(PositionalStage):
         *,
         many: bool,
         guard: BatchGuard | None,
+        traced_modes: TracedModes | None = None,
     ) -> None:
         self.number, self.graph, self.reads, self.places = number, graph, reads, places
-        self.many, self.guard = many, guard
+        self.many, self.guard, self.traced_modes = many, guard, traced_modes
         self.names = tuple((name,) for name in (*reads, *unread))
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
@@ -51,17 +54,23 @@ class GraphStage(PositionalStage):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """The output from parameters by position; those that it does not read come last."""
+        if self.traced_modes is not None:
+            self.traced_modes.check()
         given = [tree.leaves(one) for one in (x if self.many else (x,))]
         if self.guard is not None:
             self.guard.check(given[0])
         with restored_on_error():
             return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
 
+    def modes(self) -> tuple[Any, ...]:
+        """The modes of modules as they are now: a step in others is not the one that was traced."""
+        return () if self.traced_modes is None else self.traced_modes.now()
+
     def twin(self) -> Any:
-        """Equal for graphs of the same operations on the same constants; one that takes the batch, and so has guards,
+        """Equal for graphs of the same operations on the same constants; one that takes the batch, or looks at modes,
         equals no other."""
         place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
-        odd: list[Any] = [] if self.guard is None else [self]
+        odd: list[Any] = [] if self.guard is None and self.traced_modes is None else [self]
 
         def seen(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
@@ -79,7 +88,7 @@ class GraphStage(PositionalStage):
             )
             for node in self.graph.graph.nodes
         )
-        return nodes, tuple(self.places), self.many, len(self.names), Same(self) if odd else None
+        return nodes, tuple(self.places), self.many, len(self.names), self.modes(), Same(self) if odd else None
 
     def _target(self, node: fx.Node) -> Any:
         """What a node calls, or which constant it is; of placeholders only the order counts."""

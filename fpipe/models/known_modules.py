@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import torch
 from torch import distributed, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase)
 """These do something else in training than in eval."""
+
+
+def may_depend_on_mode(module: nn.Module) -> bool:
+    """Whether a module may do something else in training than in eval: one of those, or not one of torch's own."""
+    return isinstance(module, DEPEND_ON_MODE) or not type(module).__module__.startswith("torch.")
+
+
+def refuse_scripted(path: str, module: nn.Module) -> None:
+    """A ValueError for a module that torch.jit has compiled."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
+            "with no parameters but its own. Take the module that it was made from."
+        )
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:

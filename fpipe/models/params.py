@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import Model, check_params, same_keys, the_model, with_ties
+from fpipe.model import Model, PositionalStage, check_params, same_keys, the_model, with_ties
 from fpipe.program import Program, the_program
 
 
@@ -49,6 +49,8 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
 def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     """Parameters, or gradients, per stage; the inverse of `join_params`.
 
+    Of a module's state_dict, buffers and frozen parameters as the module has them are left out: they stay with it.
+
     Raises:
         ValueError: a name too many or too few, or one parameter with different values under its names.
 
@@ -62,7 +64,13 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     if model.whole is not None:
         return _by_first_reader(model, whole)
     said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
-    same_keys(whole, [name for stage in said for leaf in stage for name in leaf], "the whole")
+    if not isinstance(whole, Mapping):
+        raise ValueError(f"the whole is a dict, as net.state_dict() is one; found {type(whole).__name__}.")
+    wanted = dict.fromkeys(name for stage in said for leaf in stage for name in leaf)
+    whole = {name: leaf for name, leaf in whole.items() if name in wanted or not _stays(model, name, leaf)}  # pyright: ignore[reportUnknownVariableType]
+    same_keys(
+        whole, [*wanted], "the whole", "a parameter that trains, nor a buffer or frozen parameter as the net has it"
+    )
     split: list[Any] = []
     for number, stage in enumerate(model.stages):
         if stage.names is None:
@@ -119,6 +127,15 @@ def _by_first_reader(model: Model, whole: Any) -> tuple[Any, ...]:
         raise ValueError("the whole has another structure than the params that the model was made with.")
     leaves = dict(zip(names, tree.leaves(whole), strict=True))
     return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
+
+
+def _stays(model: Model, name: Any, leaf: Any) -> bool:
+    """Whether a leaf is a tensor that stays with the modules of a stage, as they have it now."""
+    for stage in (one.forward for one in model.stages):
+        own = dict(stage.named_tensors()).get(name) if isinstance(stage, PositionalStage) else None
+        if own is not None and isinstance(leaf, Tensor) and leaf.is_set_to(own):
+            return True
+    return False
 
 
 def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:

@@ -78,7 +78,7 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
     if fixed is not None:
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
-            "len(x) and int(n / 4) do; x.shape[0] and n // 4 keep it symbolic."
+            "len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic."
         )
     # What compares the rows of two leaves is told by their having one symbol from then on.
     asked = (sizes.replace(guard.expr) for guard in sizes.guards if _is_its_own(guard))
