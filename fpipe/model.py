@@ -247,6 +247,7 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
             raise ValueError(
                 f"leaf {leaf.name!r} of stage {leaf.stage} is tied, so that stage's params are a dict; found {found}."
             )
+    _refuse_lost(model, params)
     for stage, leaf in model.frozen:
         if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
             raise ValueError(
@@ -258,6 +259,20 @@ def check_params(model: Model, params: Any) -> Sequence[Any]:
         if stage != owner and name in params[stage]:
             raise ValueError(f"params of stage {stage} come without {name!r}: it is tied and lives in stage {owner}.")
     return params
+
+
+def _refuse_lost(model: Model, params: Sequence[Any]) -> None:
+    """A ValueError for a parameter that a front door handed out, if the net has another tensor in its place by now."""
+    for number, stage in enumerate(model.stages):
+        moved = stage.forward.moved() if isinstance(stage.forward, PositionalStage) else {}
+        for name, address in moved.items():
+            given = params[number].get(name)
+            if hasattr(given, "data_ptr") and not hasattr(given, "fake_mode") and given.data_ptr() == address:
+                raise ValueError(
+                    f"params of stage {number} have the {name!r} that was handed out with the model; the net has "
+                    "another tensor in its place by now (by p.data = ..., .to() or load_state_dict(assign=True)), "
+                    f"which no step would train.{_way_to_params(model)} Or cut the net again."
+                )
 
 
 def _way_to_params(model: Model) -> str:
@@ -453,6 +468,10 @@ class PositionalStage(ABC):
     def modes(self) -> tuple[Any, ...]:
         """What a trace of it depends on, besides abstract values."""
         return ()
+
+    def moved(self) -> Mapping[str, int]:
+        """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""
+        return {}
 
     def batch_norms(self) -> list[str] | None:
         """The paths of its batch norms, if nothing else in it has state and an op can update their statistics."""

@@ -1061,6 +1061,23 @@ def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: boo
     assert torch.equal(step(own, batch, key=0).loss, before)
 
 
+def test_parameters_that_the_net_has_no_more_are_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, own = fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
+    step = fpipe.build(fpipe.program(model), model)
+    step(own, batch)
+    net.load_state_dict({name: leaf.clone() for name, leaf in net.state_dict().items()}, assign=True)
+    words = "have the '0.weight' that was handed out with the model; the net has another tensor in its place by now"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step(own, batch)
+    step(fpipe.split_params(model, dict(net.named_parameters())), batch)
+
+
 def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 

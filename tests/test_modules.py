@@ -489,6 +489,39 @@ def test_the_state_dict_of_a_net_with_buffers_is_split():
         split_params(model, net)
 
 
+MOVES = {
+    "another .data": ("2.weight", lambda net: setattr(net[2].weight, "data", net[2].weight.data.clone())),
+    "assigned": ("0.weight", lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)),
+    "another dtype": ("0.weight", lambda net: net.double()),
+}
+
+
+@pytest.mark.parametrize(("name", "move"), MOVES.values(), ids=MOVES.keys())
+@pytest.mark.parametrize("trace", [True, False])
+def test_parameters_that_the_net_has_no_more_are_not_trained_in_silence(name: str, move, trace: bool):
+    """The step went on with the old ones, which trained no net, while buffers followed it."""
+    net, batch = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), (torch.zeros(4, 3), torch.zeros(4, 2))
+    model, params, _ = from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    step = build(training_step(model), model, trace=trace)
+    before = step(params, batch)
+    move(net)
+    words = f"have the '{name}' that was handed out with the model; the net has another tensor in its place by now"
+    for use in (step, partial(reference, model)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            use(params, batch)
+    copies = tuple({name: leaf.clone() for name, leaf in stage.items()} for stage in params)
+    assert torch.equal(step(copies, batch).loss, before.loss)
+    batch = tuple(one.to(net[0].weight.dtype) for one in batch)
+    own = split_params(model, net.state_dict())
+    assert torch.equal(step(own, batch).outputs, net(batch[0]))
+
+
+def test_a_copy_of_a_model_does_not_look_for_the_parameters_of_the_net():
+    model, params, _ = from_sequential(mlp(), stages=2, loss=nn.functional.mse_loss)
+    model, batch = copy.deepcopy(model), (torch.zeros(4, 3), torch.zeros(4, 2))
+    build(training_step(model), model)(params, batch)
+
+
 NOT_PARAMS = {
     "a state_dict": (nn.Module.state_dict, "found OrderedDict."),
     "a list": (lambda net: list(net.parameters()), "found 6 of them."),

@@ -62,5 +62,5 @@ def _deferred(stage: Stage) -> Stage:
     if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage
     later = StageModule(run.number, run.children, run.names, run.skips, deferred=True, state=run.state_of)
-    later.lock = run.lock  # of all stages that have a module in common
+    later.lock, later.handed_out = run.lock, run.handed_out  # the lock is of all stages that have a module in common
     return replace(stage, forward=later, within=later.within, **later.remembering())

@@ -32,6 +32,7 @@ from fpipe.model import Model, Reduction, odd_signature
 from fpipe.models.boundary import KEY, seeding
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
+from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import refuse_scripted
 from fpipe.models.params import join_params
 from fpipe.models.trace_loss import trace_loss
@@ -89,11 +90,13 @@ def from_loss(
     names = _names(params)
     traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
     cut = CutLoss(traced, names, TracedModes(loss_fn))
+    leaves = dict(zip(names, tree.leaves(params), strict=True))
+    for stage, own in zip(cut.stages, cut.owned, strict=True):
+        stage.handed_out = HandedOut({name: leaves[name] for name in own}, [one for _, one in modules_of(loss_fn)])
     model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     named = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
-    leaves = dict(zip(names, tree.leaves(params), strict=True))
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         _refuse_difference(loss_fn, params, batch, model, own, names, _autocast_eps(traced.module.graph))

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fpipe.model import Model, Names, Reduction
 from fpipe.models.from_functions import from_functions
+from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import refuse_impure, refuse_scripted
 from fpipe.models.skips import plan_skips
 from fpipe.models.stage_module import How, StageModule
@@ -86,11 +87,12 @@ def from_sequential(
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     stage_of = {name: number for number, group in enumerate(groups) for name in group}
     leaves: dict[int, list[str]] = {}  # the names of one trainable parameter
+    originals: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             leaves.setdefault(id(parameter), []).append(name)
-            tensors[name] = parameter.detach()
+            originals[name], tensors[name] = parameter, parameter.detach()
     _refuse_shared_storage({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
     each = [_by_stage(found, stage_of) for found in leaves.values()]
     names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
@@ -108,6 +110,9 @@ def from_sequential(
     if example is not None:
         runs = stages_with(written_buffers(runs, model, example))
     _share_locks(runs)
+    for run in runs:
+        own = {leaf[run.number][0]: originals[leaf[run.number][0]] for leaf in each if min(leaf) == run.number}
+        run.handed_out = HandedOut(own, [module for _, module in run.modules])
     cut = tuple(
         replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
         for stage, group, run in zip(model.stages, groups, runs, strict=True)

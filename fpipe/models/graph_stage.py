@@ -16,6 +16,7 @@ from fpipe.graphs.alike import Same, alike
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
 from fpipe.models.contexts import restored_on_error
+from fpipe.models.handed_out import HandedOut
 from fpipe.models.traced_modes import TracedModes
 
 
@@ -28,6 +29,9 @@ class GraphStage(PositionalStage):
         many: whether x is a tuple of several inputs.
         guard: what the batch has to be, if it takes the batch.
         traced_modes: the modes that modules have to be in, if it is the stage that looks.
+
+    Attributes:
+        handed_out: the parameters that live in it and are a module's, as they were then.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class GraphStage(PositionalStage):
         self.number, self.graph, self.reads, self.places = number, graph, reads, places
         self.many, self.guard, self.traced_modes = many, guard, traced_modes
         self.names = tuple((name,) for name in (*reads, *unread))
+        self.handed_out = HandedOut({}, ())
 
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
         """The stage's output."""
@@ -61,6 +66,10 @@ class GraphStage(PositionalStage):
             self.guard.check(given[0])
         with restored_on_error():
             return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
+
+    def moved(self) -> Mapping[str, int]:
+        """The parameters that modules have elsewhere than when they were handed out."""
+        return self.handed_out.moved()
 
     def modes(self) -> tuple[Any, ...]:
         """The modes of modules as they are now: a step in others is not the one that was traced."""

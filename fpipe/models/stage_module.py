@@ -25,6 +25,7 @@ from fpipe.graphs.own_memory import Followed, OwnMemory, memory
 from fpipe.graphs.pure import Impure, reads_update
 from fpipe.model import Names, PositionalStage, same_keys
 from fpipe.models.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
+from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
 from fpipe.models.module_key import module_key
 from fpipe.models.skips import Skips, run_children
@@ -52,6 +53,7 @@ class StageModule(PositionalStage):
         norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
         updates: the other buffers that are written and that no output reads: their updates are apart too.
         held: where an output reads what its modules write: these are the stage's state, and a forward reads it.
+        handed_out: the parameters that live in it, as they were then.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class StageModule(PositionalStage):
             m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
         ]
         self.lock = threading.RLock()
+        self.handed_out = HandedOut({}, ())
         self._place_buffers()
         trained = {name for leaf in names for name in leaf}
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
@@ -248,6 +251,11 @@ class StageModule(PositionalStage):
         """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
         with self.lock:
             return [getattr(owner, name) for _, owner, name in self.fixed]
+
+    def moved(self) -> Mapping[str, int]:
+        """The parameters that its modules have elsewhere than when they were handed out."""
+        with self.lock:
+            return self.handed_out.moved()
 
     def update_only_positions(self) -> list[int]:
         """The positions of the `update_only` buffers among the constants."""

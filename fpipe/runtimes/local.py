@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, casts, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.lru_cache import LRUCache
-from fpipe.model import Model
+from fpipe.model import Model, check_params
 from fpipe.program import Program
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.shapes import Untraced
@@ -45,6 +45,7 @@ def local(
     if not trace:
         return by_hand
     signatures = Signatures(model)
+    of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
     known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
 
     if example is not None:
@@ -62,6 +63,8 @@ def local(
         refuse_odd_modes()
         if in_fake_mode():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key)
+        if any(stage.moved() for stage in of_nets):
+            check_params(model, params)
         given = params, batch, state
         leaves, containers = tree.flatten(given)
         try:
