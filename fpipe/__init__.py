@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from fpipe.runtimes.profile import profile
     from fpipe.runtimes.rank_error import RankError
     from fpipe.runtimes.reference import reference
+    from fpipe.runtimes.report import GradientMismatch, Report
     from fpipe.runtimes.result import Result
     from fpipe.runtimes.sizes import Sizes, sizes
-    from fpipe.runtimes.verify import GradientMismatch, Report, verify
+    from fpipe.runtimes.verify import verify
 
 # What is about a model that runs is imported when it is first asked for: torch alone takes twenty times as long as all
 # that writes, draws and simulates a schedule. A type checker reads the imports above; tests/test_imports.py holds both
@@ -77,9 +78,10 @@ _WITH_TORCH = {
     "runtimes.profile": ("profile",),
     "runtimes.reference": ("reference",),
     "runtimes.rank_error": ("RankError",),
+    "runtimes.report": ("GradientMismatch", "Report"),
     "runtimes.result": ("Result",),
     "runtimes.sizes": ("Sizes", "sizes"),
-    "runtimes.verify": ("GradientMismatch", "Report", "verify"),
+    "runtimes.verify": ("verify",),
 }
 _HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
 _ROOMS = ("cli", "graphs", "interop", "models", "pictures", "runtimes", "schedules", "testing", "timing", "transforms")

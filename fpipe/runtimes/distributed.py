@@ -26,10 +26,9 @@ from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.part import Slots, of_rank
+from fpipe.runtimes.part import Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.rank_error import LostRank, RankError
-from fpipe.runtimes.recorder import Recorder
 from fpipe.runtimes.result import Result
 from fpipe.runtimes.transfers import Transfers, messages
 from fpipe.runtimes.walk import Step
@@ -142,12 +141,12 @@ class OnRank(Prepared):
         leaves, spec = tree.flatten(whole)
         return spec, leaves, untouched
 
-    def _execute(self, slots: Slots, recorder: Recorder | None, check_finite: bool) -> None:
+    def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions. What goes wrong is told to the others, in place of what they wait for."""
         own = [slots[slot] for slot in self.part.begins]
         self.transfers.begin()
         try:
-            self.part.run(own, recorder, check_finite)
+            self.part.run(own, watch)
             self.transfers.end()
         except BaseException as error:
             self.transfers.fail(self._told(error), broken=isinstance(error, LostRank))

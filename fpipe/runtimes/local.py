@@ -14,8 +14,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, casts, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.lru_cache import LRUCache
-from fpipe.model import Model, check_params
-from fpipe.program import Program
+from fpipe.model import Model, PositionalStage, check_params
+from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
@@ -36,12 +36,14 @@ def local(
     check_finite: bool = False,
     loss_scale: float = 1.0,
     workers: Workers | None = None,
+    see: Callable[[Value, Any], None] | None = None,
 ) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None) -> Result`, in this thread or on workers of the ranks."""
+    """A pure `step(params, batch, *, state=None, key=None) -> Result`, in this thread or on workers of the ranks; `see`
+    is handed each value that is written."""
     told = program if record else None
     program = with_transfers(program) if record or workers else program
     prepare = Prepared if workers is None else partial(OnThreads, workers)
-    by_hand = walk(program, model, record=told, check_finite=check_finite, loss_scale=loss_scale)
+    by_hand = walk(program, model, record=told, check_finite=check_finite, see=see, loss_scale=loss_scale)
     if not trace:
         return by_hand
     signatures = Signatures(model)
@@ -54,7 +56,12 @@ def local(
             known[signatures.of(*tree.flatten(example), example=True)] = made
 
     def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
-        seen = walk(program, model, record=told, check_finite=check_finite, see=untraced.see, loss_scale=loss_scale)
+        def both(value: Value, made: Any) -> None:
+            untraced.see(value, made)
+            if see is not None:
+                see(value, made)
+
+        seen = walk(program, model, record=told, check_finite=check_finite, see=both, loss_scale=loss_scale)
         return seen(*given[:2], state=given[2], key=key)
 
     def step(
@@ -90,7 +97,7 @@ def local(
         if not isinstance(lowered, Prepared) or (told and lowered.untraced.stages):
             return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
         try:
-            return lowered.run(leaves, state, key, record=told, check_finite=check_finite)
+            return lowered.run(leaves, state, key, record=told, check_finite=check_finite, see=see)
         except (UnexpectedValue, RuntimeError) as error:
             made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
             known[signature] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -16,6 +16,10 @@ from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.pure import pure
 from fpipe.model import Model, who_draws
+from fpipe.program import Value
+
+See = Callable[[Value, Any], None]
+"""Who wants to see each value by the name that it has in a program, as the leaves of a tree."""
 
 
 def aliases(model: Model, stage: int, full: Any) -> Any:
@@ -53,13 +57,16 @@ def _trains(leaf: Any) -> bool:
 
 @dataclass
 class MicrobatchGraph:
-    """One graph over all stages: from parameters and carries of its own to a loss and the carries it hands on."""
+    """One graph over all stages: from parameters and carries of its own to a loss and the carries it hands on; for
+    somebody who wants to see them, the values between stages by the names of their cotangents."""
 
     own: list[Any]
     taken: list[Any]
     loss: Tensor
     carries: list[Any]
     readers: dict[tuple[int, int], Any]
+    place: tuple[int, int | None]
+    between: dict[Value, list[Any]] = field(default_factory=dict[Value, list[Any]])
 
 
 def forward(
@@ -72,9 +79,12 @@ def forward(
     place: tuple[int, int | None],
     turn: tuple[int, int],
     key: int | None,
+    see: See | None = None,
+    between: dict[Value, list[Any]] | None = None,
 ) -> tuple[Tensor, Any, Any, Any, list[Any]]:
     """Loss, count, auxiliary results, output and what is handed on, of one microbatch (or slice), as one graph over all
-    stages. `turn`: which of them it is of how many, for updates that count."""
+    stages. `turn`: which of them it is of how many, for updates that count. With `see` the values between stages are
+    put into `between`."""
     inputs, target = part
     index, last = place[0], len(model.stages) - 1
     lost: Any = None
@@ -105,6 +115,16 @@ def forward(
             seen = tree.tree_map(detached, beside.get("seen", x))
             with pure(stage.update, f"the update of stage {number}", seen):
                 states[number] = stage.update(copied(states[number]), seen, **counted)
+        if see is not None and between is not None:
+            for port, output in enumerate(values[-1]):
+                between[Value("dy", number, *place, port)] = tree.leaves(output)
+                see(Value("y", number, *place, port), output)
+            between |= {Value("dx", number, *place, k): tree.leaves(source) for k, source in enumerate(taken)}
+            shown = {word: made for word, made in beside.items() if word in ("loss", "carry")}
+            shown |= {"state": states[number]} if states[number] is not None else {}
+            shown |= dict(zip(("loss", "count", "aux"), lost, strict=True)) if lost else {}
+            for word, made in shown.items():
+                see(Value(word, number, *place), made)
     loss, counted, aux = lost
     return sum(losses, loss), counted, aux, values[-1][0], carried
 
@@ -132,14 +152,14 @@ def detached(leaf: Any) -> Any:
 
 
 def gradients(
-    model: Model, graph: MicrobatchGraph, seeds: Sequence[Tensor | None]
+    model: Model, graph: MicrobatchGraph, seeds: Sequence[Tensor | None], see: See | None = None
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None], list[Tensor | None]]:
     """The gradient for each leaf of each stage, for each leaf of the carries it took, and of the inputs; None where
     nothing depends on it. `seeds` are those of the carries it hands on."""
     leaves = [tree.leaves(stage) for stage in graph.own]
     taken = tree.leaves(graph.taken)
     inputs = [tree.leaves(graph.readers[place]) for place in sorted(graph.readers, reverse=True)]
-    groups = (*leaves, taken, *inputs)
+    groups = (*leaves, taken, *inputs, *graph.between.values())
     wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
     ends = [(leaf, seed) for leaf, seed in zip(tree.leaves(graph.carries), seeds, strict=False) if seed is not None]
     ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
@@ -151,8 +171,24 @@ def gradients(
         found = iter(backward())
     grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
     count = len(leaves)
-    summed = [reduce(added, each) for each in zip(*grads[count + 1 :], strict=True)]
+    summed = [reduce(added, each) for each in zip(*grads[count + 1 : count + 1 + len(inputs)], strict=True)]
+    if see is not None:
+        for value, each in zip(graph.between, grads[count + 1 + len(inputs) :], strict=True):
+            see(value, each)
+        _show_gradients(see, model, graph, grads)
     return grads[:count], grads[count], summed
+
+
+def _show_gradients(see: See, model: Model, graph: MicrobatchGraph, grads: list[list[Tensor | None]]) -> None:
+    """The gradients of parameters and carries by their names: those of tied leaves are bundles of their own."""
+    carried = iter(grads[len(graph.own)])
+    for number, (own, found) in enumerate(zip(graph.own, grads, strict=False)):
+        bundles = {leaf.name: leaf.bundle for leaf in model.tied(number)}
+        named = tree.unflatten(tree.flatten(own)[1], found)
+        for name, bundle in bundles.items():
+            see(Value("g", number, *graph.place, bundle), [named.pop(name)])
+        see(Value("g", number, *graph.place), tree.leaves(named))
+        see(Value("dcarry", number, *graph.place), [next(carried) for _ in tree.leaves(graph.taken[number])])
 
 
 def _unzipped(

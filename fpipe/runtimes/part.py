@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter, length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 from fpipe.model import Model
 from fpipe.program import Op, Value
@@ -21,6 +21,15 @@ from fpipe.runtimes.walk import place_of, refuse_infinite
 
 Leaves = list[Any]
 Slots = list[Any]
+See = Callable[[Value, Any], None]
+
+
+class Watch(NamedTuple):
+    """Who looks at what instructions write: a recorder, whoever refuses numbers that are not finite, and `see`."""
+
+    recorder: Recorder | None
+    check_finite: bool
+    see: See | None
 
 
 class Part:
@@ -36,10 +45,10 @@ class Part:
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
 
-    def run(self, slots: Slots, recorder: Recorder | None = None, check_finite: bool = False) -> None:
+    def run(self, slots: Slots, watch: Watch | None = None) -> None:
         """The instructions, one after the other. Each writes the slots behind those that are there."""
-        if recorder or check_finite:
-            return self._run_watched(slots, recorder, check_finite)
+        if watch is not None:
+            return self._run_watched(slots, *watch)
         left, extend = iter(self._code), slots.extend
         try:
             for function, taken in left:
@@ -48,7 +57,7 @@ class Part:
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
 
-    def _run_watched(self, slots: Slots, recorder: Recorder | None, check_finite: bool) -> None:
+    def _run_watched(self, slots: Slots, recorder: Recorder | None, check_finite: bool, see: See | None) -> None:
         """The same, looking at what each instruction writes."""
         for instruction in self.instructions:
             try:
@@ -61,6 +70,9 @@ class Part:
             except Exception as error:
                 self._add_place(error, instruction)
                 raise
+            for value, made in written if see else ():
+                assert see is not None
+                see(value, made)
             if recorder:
                 recorder.note(instruction.ops, written, instruction.dead, started)
             slots.extend(made for _, made in written)

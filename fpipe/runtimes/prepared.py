@@ -24,7 +24,7 @@ from fpipe.runtimes.lowering.lower import FACTORS, lower
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.meaning import batch_of
 from fpipe.runtimes.microbatch import streams
-from fpipe.runtimes.part import Part
+from fpipe.runtimes.part import Part, See, Slots, Watch
 from fpipe.runtimes.recorder import Recorder
 from fpipe.runtimes.result import Result
 
@@ -94,7 +94,14 @@ class Prepared:
         self.results = self._results(self._asked(program), params, whole, state, {*self.given})
 
     def run(
-        self, leaves: Sequence[Any], state: Any, key: int | None, *, record: Program | None, check_finite: bool
+        self,
+        leaves: Sequence[Any],
+        state: Any,
+        key: int | None,
+        *,
+        record: Program | None,
+        check_finite: bool,
+        see: See | None = None,
     ) -> Result:
         """One step."""
         slots = self.start[:]
@@ -118,7 +125,7 @@ class Prepared:
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
             own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
             recorder = Recorder(record, [*leaves, *own]) if record else None
-            self._execute(slots, recorder, check_finite)
+            self._execute(slots, Watch(recorder, check_finite, see) if recorder or check_finite or see else None)
             containers, found, untouched = self.results
             whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
         if untouched:
@@ -126,9 +133,9 @@ class Prepared:
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
         return Result(**whole, timeline=recorder.timeline() if recorder else None)
 
-    def _execute(self, slots: list[Any], recorder: Recorder | None, check_finite: bool) -> None:
+    def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """All instructions."""
-        self.part.run(slots, recorder, check_finite)
+        self.part.run(slots, watch)
 
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: where several ranks want one, all are the same in one process."""

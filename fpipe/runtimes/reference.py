@@ -25,6 +25,7 @@ from fpipe.model import (
     the_model,
     with_ties,
 )
+from fpipe.program import Value
 from fpipe.runtimes.microbatch import (
     check_batch,
     cut,
@@ -37,6 +38,7 @@ from fpipe.runtimes.microbatch import (
 )
 from fpipe.runtimes.microbatch_graph import (
     MicrobatchGraph,
+    See,
     added,
     aliases,
     detached,
@@ -152,8 +154,10 @@ def over_parts(
     key: int | None = None,
     sliced: Sliced | None = None,
     joined: Joined | None = None,
+    see: See | None = None,
 ) -> Result:
-    """The same for a batch that is cut already: `parts` are the microbatches, each with rows."""
+    """The same for a batch that is cut already: `parts` are the microbatches, each with rows. `see` is handed what
+    passes between stages, and each microbatch's gradients, by their names in a program."""
     sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
@@ -177,12 +181,14 @@ def over_parts(
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
+            between: dict[Value, list[Any]] = {}
             turn = (index * sliced.slices + k, len(parts) * sliced.slices)
             with torch.enable_grad():
-                made = forward(model, own, readers, piece, states, taken, place, turn, key)
+                made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-            graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers))
+            graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers, place, between))
+            _show_parts(see, model, piece, place)
             loss = loss + weighted.detach() if losses else weighted.detach()
             losses.append(each.detach())
             counts.append(count)
@@ -192,7 +198,7 @@ def over_parts(
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
         of_slices: list[list[Any]] = []
         for graph in reversed(graphs):
-            grads, seeds, inputs = gradients(model, graph, seeds)
+            grads, seeds, inputs = gradients(model, graph, seeds, see)
             of_slices.insert(0, inputs)
             sums = [list(map(added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
@@ -213,6 +219,14 @@ def over_parts(
         losses=tuple(losses),
         state=None if state is None else tuple(states),
     )
+
+
+def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tuple[int, int | None]) -> None:
+    """What SPLIT writes: the part of the inputs for each stage that takes them, and that of the target."""
+    for number in range(len(model.stages)) if see else ():
+        for word, part in zip("xt", piece, strict=True):
+            assert see is not None
+            see(Value(word, number, *place), part)
 
 
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:

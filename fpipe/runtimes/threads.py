@@ -23,9 +23,8 @@ from fpipe.graphs.ambient import raw_ops
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.instructions import by_rule, under_autograd
 from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.part import Part, Slots, flights, of_rank
+from fpipe.runtimes.part import Part, Slots, Watch, flights, of_rank
 from fpipe.runtimes.prepared import Prepared
-from fpipe.runtimes.recorder import Recorder
 
 Leaves = list[Any]
 
@@ -149,13 +148,13 @@ class OnThreads(Prepared):
             (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
         ]
 
-    def _execute(self, slots: Slots, recorder: Recorder | None, check_finite: bool) -> None:
+    def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """Each rank's instructions on its thread, and then the results in their slots."""
         given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
 
         def job(part: Part, own: Slots) -> None:
             try:
-                part.run(own, recorder, check_finite)
+                part.run(own, watch)
             except BaseException as error:
                 self.between.stop(error)
 

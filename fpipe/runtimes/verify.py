@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,57 +14,14 @@ from fpipe import tree
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
+from fpipe.runtimes.first_wrong import Expected, first_wrong
 from fpipe.runtimes.microbatch import cut, rows_of_each, streams
 from fpipe.runtimes.reference import Joined, Sliced, over_parts
+from fpipe.runtimes.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, dense, listed
 from fpipe.runtimes.result import Result
+from fpipe.runtimes.undivided import undivided
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
-
-
-class GradientMismatch(AssertionError):
-    """A result that differs from plain autograd; the message names the leaf, its stage and by how much.
-
-    >>> import fpipe, torch
-    >>> compare(fpipe.Result(loss=torch.tensor(1.0)), fpipe.Result(loss=torch.tensor(1.5)))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    fpipe.runtimes.verify.GradientMismatch: loss differs from plain autograd by up to 0.5 (every bit was to agree); ...
-    """
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One compared tensor: its name, whether all bits agree, and the largest difference."""
-
-    name: str
-    bitwise: bool
-    error: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `verify` found, leaf by leaf.
-
-    `bitwise`: every bit agrees. `max_error`: the largest absolute difference of any number in any leaf.
-
-    >>> print(Report((Leaf("loss", True, 0.0), Leaf("grads[0]['w']", False, 0.25))))
-    1 of 2 leaves bitwise equal to plain autograd, largest error 0.25
-    """
-
-    leaves: tuple[Leaf, ...]
-
-    @cached_property
-    def bitwise(self) -> bool:
-        """Every bit of every leaf agrees."""
-        return all(leaf.bitwise for leaf in self.leaves)
-
-    @cached_property
-    def max_error(self) -> float:
-        """The largest absolute difference."""
-        return max((leaf.error for leaf in self.leaves), default=0.0)
-
-    def __str__(self) -> str:
-        same = sum(leaf.bitwise for leaf in self.leaves)
-        return f"{same} of {len(self.leaves)} leaves bitwise equal to plain autograd, largest error {self.max_error:g}"
 
 
 def verify(
@@ -86,11 +43,13 @@ def verify(
         rtol, atol: relative and absolute tolerance. Without either every bit must agree.
 
     Returns:
-        A `Report`; params, batch, random state and module are as before.
+        A `Report`, which also says whether the undivided batch gives the same; params, batch, random state and module
+        are as before.
 
     Raises:
         ValueError: a tolerance that is no number from 0.
-        GradientMismatch: a leaf that differs, by name, with its stage and the size of the error.
+        GradientMismatch: a leaf that differs, by name, with the size of the error, and the first value of the program
+            that is wrong, with the op that wrote it.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -99,12 +58,11 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
-    for word, tolerance in (("rtol", rtol), ("atol", atol)):
-        if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{word} is a number, at least 0, or None for every bit; found {tolerance!r}.")
+    close = Close(rtol, atol)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
-    found = build(program, model)(params, batch, state=state, key=key)
+    given = batch
+    found = build(program, model)(params, given, state=state, key=key)
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     if "presplit" in how:
@@ -113,8 +71,30 @@ def verify(
     else:
         parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
     joined = _joined(program, batch, "stream" if "presplit" in how else spec)
-    expected = over_parts(model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
-    return compare(found, expected, rtol=rtol, atol=atol)
+    reference = partial(over_parts, model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
+    expected = reference()
+    try:
+        report = compare(found, expected, close)
+    except GradientMismatch as error:
+        noted = Expected()
+        reference(see=noted.see)
+        first = first_wrong(program, model, params, given, state=state, key=key, expected=noted, close=close)
+        raise GradientMismatch(f"{error}\n{_first_words(program, first)}", error.report, first) from None
+    if len(expected.losses) == 1:
+        return report
+    if "presplit" in how:
+        return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
+    whole = undivided(model, params, batch, [size for _, size in parts], expected, state=state, key=key)
+    return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
+
+
+def _first_words(program: Program, first: WrongValue | None) -> str:
+    """Which value is wrong first, or which ops join right ones to wrong results."""
+    if first is not None:
+        return f"The first wrong value: {first}."
+    ends = {program.ops[program.writer[end.value]] for end in program.outputs}
+    joins = listed(sorted(op.cell for op in ends if op.kind in ("ADD", "MERGE", "SCALE")))
+    return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
 
 
 def _joined(program: Program, batch: tuple[Any, Any], spec: Any) -> Joined:
@@ -140,56 +120,31 @@ def _both(spec: Any) -> tuple[Any, Any]:
     return spec if isinstance(spec, tuple) else (spec, spec)
 
 
-def compare(found: Result, expected: Result, *, rtol: float | None = None, atol: float | None = None) -> Report:
-    """Compare two results leaf by leaf; the second is the one to trust."""
-    pairs: list[tuple[str, Any, Any]] = []
+def compare(found: Result, expected: Result, close: Close) -> Report:
+    """Compare two results leaf by leaf; the second is the one to trust.
+
+    Raises:
+        GradientMismatch: a leaf that is not close to the other's.
+    """
+    leaves: list[Leaf] = []
+    wrong: Leaf | None = None
+    odd: list[str] = []
     for part in ("loss", "grads", "outputs", "state", "aux", "input_grads"):
         ours, theirs = getattr(found, part), getattr(expected, part)
         if ours is None or (part == "state" and theirs is None):
             continue
         for (name, a), (_, b) in zip(tree.paths(ours), tree.paths(theirs), strict=True):
             if isinstance(b, Tensor):
-                pairs.append((_name(part, name), a, b))
-    leaves = tuple(_compared(name, a, b) for name, a, b in pairs)
-    for leaf, (_, a, b) in zip(leaves, pairs, strict=True):
-        close = (
-            leaf.bitwise
-            if rtol is None and atol is None
-            else torch.allclose(a, b, rtol=rtol or 0.0, atol=atol or 0.0, equal_nan=True)
-        )
-        if not close:
-            wanted = (
-                "every bit was to agree"
-                if rtol is None and atol is None
-                else f"rtol={rtol or 0.0:g}, atol={atol or 0.0:g}"
-            )
-            worst = [other.name for other in leaves if not other.bitwise]
-            names = ", ".join(worst[:5]) + (" ..." if len(worst) > 5 else "")
-            raise GradientMismatch(
-                f"{leaf.name} differs from plain autograd by up to {leaf.error:.3g} ({wanted}); "
-                f"{len(worst)} of {len(leaves)} leaves differ: {names}."
-            )
-    return Report(leaves)
-
-
-def _name(part: str, path: str) -> str:
-    return f"{part}{path}"
-
-
-def _compared(name: str, found: Tensor, expected: Tensor) -> Leaf:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+                leaves.append(compared(part + name, a, b))
+                wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise and not close(a, b) else wrong
+                odd += [part + name] if part in ("loss", "grads") and not bool(torch.isfinite(dense(a)).all()) else []
+    report = Report(tuple(leaves), notes=(f"NaN or infinite numbers in {listed(odd)}.",) if odd else ())
+    if wrong is not None:
+        names = listed([leaf.name for leaf in leaves if not leaf.bitwise])
+        count = sum(not leaf.bitwise for leaf in leaves)
         raise GradientMismatch(
-            f"{name} is {found.dtype} of shape {tuple(found.shape)}; plain autograd gives {expected.dtype} of shape "
-            f"{tuple(expected.shape)}."
+            f"{wrong.name} differs from plain autograd by up to {wrong.error:.3g} ({close}); {count} of {len(leaves)} "
+            f"leaves differ: {names}.",
+            report,
         )
-    bitwise = bool(torch.equal(_bits(found), _bits(expected)))
-    error = 0.0 if bitwise else float((found.double() - expected.double()).abs().nan_to_num(float("inf")).max())
-    return Leaf(name, bitwise, error)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits, so that NaN equals NaN and 0 differs from -0."""
-    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return (
-        tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
-    )
+    return report

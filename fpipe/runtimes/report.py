@@ -1,0 +1,177 @@
+"""Hold what a comparison with plain autograd found: a report leaf by leaf, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fpipe.program import Op, Value
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One compared tensor.
+
+    Attributes:
+        name: `loss`, `grads[0]['w']`.
+        bitwise: whether all bits agree.
+        error: the largest absolute difference of any number.
+        verdict: in `compare_grads`, what is found of it, in words.
+    """
+
+    name: str
+    bitwise: bool
+    error: float
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` or `compare_grads` found, leaf by leaf.
+
+    Attributes:
+        leaves: every compared tensor, a `Leaf` with its name.
+        undivided: in a sentence, whether the undivided batch in one go gives the same loss and gradients; empty where
+            there is one microbatch.
+        notes: what is worth a look although all agrees: numbers that are not finite, an undivided batch that gives
+            something else without a reason that is known. They are printed.
+
+    >>> print(Report((Leaf("loss", True, 0.0), Leaf("grads[0]['w']", False, 0.25))))
+    1 of 2 leaves bitwise equal to plain autograd, largest error 0.25
+    """
+
+    leaves: tuple[Leaf, ...]
+    undivided: str = ""
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def bitwise(self) -> bool:
+        """Every bit of every leaf agrees."""
+        return all(leaf.bitwise for leaf in self.leaves)
+
+    @cached_property
+    def max_error(self) -> float:
+        """The largest absolute difference."""
+        return max((leaf.error for leaf in self.leaves), default=0.0)
+
+    def __str__(self) -> str:
+        same = sum(leaf.bitwise for leaf in self.leaves)
+        first = f"{same} of {len(self.leaves)} leaves bitwise equal to plain autograd, largest error {self.max_error:g}"
+        return "\n".join((first, *self.notes))
+
+
+@dataclass(frozen=True)
+class WrongValue:
+    """The first value of a program that differs from plain autograd's.
+
+    Attributes:
+        op, value: the op that wrote it, and its name.
+        where: stage, microbatch and rank, in words.
+        error: the largest absolute difference of any number in it; infinite where it is of another kind.
+        how: the difference in words.
+    """
+
+    op: Op
+    value: Value
+    where: str
+    error: float
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.value}, written by {self.op.cell} ({self.where}), {self.how}"
+
+
+class GradientMismatch(AssertionError):
+    """A result that differs from plain autograd; the message says what, where and by how much.
+
+    Attributes:
+        report: every leaf, those that agree too.
+        first: in `verify`, the first value of the program that is wrong; None where all are right that can be compared.
+    """
+
+    def __init__(self, message: str, report: Report | None = None, first: WrongValue | None = None) -> None:
+        super().__init__(message)
+        self.report, self.first = report, first
+
+
+def compared(name: str, found: Tensor, expected: Tensor) -> Leaf:
+    """One tensor beside the one to trust.
+
+    Raises:
+        GradientMismatch: it is of another dtype or shape.
+
+    >>> compared("loss", torch.tensor(1.0), torch.tensor(1.5))
+    Leaf(name='loss', bitwise=False, error=0.5, verdict='')
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise GradientMismatch(
+            f"{name} is {found.dtype} of shape {tuple(found.shape)}; plain autograd gives {expected.dtype} of shape "
+            f"{tuple(expected.shape)}."
+        )
+    bitwise = bool(torch.equal(_bits(found), _bits(expected)))
+    return Leaf(name, bitwise, 0.0 if bitwise else largest(found, expected))
+
+
+def largest(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference, infinite where there is one of NaN."""
+    difference = (wide(found) - wide(expected)).abs()
+    return float(difference.nan_to_num(float("inf")).max()) if difference.numel() else 0.0
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Its numbers in double precision."""
+    made = dense(tensor.detach())
+    return made.to(torch.complex128) if made.is_complex() else made.double()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A sparse tensor with its zeros."""
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bits, so that NaN equals NaN and 0 differs from -0."""
+    tensor = dense(tensor).detach()
+    # A clone: one row of a wider tensor is contiguous as it is, with strides that no view in bytes can have.
+    return (tensor if tensor.ndim else tensor.reshape(1)).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Close:
+    """Whether two tensors agree: bit by bit, or within a tolerance where there is one.
+
+    >>> Close(rtol=1e-3)(torch.tensor(1.0), torch.tensor(1.0001)), Close()(torch.tensor(0.0), torch.tensor(-0.0))
+    (True, False)
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    def __post_init__(self) -> None:
+        for word, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
+            if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{word} is a number, at least 0, or None for every bit; found {tolerance!r}.")
+
+    def __call__(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether two tensors of one shape and dtype do."""
+        if self.rtol is None and self.atol is None:
+            return bool(torch.equal(_bits(found), _bits(expected)))
+        return torch.allclose(found, expected, rtol=self.rtol or 0.0, atol=self.atol or 0.0, equal_nan=True)
+
+    def __str__(self) -> str:
+        if self.rtol is None and self.atol is None:
+            return "every bit was to agree"
+        return f"rtol={self.rtol or 0.0:g}, atol={self.atol or 0.0:g}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five of a list of names.
+
+    >>> listed(["loss", "outputs"]), listed(list("abcdefg"))
+    ('loss, outputs', 'a, b, c, d, e ...')
+    """
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")

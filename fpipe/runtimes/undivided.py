@@ -1,0 +1,107 @@
+"""Compare what the microbatches give with the undivided batch in one go: a wrong reduction shows there only.
+
+loss = sum of squares, reduction="mean", 4 microbatches        -->        the undivided batch's loss is 4 x this one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.model import Model
+from fpipe.runtimes.reference import over_parts
+from fpipe.runtimes.result import Result
+from fpipe.runtimes.rounding import to_rounding
+
+_COUNT = 'where some rows do not count, return (total, count) and say reduction="count".'
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """What is said of the undivided batch, and whether it is worth a look: it differs and no reason is known."""
+
+    sentence: str
+    differs: bool = False
+
+
+def undivided(
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    sizes: Sequence[int],
+    divided: Result,
+    *,
+    state: Sequence[Any] | None,
+    key: int | None,
+) -> Undivided:
+    """Run the undivided batch under plain autograd, and compare loss and gradients.
+
+    Args:
+        model, params, batch, state, key: as for `reference`.
+        sizes: how many rows each microbatch has.
+        divided: what the reference gives for the microbatches, with the loss of each.
+    """
+    try:
+        whole = over_parts(model, params, [(batch, sum(sizes))], state=state, key=key)
+    except Exception as error:  # a stage may want the microbatches' shape, or memory may be short
+        why = str(error).partition("\n")[0]
+        return Undivided(f"The undivided batch was not compared: it ends in {type(error).__name__}: {why}")
+    grads = zip(tree.leaves(divided.grads), tree.leaves(whole.grads), strict=True)
+    pairs = [(a, b) for a, b in grads if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    if to_rounding(pairs) and to_rounding([(divided.loss, whole.loss)]):
+        return Undivided("The undivided batch gives the same loss and gradients, to rounding.")
+    cause = _cause(model, sizes, divided, whole)
+    if cause:
+        return Undivided(cause, differs=True)
+    reasons = _reasons(model, key)
+    if reasons:
+        return Undivided(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")
+    if to_rounding([(divided.loss, whole.loss)]):
+        return Undivided(
+            "The undivided batch gives the same loss, but other gradients: a stage or the loss computes with rows that "
+            "are in other microbatches, or has a backward of its own.",
+            differs=True,
+        )
+    figures = f"{float(whole.loss):.6g}, here {float(divided.loss):.6g}"
+    return Undivided(f"The undivided batch's loss is {figures}: reduction? {_COUNT.capitalize()}", differs=True)
+
+
+def _reasons(model: Model, key: int | None) -> list[str]:
+    """Why microbatches may give something else than the batch they are of."""
+    kept = [n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks]
+    told = [n for n, stage in enumerate(model.stages) if "microbatch" in stage.asks]
+    found = [f"{model.who(n)} keeps state, as a batch norm does, which sees one microbatch at a time" for n in kept]
+    found += [f"{model.who(n)} reads which microbatch it is" for n in told]
+    own = [n for n, stage in enumerate(model.stages) if stage.aux_loss]
+    found += [f"{model.who(n)} has a loss of its own, which may be no mean over rows" for n in own]
+    return found + ["random numbers are drawn for each microbatch"] * (key is not None)
+
+
+def _cause(model: Model, sizes: Sequence[int], divided: Result, whole: Result) -> str:
+    """What the loss itself says of the difference: that it is not finite, or that the other reduction would agree."""
+    each: Sequence[Tensor] = divided.losses
+    unit = "microbatch" if len(each) == len(sizes) else "slice"
+    odd = [index for index, loss in enumerate(each) if not bool(torch.isfinite(loss))]
+    of_whole, here = float(whole.loss), float(divided.loss)
+    if odd:
+        named = ", ".join(f"{unit} {index} is {float(each[index])}" for index in odd[:5])
+        return f"The loss of {named}; that of the undivided batch is {of_whole:.6g}: {_COUNT}"
+    other = {"mean": ("sums", "sum"), "sum": ("averages", "mean")}.get(model.reduction)
+    shares = [1.0] * len(each) if model.reduction == "mean" else [size / sum(sizes) for size in sizes]
+    by_other = reduce(torch.add, [loss * share for loss, share in zip(each, shares, strict=False)])
+    if other is None or not to_rounding([(by_other, whole.loss)]):
+        return ""
+    figures = f"{_times(of_whole, here)} ({of_whole:.6g}, here {here:.6g})"
+    return (
+        f'The undivided batch\'s loss is {figures}: the loss {other[0]} over its rows, so say reduction="{other[1]}".'
+    )
+
+
+def _times(one: float, other: float) -> str:
+    return f"{one / other:.4g} x this one" if other else "another one"

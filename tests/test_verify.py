@@ -1,0 +1,255 @@
+"""What `verify` says: the first value of a program that is wrong, and what the undivided batch gives."""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from fpipe.program import Program
+
+F = nn.functional
+
+
+def layer(p, x):
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+@cache
+def made(stages=3, rows=6, **how):
+    """A chain of layers, its parameters and a batch."""
+    seeded = torch.Generator().manual_seed(0)
+    params = tuple(
+        {"w": torch.randn(4, 4, generator=seeded), "b": torch.randn(4, generator=seeded)} for _ in range(stages)
+    )
+    batch = torch.randn(rows, 4, generator=seeded), torch.randn(rows, 4, generator=seeded)
+    return fpipe.from_functions([layer] * stages, **({"loss": F.mse_loss} | how)), params, batch
+
+
+def mismatch(program, model, params, batch, **more) -> fpipe.GradientMismatch:
+    with pytest.raises(fpipe.GradientMismatch) as caught:
+        fpipe.verify(program, model, params, batch, **more)
+    return caught.value
+
+
+def stage_by_stage(stages: int, microbatches: int) -> Program:
+    """All microbatches through a stage before the next has any: values of all of them are there to be mixed up."""
+    down = [f"{stage}F{index}" for stage in range(stages) for index in range(microbatches)]
+    up = [f"{stage}B{index}" for stage in reversed(range(stages)) for index in range(microbatches)]
+    table = fpipe.schedules.from_table([[*down, *up]])
+    return fpipe.chain(fpipe.split(microbatches), table, fpipe.merge())(fpipe.program(stages))
+
+
+def exchanged(program: Program, one: str, other: str, names: tuple[str, ...]) -> Program:
+    """The same program, but for what two ops read under some names: each reads the other's."""
+    ops = {op.cell: op for op in program.ops}
+    a, b = ops[one], ops[other]
+    swap = {x: y for x, y in zip(a.reads, b.reads, strict=True) if x.name in names}
+    swap |= {y: x for x, y in swap.items()}
+    changed = {op.cell: op._replace(reads=tuple(swap.get(value, value) for value in op.reads)) for op in (a, b)}
+    return Program(program.inputs, tuple(changed.get(op.cell, op) for op in program.ops), program.outputs)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_the_op_that_reads_something_else_is_the_first_wrong_one(data):
+    stages, microbatches = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))
+    kind = data.draw(st.sampled_from("FB"))
+    stage = data.draw(st.integers(1, stages - 1) if kind == "F" else st.integers(0, stages - 2))
+    one, other = sorted(data.draw(st.permutations(range(microbatches)))[:2])
+    model, params, batch = made(stages, 2 * microbatches)
+    program = stage_by_stage(stages, microbatches)
+    cells = f"{stage}{kind}{one}", f"{stage}{kind}{other}"
+    first = mismatch(exchanged(program, *cells, ("y",) if kind == "F" else ("dx",)), model, params, batch).first
+    assert first is not None
+    assert first.op.cell == cells[0]
+    assert (first.value.stage, first.value.microbatch) == (stage, one)
+    assert first.value.name in (("y",) if kind == "F" else ("dx", "g", "sum"))  # a backward adds to its sum itself
+    assert 0 < first.error < float("inf")
+
+
+def test_the_message_says_value_op_stage_microbatch_rank_and_difference():
+    model, params, batch = made()
+    error = mismatch(exchanged(stage_by_stage(3, 3), "1F0", "1F2", ("y",)), model, params, batch)
+    assert error.first is not None
+    assert str(error).splitlines()[1] == (
+        "The first wrong value: y[1,0], written by 1F0 (stage 1 (layer), microbatch 0, rank 0), is off by up to "
+        f"{error.first.error:.3g}."
+    )
+
+
+def test_a_split_that_takes_other_rows_is_named():
+    model, params, batch = made()
+    program = Program.parse(str(stage_by_stage(3, 3)).replace("index=2", "index=1"))
+    error = mismatch(program, model, params, batch)
+    assert error.first is not None
+    assert (error.first.op.cell, str(error.first.value)) == ("SPLIT(x[0,2])", "x[0,2]")
+
+
+def test_a_split_that_takes_fewer_rows_is_named_with_its_shape():
+    model, params, batch = made(rows=7)
+    program = Program.parse(str(stage_by_stage(3, 3)).replace("index=0", "index=1"))
+    assert "SPLIT(x[0,0]) (stage 0 (layer), microbatch 0, rank 0), is torch.float32 of shape (2, 4), and not " in str(
+        mismatch(program, model, params, batch)
+    )
+
+
+def test_a_transfer_that_rounds_is_named():
+    model, params, batch = made()
+    steps = fpipe.schedules.gpipe(3), fpipe.merge(), fpipe.communicate(cast=torch.bfloat16)
+    error = mismatch(fpipe.chain(fpipe.split(3), *steps)(fpipe.program(model)), model, params, batch)
+    assert error.first is not None
+    assert (error.first.op.kind, error.first.op.cell) == ("SEND", "SEND(y[0,0]>1)")
+
+
+def test_a_backward_that_gives_something_else_each_time_is_named():
+    """Rules that remember are nobody's gradient: a step traces them once, the reference runs them each time."""
+    calls = []
+
+    def backward_weight(params, wres):
+        calls.append(0)
+        return {"w": wres[0].T @ wres[1] * len(calls)}
+
+    forgetful = fpipe.custom_stage(
+        lambda params, x: (x @ params["w"], x),
+        lambda params, res, dy: (dy @ params["w"].T, (res, dy)),
+        backward_weight,
+    )
+    model = fpipe.from_functions([layer, forgetful, layer], loss=F.mse_loss)
+    _, params, batch = made()
+    params = params[0], {"w": params[1]["w"]}, params[2]
+    steps = fpipe.split_backward(), fpipe.schedules.zb_h1(3), fpipe.merge()
+    error = mismatch(fpipe.chain(fpipe.split(3), *steps)(fpipe.program(model)), model, params, batch)
+    assert error.first is not None
+    assert (error.first.op.kind, error.first.op.stage, error.first.value.name) == ("W", 1, "g")
+
+
+def test_right_values_joined_in_another_order_are_told_from_wrong_ones():
+    model, params, batch = made(1, 32)
+    table = fpipe.schedules.from_table([[*(f"0F{i}" for i in range(8)), *(f"0B{i}" for i in reversed(range(8)))]])
+    program = fpipe.chain(fpipe.split(8), table, fpipe.merge(order="schedule"))(fpipe.program(model))
+    error = mismatch(program, model, params, batch)
+    assert error.first is None
+    assert str(error).endswith(
+        "What the stages compute for each microbatch is right; what joins it is not: ADD(sum[0,0]), MERGE(loss)."
+    )
+
+
+def test_a_tolerance_holds_for_the_first_wrong_value_too():
+    """A rounded transfer within the tolerance is not the mistake; the exchanged read behind it is."""
+    model, params, batch = made()
+    program = fpipe.chain(fpipe.place("linear"), fpipe.communicate(cast=torch.bfloat16))(
+        exchanged(stage_by_stage(3, 3), "2F0", "2F1", ("y",))
+    )
+    error = mismatch(program, model, params, batch, rtol=0.05, atol=0.05)
+    assert error.first is not None
+    assert error.first.op.cell == "2F0"
+
+
+# The undivided batch
+
+
+def split_in(model, count):
+    return fpipe.chain(fpipe.split(count), fpipe.merge())(fpipe.program(model))
+
+
+def test_the_undivided_batch_gives_the_same():
+    model, params, batch = made()
+    report = fpipe.verify(split_in(model, 3), model, params, batch)
+    assert report.undivided == "The undivided batch gives the same loss and gradients, to rounding."
+    assert report.notes == ()
+    assert fpipe.verify(split_in(model, 1), model, params, batch).undivided == ""
+
+
+@pytest.mark.parametrize(("rows", "times"), [(8, "4 x this one"), (7, " x this one")])
+def test_a_loss_that_sums_under_a_mean_is_named(rows: int, times: str):
+    """`verify` says bitwise for a loss that is a quarter of what was meant."""
+    model, params, batch = made(rows=rows, loss=nn.MSELoss(reduction="sum"))
+    report = fpipe.verify(split_in(model, 4), model, params, batch)
+    assert report.bitwise
+    assert times in report.undivided
+    assert report.undivided.endswith('the loss sums over its rows, so say reduction="sum".')
+    assert str(report).splitlines()[1:] == [report.undivided]
+
+
+def test_a_loss_that_averages_under_a_sum_is_named():
+    model, params, batch = made(rows=7, reduction="sum")
+    report = fpipe.verify(split_in(model, 4), model, params, batch)
+    assert report.undivided.endswith('the loss averages over its rows, so say reduction="mean".')
+
+
+def classified(target):
+    model, params, (inputs, _) = made(loss=nn.CrossEntropyLoss(ignore_index=-1))
+    return model, params, (inputs, torch.tensor(target))
+
+
+def test_a_microbatch_of_padding_alone_is_flagged():
+    """The mean over no rows is nan: bitwise equal to plain autograd, and of no use."""
+    model, params, batch = classified([0, 1, -1, -1, 2, 3])
+    report = fpipe.verify(split_in(model, 3), model, params, batch)
+    assert report.bitwise
+    first, second = report.notes
+    assert first == "NaN or infinite numbers in loss."
+    assert second.startswith("The loss of microbatch 1 is nan; that of the undivided batch is ")
+    assert second.endswith('where some rows do not count, return (total, count) and say reduction="count".')
+
+
+def test_padding_that_weighs_too_much_is_flagged():
+    model, params, batch = classified([0, -1, 1, 1, 2, 3])
+    (note,) = fpipe.verify(split_in(model, 3), model, params, batch).notes
+    assert 'reduction? Where some rows do not count, return (total, count) and say reduction="count".' in note
+
+
+def test_differences_with_a_reason_are_no_notes():
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    for module, reason in (
+        (nn.BatchNorm1d(4), "stage 0 (0, 1) keeps state, as a batch norm does"),
+        (nn.Dropout(), "random numbers are drawn for each microbatch"),
+    ):
+        net = nn.Sequential(nn.Linear(4, 4), module)
+        model, params, state = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
+        report = fpipe.verify(split_in(model, 2), model, params, batch, state=state, key=1)
+        assert reason in report.undivided
+        assert report.notes == ()
+
+
+def test_a_stage_that_reads_its_microbatch_is_a_reason():
+    def numbered(p, x, *, microbatch):
+        return x @ p["w"] * (1 + microbatch)
+
+    stage = fpipe.Stage(numbered, asks=frozenset({"microbatch"}), name="numbered")
+    _, params, batch = made(1)
+    model = fpipe.Model((stage,), F.mse_loss, ("batch",))
+    report = fpipe.verify(split_in(model, 2), model, params, batch)
+    assert (
+        report.undivided
+        == "The undivided batch gives others, as it may: stage 0 (numbered) reads which microbatch it is."
+    )
+
+
+def test_a_stage_that_wants_the_rows_of_a_microbatch_is_no_mistake():
+    def pairs(p, x):
+        return (x.view(2, 4) @ p["w"]) + p["b"]
+
+    _, params, batch = made(1)
+    model = fpipe.from_functions([pairs], loss=F.mse_loss)
+    report = fpipe.verify(split_in(model, 3), model, params, batch)
+    assert report.undivided.startswith("The undivided batch was not compared: it ends in RuntimeError: shape '[2, 4]'")
+    assert report.notes == ()
+
+
+def test_a_batch_that_came_cut_has_no_undivided_one():
+    model, params, (inputs, target) = made()
+    program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
+    report = fpipe.verify(program, model, params, [(inputs[:2], target[:2]), (inputs[2:], target[2:])])
+    assert report.undivided == "The batch came cut, so there is no undivided one to compare with."
+
+
+def test_one_row_of_a_wider_tensor_is_compared_by_its_bits():
+    """One number out of a wider tensor is contiguous, with strides that a view in bytes cannot have."""
+    model = fpipe.from_functions([lambda p, x: (x * p["w"])[:, :1]], loss=lambda y, t: (y - t).square().mean())
+    batch = torch.randn(2, 3), torch.randn(2, 1)
+    assert fpipe.verify(split_in(model, 2), model, ({"w": torch.tensor(2.0)},), batch).bitwise
