@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fpipe.graphs.keys import fold_in
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.models.boundary import boundary
+    from fpipe.models.compare_grads import compare_grads
     from fpipe.models.custom_stage import custom_stage
     from fpipe.models.deferred_batch_norm import deferred_batch_norm
     from fpipe.models.freeze import freeze
@@ -64,6 +65,7 @@ _WITH_TORCH = {
     "graphs.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
     "models.boundary": ("boundary",),
+    "models.compare_grads": ("compare_grads",),
     "models.custom_stage": ("custom_stage",),
     "models.deferred_batch_norm": ("deferred_batch_norm",),
     "models.freeze": ("freeze",),
@@ -122,6 +124,7 @@ __all__ = [
     "check",
     "checkpoint",
     "communicate",
+    "compare_grads",
     "custom_stage",
     "deferred_batch_norm",
     "fold_in",

@@ -1,0 +1,247 @@
+"""Judge gradients that were made elsewhere, by another pipeline or a loop of one's own, against plain autograd.
+
+{"0.weight": dw, "1.weight": dv}        --> compare_grads -->        a Report, or the mistake by its name
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.model import Model, check_params, the_model
+from fpipe.models.params import join_params
+from fpipe.program import Value
+from fpipe.runtimes.microbatch import check_batch, cut, rows, rows_of_each, streams
+from fpipe.runtimes.microbatch_graph import train
+from fpipe.runtimes.reference import over_parts
+from fpipe.runtimes.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
+from fpipe.runtimes.result import Result
+from fpipe.runtimes.undivided import undivided
+from fpipe.runtimes.verdict import Gradient, Verdict, is_sure, judge
+
+_MOST = 16
+_SHOWN = 5
+
+
+def compare_grads(
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any] | list[tuple[Any, Any]],
+    grads: Any,
+    *,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+    microbatches: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Report:
+    """Compare gradients that were made elsewhere with those of plain autograd, and name the mistake that explains them.
+
+    Args:
+        model, params, state, key: as for `reference`.
+        batch: (inputs, target), the whole batch of the step that made the gradients; or a list of its microbatches.
+        grads: as `join_params` has them: of a model made from a module a dict by the names of its state_dict (one name
+            of a tied parameter is enough), of `from_loss` the pytree it was given, or a flat dict with names such as
+            blocks.0.w; or one tree for each stage, like params.
+        microbatches: how many parts the batch was cut into. None tries those from 1 to 16 that divide its rows, and
+            takes the one that explains most.
+        rtol, atol: relative and absolute tolerance. Without either a gradient must be equal to rounding: the norm of
+            the difference at most the root of its machine epsilon times its own (3.5e-4 in float32).
+
+    Returns:
+        A `Report`, whose leaves have a verdict each: equal bit by bit, or to rounding, by how many ulps.
+
+    Raises:
+        ValueError: a name too many or too few, or a gradient of another shape; a tolerance that is no number from 0.
+        GradientMismatch: a gradient that is another one, with the mistake, if one explains it: all scaled by a number,
+            a microbatch or a use of a tied parameter missing or counted twice, microbatches of different sizes
+            counted the same.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    >>> loss = torch.nn.functional.mse_loss
+    >>> model, params, state = fpipe.from_sequential(net, stages=2, loss=loss)
+    >>> batch = (torch.randn(8, 3), torch.randn(8, 1))
+    >>> for inputs, target in zip(batch[0].split(2), batch[1].split(2)):
+    ...     loss(net(inputs), target).backward()
+    >>> fpipe.compare_grads(model, params, batch, {name: p.grad for name, p in net.named_parameters()})
+    Traceback (most recent call last):
+    fpipe.runtimes.report.GradientMismatch: 4 of 4 gradients are not those of plain autograd.
+    4 x: summed over 4 microbatches or ranks instead of averaged?
+      0.weight, 0.bias, 2.weight, 2.bias
+    """
+    close = None if rtol is None and atol is None else Close(rtol, atol)
+    found = _by_name(the_model(model), params, grads)
+    trials = [_Trial(model, params, parts, state, key) for parts in _ways(batch, microbatches)]
+    best = min((trial.judged(found) for trial in trials), key=_Judged.order)
+    if not best.clear:
+        best = min((trial.judged(found, apart=True) for trial in trials), key=_Judged.order)
+    wrong = [
+        (one, verdict)
+        for one, verdict in zip(best.gradients, best.verdicts, strict=True)
+        if (not close(one.found, one.expected) if close else verdict.kind in ("mistake", "unknown"))
+    ]
+    report = best.report
+    if wrong:
+        raise GradientMismatch(_message(wrong, len(best.gradients)), report)
+    if len(best.trial.parts) == 1 or isinstance(batch, list):
+        return report
+    sizes = [size for _, size in best.trial.parts]
+    whole = undivided(model, params, batch, sizes, best.trial.result, state=state, key=key)
+    return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
+
+
+Parts = list[tuple[tuple[Any, Any], int]]
+
+
+def _ways(batch: Any, microbatches: int | None) -> list[Parts]:
+    """How the batch may have been cut: for each way the microbatches, with their rows."""
+    if isinstance(batch, list):
+        pairs = streams(batch, len(batch))  # pyright: ignore[reportUnknownArgumentType]
+        return [[*zip(zip(*pairs, strict=True), rows_of_each(pairs), strict=True)]]
+    check_batch(batch)
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise ValueError(f"microbatches is a whole number, at least 1, or None; found {microbatches!r}.")
+    count = rows(batch)
+    ways = [m for m in range(1, _MOST + 1) if count % m == 0] if microbatches is None else [microbatches]
+    return [[cut(batch, index, m) for index in range(m)] for m in ways]
+
+
+def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple[int, Tensor]]:
+    """The gradients by name: which leaf of the params each is of, and itself."""
+    leaves, containers = tree.flatten(tuple(check_params(model, params)))
+    numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
+    if isinstance(grads, tuple | list) and not isinstance(numbered, tuple | list):
+        grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
+    places = {_dotted(place): at for place, at in tree.paths(numbered)}
+    found = {_dotted(place): leaf for place, leaf in tree.paths(grads) if leaf is not None}
+    odd = next((name for name in found if name not in places), None)
+    if odd is not None:
+        raise ValueError(f"there is no parameter {odd!r} in the model, which has {listed([*places])}.")
+    trains = [one for number, own in enumerate(params) for one in train(model, number, own)]
+    known = {places[name] for name in found}
+    missing = next((name for name, at in places.items() if trains[at] and at not in known), None)
+    if missing is not None:
+        raise ValueError(f"there is no gradient of {missing!r}; a parameter that trains has one, of zeros if need be.")
+    for name, leaf in found.items():
+        wanted = tuple(leaves[places[name]].shape)
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+        if shape != wanted:
+            raise ValueError(f"the gradient of {name!r} has the shape {shape}, the parameter {wanted}.")
+    return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}
+
+
+def _dotted(place: str) -> str:
+    """A place in a pytree as a state_dict would call it.
+
+    >>> _dotted("['0.weight']"), _dotted("['blocks'][0]['w']")
+    ('0.weight', 'blocks.0.w')
+    """
+    return place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix(".")
+
+
+class _Trial:
+    """The reference for one way to cut the batch."""
+
+    def __init__(self, model: Model, params: Any, parts: Parts, state: Any, key: int | None) -> None:
+        self.model, self.params, self.parts = model, params, parts
+        self.run = partial(over_parts, model, params, parts, state=state, key=key)
+
+    @cached_property
+    def result(self) -> Result:
+        """Loss and gradients."""
+        return self.run()
+
+    def judged(self, found: Mapping[str, tuple[int, Tensor]], apart: bool = False) -> _Judged:
+        """A verdict of each gradient; `apart`: with those of each microbatch and use."""
+        noted: dict[Value, Any] = {}
+        if apart:
+            self.run(see=lambda value, made: noted.update({value: made} if value.name in ("g", "count") else {}))
+        divisor = sum(made for value, made in noted.items() if value.name == "count" and made is not None) or 1
+        uses = _uses(self.model, self.params)
+        right = tree.leaves(self.result.grads)
+        gradients: list[Gradient] = []
+        for name, (at, leaf) in found.items():
+            parts: dict[tuple[int, int], Tensor] = {}
+            for index in range(len(self.parts)) if apart else ():
+                for stage, bundle, k in uses[at]:
+                    part = noted[Value("g", stage, index, port=bundle)][k]
+                    if part is not None:
+                        parts[index, stage] = part / divisor
+            moved = leaf.to(right[at].device)
+            alike = moved.dtype == right[at].dtype
+            bitwise = alike and Close()(moved, right[at])
+            gradients.append(Gradient(name, moved, right[at], bitwise, parts))
+        sizes = [size for _, size in self.parts]
+        return _Judged(self, gradients, judge(gradients, sizes, self.model.reduction))
+
+
+def _uses(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]]]:
+    """Where each leaf is used: the stage, which of its parameter bundles it is in, and which leaf of that."""
+    leaves, containers = tree.flatten(tuple(params))
+    numbered = tree.unflatten(containers, range(len(leaves)))
+    uses: list[list[tuple[int, int, int]]] = [[] for _ in leaves]
+    for tied in model.tied_uses:
+        uses[numbered[tied[0].owner][tied[0].owner_name]] = [(leaf.stage, leaf.bundle, 0) for leaf in tied]
+    for number, own in enumerate(numbered):
+        names = {leaf.name for leaf in model.owned(number)}
+        rest = {name: leaf for name, leaf in own.items() if name not in names} if names else own
+        for k, at in enumerate(tree.leaves(rest)):
+            uses[at] = [(number, 0, k)]
+    return uses
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What is found of the gradients beside one trial."""
+
+    trial: _Trial
+    gradients: list[Gradient]
+    verdicts: list[Verdict]
+
+    @property
+    def clear(self) -> bool:
+        """Whether there is no need to look at microbatches and uses one by one."""
+        pairs = zip(self.gradients, self.verdicts, strict=True)
+        return all(v.mistake.plain if v.mistake else v.kind != "unknown" and is_sure(g) for g, v in pairs)
+
+    def order(self) -> tuple[int, int, int, int, int]:
+        """The best explains all with the fewest mistakes, and agrees in the most bits."""
+        kinds = Counter(verdict.kind for verdict in self.verdicts)
+        mistakes = {verdict.mistake for verdict in self.verdicts if verdict.mistake}
+        return kinds["unknown"], len(mistakes), kinds["mistake"], -kinds["bitwise"], len(self.trial.parts)
+
+    @property
+    def report(self) -> Report:
+        """The same for a reader."""
+        leaves = [
+            Leaf(one.name, one.bitwise, 0.0 if one.bitwise else largest(one.found, one.expected), verdict.words)
+            for one, verdict in zip(self.gradients, self.verdicts, strict=True)
+        ]
+        m = len(self.trial.parts)
+        how = "the undivided batch" if m == 1 else f"{m} microbatches, one after the other"
+        odd = [one.name for one in self.gradients if not bool(torch.isfinite(dense(one.found)).all())]
+        rounded = [verdict.words for verdict in self.verdicts if verdict.kind == "rounding"]
+        words = f"Compared with {how}" + (f"; {len(rounded)} equal to rounding." if rounded else ".")
+        return Report(tuple(leaves), notes=(words, *([f"NaN or infinite numbers in {listed(odd)}."] if odd else [])))
+
+
+def _message(wrong: Sequence[tuple[Gradient, Verdict]], count: int) -> str:
+    """Which mistakes explain which gradients; those of most first."""
+    groups: dict[str, list[str]] = {}
+    for one, verdict in wrong:
+        groups.setdefault(verdict.words, []).append(one.name)
+    lines = [f"{len(wrong)} of {count} gradients are not those of plain autograd."]
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    for words, names in ordered[:_SHOWN]:
+        lines += [words, f"  {listed(names)}"]
+    if len(ordered) > _SHOWN:
+        lines.append(f"and {sum(len(names) for _, names in ordered[_SHOWN:])} more, each in a way of its own")
+    return "\n".join(lines)

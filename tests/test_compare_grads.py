@@ -1,0 +1,281 @@
+"""Gradients made elsewhere: each mistake is made on purpose, and called by its name."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+
+F = nn.functional
+ROWS, PARTS = 12, 4
+
+
+class Tied(nn.Module):
+    """The first layer's weight once more."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        return x @ self.first.weight
+
+
+@cache
+def made(tied=False, dtype=torch.float64):
+    torch.manual_seed(0)
+    first = nn.Linear(5, 5)
+    net = nn.Sequential(first, nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), *([Tied(first)] if tied else []), nn.Linear(5, 1))
+    net = net.to(dtype)
+    model, params, _ = fpipe.from_sequential(net, stages=3, loss=F.mse_loss)
+    return net, model, params, (torch.randn(ROWS, 5, dtype=dtype), torch.randn(ROWS, 1, dtype=dtype))
+
+
+def loop(counts=(1,) * PARTS, scale=1.0, sizes=(ROWS // PARTS,) * PARTS, weigh=True, **how):
+    """A loop of one's own: how often each microbatch counts, and what the sum is multiplied by."""
+    net, _, _, batch = made(**how)
+    total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for count, inputs, target in zip(counts, *(half.split(sizes) for half in batch), strict=True):
+        weight = len(inputs) / ROWS if weigh else 1 / len(sizes)
+        grads = torch.autograd.grad(F.mse_loss(net(inputs), target) * weight, [*net.parameters()])
+        for name, grad in zip(total, grads, strict=True):
+            total[name] += count * scale * grad
+    return total
+
+
+def judged(grads, **more) -> fpipe.Report:
+    how = {word: more.pop(word) for word in ("tied", "dtype") if word in more}
+    _, model, params, batch = made(**how)
+    return fpipe.compare_grads(model, params, batch, grads, **more)
+
+
+def verdict(grads, **more) -> list[str]:
+    """What the error says, without names."""
+    with pytest.raises(fpipe.GradientMismatch) as caught:
+        judged(grads, **more)
+    return [line for line in str(caught.value).splitlines()[1:] if not line.startswith("  ")]
+
+
+def test_equal_bit_by_bit_in_the_microbatches_that_made_them():
+    report = judged(loop())
+    assert report.bitwise
+    assert str(report).splitlines() == [
+        "6 of 6 leaves bitwise equal to plain autograd, largest error 0",
+        "Compared with 4 microbatches, one after the other.",
+    ]
+    assert report.undivided == "The undivided batch gives the same loss and gradients, to rounding."
+
+
+def test_equal_to_rounding_is_told_in_ulps():
+    grads = loop()
+    grads["2.bias"] = grads["2.bias"] + 2.9 * grads["2.bias"].abs().max() * torch.finfo(torch.float64).eps
+    leaf = next(leaf for leaf in judged(grads, microbatches=4).leaves if leaf.name == "2.bias")
+    assert leaf.verdict == "equal to rounding, 3 ulps of its largest number at most"
+    with pytest.raises(fpipe.GradientMismatch, match="equal to rounding, 3 ulps"):
+        judged(grads, microbatches=4, rtol=0.0, atol=0.0)
+    assert judged(loop(scale=1 + 1e-4), rtol=1e-3).max_error > 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (4.0, "4 x: summed over the 4 microbatches or 4 ranks instead of averaged?"),
+        (0.25, "1/4 x: averaged over the 4 microbatches or 4 ranks once too often?"),
+        (8.0, "8 x: summed over 8 microbatches or ranks instead of averaged?"),
+        (2.0**-3, "1/8 x: averaged over 8 microbatches or ranks once too often?"),
+        (65536.0, "65536 x: a loss scale that was not divided out?"),
+        (-1.0, "-1 x: the sign is turned"),
+        (0.0, "0: nothing was added to it"),
+        (0.7, "0.7 x"),
+    ],
+)
+def test_all_scaled(scale: float, words: str):
+    assert verdict(loop(scale=scale), microbatches=4) == [words]
+
+
+def test_a_sum_that_was_averaged_is_told_from_a_mean_that_was_summed():
+    net, _, _, batch = made()
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.MSELoss(reduction="sum"), reduction="sum")
+    grads = {name: grad * ROWS / 4 for name, grad in loop().items()}
+    with pytest.raises(
+        fpipe.GradientMismatch, match=r"1/4 x: averaged over 4 microbatches or ranks instead of summed\?"
+    ):
+        fpipe.compare_grads(model, params, batch, grads)
+
+
+@pytest.mark.parametrize("microbatches", [4, None])
+@pytest.mark.parametrize(("count", "words"), [(0, "is missing"), (2, "counts twice")])
+def test_a_microbatch_missing_or_double(count: int, words: str, microbatches: int | None):
+    assert verdict(loop((1, 1, count, 1)), microbatches=microbatches) == [f"microbatch 2 of 4 {words}"]
+
+
+def test_a_microbatch_missing_from_a_sum_that_is_not_averaged():
+    assert verdict(loop((0, 1, 1, 1), scale=4.0), microbatches=4) == [
+        "microbatch 0 of 4 is missing, and all is 4 x: summed over the 4 microbatches or 4 ranks instead of averaged?"
+    ]
+
+
+def test_microbatches_of_other_sizes_that_count_the_same():
+    _, model, params, (inputs, target) = made()
+    sizes = (5, 4, 3)
+    grads = loop((1,) * 3, sizes=sizes, weigh=False)
+    batch = [*zip(inputs.split(sizes), target.split(sizes), strict=True)]
+    with pytest.raises(fpipe.GradientMismatch, match="each microbatch counts the same, although they differ in rows"):
+        fpipe.compare_grads(model, params, batch, grads)
+    assert fpipe.compare_grads(model, params, batch, loop((1,) * 3, sizes=sizes)).bitwise
+
+
+def uses(net, batch):
+    """The gradients of the tied weight by its first use and by its last, by hand."""
+    own = {name: p.detach() for name, p in net.named_parameters()}
+    first, last = (own["0.weight"].clone().requires_grad_() for _ in range(2))
+    h = torch.tanh(batch[0] @ first.T + own["0.bias"])
+    h = torch.tanh(h @ own["2.weight"].T + own["2.bias"]) @ last
+    return torch.autograd.grad(F.mse_loss(h @ own["5.weight"].T + own["5.bias"], batch[1]), (first, last))
+
+
+def test_a_tied_use_is_missing():
+    """Two stages on two ranks that do not add their gradients of one weight."""
+    net, model, _, batch = made(tied=True)
+    grads = loop(tied=True)
+    early, late = (leaf.stage for leaf in model.tied_uses[0])
+    first, last = uses(net, batch)
+    assert verdict(grads | {"0.weight": first}, tied=True) == [f"the use in stage {late} is missing"]
+    assert set(verdict(grads | {"0.weight": first, "4.first.weight": last}, tied=True)) == {
+        f"the use in stage {late} is missing",
+        f"the use in stage {early} is missing",
+    }
+    assert verdict(grads | {"0.weight": grads["0.weight"] + last}, tied=True) == [
+        f"the use in stage {late} counts twice"
+    ]
+    assert judged(grads, tied=True).max_error < 1e-15
+
+
+def test_two_mistakes_are_told_apart():
+    grads = loop()
+    grads |= {name: 4 * grad for name, grad in grads.items() if name.startswith("0.")}
+    grads["2.weight"] = torch.randn(5, 5, dtype=torch.float64)
+    with pytest.raises(fpipe.GradientMismatch) as caught:
+        judged(grads, microbatches=4)
+    first, scaled, names, odd, name = str(caught.value).splitlines()
+    assert first == "3 of 6 gradients are not those of plain autograd."
+    assert (scaled[:4], names) == ("4 x:", "  0.weight, 0.bias")
+    assert odd.startswith("of ")
+    assert " x the norm, its cosine with the right one " in odd
+    assert name == "  2.weight"
+
+
+def test_numbers_that_are_not_finite_are_named():
+    grads = loop()
+    grads["0.bias"][1] = float("nan")
+    assert verdict(grads) == ["NaN or infinite numbers"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_hides_no_missing_microbatch(dtype: torch.dtype):
+    """A gradient without one of many microbatches differs by less than a rounding of bfloat16 may."""
+    grads = {name: grad.to(dtype) for name, grad in loop().items()}
+    assert not judged(grads, microbatches=4).bitwise
+    grads = {name: grad.to(dtype) for name, grad in loop((1, 0, 1, 1)).items()}
+    assert verdict(grads, microbatches=4) == ["microbatch 1 of 4 is missing"]
+
+
+def test_one_tree_a_stage_and_a_pytree_of_ones_own():
+    _, model, params, batch = made()
+    right = fpipe.reference(model, params, batch)
+    assert fpipe.compare_grads(model, params, batch, right.grads).bitwise
+    whole = {"a": torch.eye(3), "b": [torch.ones(3)]}
+    pair = torch.randn(4, 3), torch.randn(4, 3)
+    loss_model, own = fpipe.from_loss(
+        lambda p, b: F.mse_loss(fpipe.boundary(b[0] @ p["a"]) + p["b"][0], b[1]), whole, pair
+    )
+    grads = fpipe.join_params(loss_model, fpipe.reference(loss_model, own, pair).grads)
+    assert fpipe.compare_grads(loss_model, own, pair, grads).bitwise
+    assert fpipe.compare_grads(loss_model, own, pair, {"a": grads["a"], "b.0": grads["b"][0]}).bitwise
+    with pytest.raises(fpipe.GradientMismatch, match=r"3 x: .*\n  b\.0$"):
+        fpipe.compare_grads(loss_model, own, pair, {"a": grads["a"], "b": [3 * grads["b"][0]]})
+
+
+def test_count_state_keys_and_frozen_leaves():
+    """Whatever a step takes, the reference takes."""
+    net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
+    how = {"loss": lambda y, t: ((y - t).square().sum(), len(y)), "reduction": "count"}
+    model, params, state = fpipe.from_sequential(net, stages=2, **how)
+    model = fpipe.freeze(model, "0.weight")
+    batch = torch.randn(8, 5), torch.randn(8, 1)
+    more = {"state": state, "key": 3}
+    right = fpipe.reference(model, params, batch, microbatches=2, **more)
+    report = fpipe.compare_grads(model, params, batch, right.grads, microbatches=2, **more)
+    assert report.bitwise
+    assert len(report.leaves) == 5
+    noted = []
+    half = fpipe.reference(model, params, (batch[0][:4], batch[1][:4]), **more).grads
+    for one, other in zip(fpipe.tree.leaves(right.grads), fpipe.tree.leaves(half), strict=True):
+        noted.append(None if one is None else one - other / 2)
+    lost = fpipe.tree.unflatten(fpipe.tree.flatten(right.grads)[1], noted)
+    with pytest.raises(fpipe.GradientMismatch, match="microbatch 0 of 2 is missing"):
+        fpipe.compare_grads(model, params, batch, lost, microbatches=2, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda grads: grads | {"9.bias": torch.ones(5)},
+            r"there is no parameter '9.bias' in the model, which has 0.weight, ",
+        ),
+        (
+            lambda grads: {k: v for k, v in grads.items() if k != "2.bias"},
+            "there is no gradient of '2.bias'; a parameter that trains has one",
+        ),
+        (
+            lambda grads: grads | {"2.bias": torch.ones(3)},
+            r"gradient of '2.bias' has the shape \(3,\), the parameter \(5,\)",
+        ),
+        (lambda grads: grads | {"2.bias": 1.0}, "has the shape float, the parameter"),
+    ],
+)
+def test_what_are_no_gradients_of_the_model_is_refused(change, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        judged(change(loop()))
+
+
+@pytest.mark.parametrize("count", [0, True, 2.0])
+def test_microbatches_is_a_whole_number(count):
+    with pytest.raises(ValueError, match="microbatches is a whole number, at least 1, or None"):
+        judged(loop(), microbatches=count)
+
+
+@given(st.data())
+def test_a_mistake_drawn_at_random_is_named(data):
+    """Any layers, any mistake: microbatches are counted as one likes, or a scale is forgotten."""
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    m = data.draw(st.sampled_from([2, 3, 4]))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())]
+    net = nn.Sequential(*layers).double()
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
+    batch = (torch.randn(3 * m, widths[0]).double(), torch.randn(3 * m, widths[-1]).double())
+    index, times = data.draw(st.integers(0, m - 1)), data.draw(st.sampled_from([0, 1, 2]))
+    scale = data.draw(st.sampled_from([1.0, float(m), 1.0 / m, 16.0]))
+    counts = [times if at == index else 1 for at in range(m)]
+    total = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for count, inputs, target in zip(counts, *(half.chunk(m) for half in batch), strict=True):
+        grads = torch.autograd.grad(F.mse_loss(net(inputs), target) / m, [*net.parameters()])
+        for name, grad in zip(total, grads, strict=True):
+            total[name] += count * scale * grad
+    if (times, scale) == (1, 1.0):
+        assert fpipe.compare_grads(model, params, batch, total, microbatches=m).bitwise
+        return
+    with pytest.raises(fpipe.GradientMismatch) as caught:
+        fpipe.compare_grads(model, params, batch, total, microbatches=m)
+    said = str(caught.value).splitlines()
+    assert len(said) == 3, said
+    assert (f"microbatch {index} of {m} {'is missing' if times == 0 else 'counts twice'}" in said[1]) == (times != 1)
+    shown = f"{scale:g} x: " if scale > 1 else f"1/{m} x: "
+    assert (shown in said[1]) == (scale != 1.0)
