@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import prove, see, write
+from fpipe.cli import check_grads, prove, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -37,6 +37,7 @@ def start(imports: Imports = None) -> None:
       python -m fpipe compare gpipe one_f_one_b --costs F=1,B=1,W=1,c=0.1
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
+      python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
       python -m fpipe export one_f_one_b --format comms > schedule.csv
       python -m fpipe --import mine.py show my_schedule
 
@@ -63,5 +64,5 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (see.schedules, see.show, see.compare, prove.check, prove.verify, write.export):
+for command in (see.schedules, see.show, see.compare, prove.check, prove.verify, check_grads.check_grads, write.export):
     app.command()(_refusing(command))

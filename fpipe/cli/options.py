@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -40,16 +41,17 @@ def known(what: str) -> str:
     return what
 
 
-def load_module(module: str) -> None:
-    """Import a module, or run a file, that registers schedules."""
+def load_module(module: str) -> ModuleType:
+    """Import a module, or run a file."""
     if not module.endswith(".py"):
         sys.path.insert(0, "")
-        importlib.import_module(module)
-        return
+        return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(Path(module).stem, module)
     if spec is None or spec.loader is None or not Path(module).is_file():
         raise ValueError(f"there is no file {module!r}.")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 What = Annotated[
