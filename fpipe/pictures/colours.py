@@ -6,6 +6,8 @@ apart to most eyes and at least 20 to each kind of colour-blind ones. A second d
 
 from __future__ import annotations
 
+from functools import cache
+
 FILLS = {
     "F": "#2a66be",
     "B": "#14a08c",
@@ -38,6 +40,7 @@ ROLES = {
 """Everything but the ops, on light paper and on dark."""
 
 
+@cache
 def fill(kind: str, shade: float = 0.0) -> str:
     """The colour of a kind; shade 0 is the first direction or chunk, 1 the last and lightest.
 
@@ -49,6 +52,7 @@ def fill(kind: str, shade: float = 0.0) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
 
 
+@cache
 def ink_on(paper: str) -> str:
     """Black or white, whichever reads better on a colour.
 

@@ -28,7 +28,8 @@ def perfetto(panels: Sequence[Panel]) -> str:
         entries += [*_names(panel, first), *_ops(panel, first), *_waits(panel, first)]
         entries += [*_flows(panel, first, len(entries)), *_held(panel, first)]
         first += panel.ranks
-    lines = ",\n".join(json.dumps(entry, separators=(",", ":"), ensure_ascii=False) for entry in entries)
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
+    lines = ",\n".join(map(encode, entries))
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
@@ -80,17 +81,17 @@ def _waits(panel: Panel, first: int) -> Iterator[Entry]:
 def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
     """An arrow binds to what is open at its ends: the middle of the op that writes, the start of the one that reads."""
     writers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
-    readers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
+    readers: dict[tuple[tuple[object, ...], int], list[Event]] = defaultdict(list)  # of a value wherever it is
     for event in panel.timeline.events:
         if event.op.kind in ("SEND", "RECV"):
             continue
         for value in event.op.writes:
             writers[value, event.op.rank].append(event)
         for value in event.op.reads:
-            readers[value._replace(at=""), event.op.rank].append(event)
+            readers[value[:-1], event.op.rank].append(event)
     for number, moved in enumerate(panel.transfers, number):  # noqa: B020
         made = [one for one in writers[moved.value, moved.source] if one.end <= moved.start * _ALMOST]
-        read = [one for one in readers[moved.value._replace(at=""), moved.target] if one.start >= moved.end / _ALMOST]
+        read = [one for one in readers[moved.value[:-1], moved.target] if one.start >= moved.end / _ALMOST]
         for phase, event in (("s", made[-1]), ("f", read[0])) if made and read else ():
             yield {
                 "ph": phase,

@@ -109,11 +109,18 @@ def units_held(
     return tuple(held), tuple(released)
 
 
-def curve(steps: HeldChanges, rank: int, share: float = 1) -> list[tuple[float, float]]:
-    """What a rank holds from each moment on at which it changes: (seconds, amount)."""
-    own = sorted(step[:2] + step[3:] for step in steps if step[2] == rank and step[3])
-    amounts = (held / share for held in accumulate(change for _, _, change in own))
-    moments = groupby(zip((when for when, _, _ in own), amounts, strict=True), key=itemgetter(0))
+def curves(steps: HeldChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """What each rank holds from each moment on at which it changes: (seconds, amount), in units of the rank's share."""
+    own: list[list[tuple[float, float, float]]] = [[] for _ in share]
+    for when, order, rank, change in steps:
+        if change:
+            own[rank].append((when, order, change))
+    return [_curve(sorted(changes), unit) for changes, unit in zip(own, share, strict=True)]
+
+
+def _curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
+    amounts = (held / unit for held in accumulate(change for _, _, change in changes))
+    moments = groupby(zip((when for when, _, _ in changes), amounts, strict=True), key=itemgetter(0))
     # Within one moment the most that is held is shown too, so that the curve's maximum is the peak.
     found: list[tuple[float, float]] = []
     for when, group in moments:

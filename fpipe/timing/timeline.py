@@ -11,7 +11,7 @@ from operator import itemgetter
 from fpipe.program import HtmlRepr, Op, Program, Value, building
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work, updated_by, walk
-from fpipe.timing.memory import HeldChanges, curve, unit_steps
+from fpipe.timing.memory import HeldChanges, curves, unit_steps
 from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
 from fpipe.transforms.shares import shares
 
@@ -193,12 +193,17 @@ class Timeline(HtmlRepr):
         """
         if rank not in range(self.ranks):
             raise ValueError(f"ranks are 0..{self.ranks - 1}, found {rank!r}.")
+        return [*self._held[rank]]
+
+    @cached_property
+    def _held(self) -> list[list[tuple[float, float]]]:
+        """What all ranks hold: one walk over the ops finds every rank's changes."""
         if self.steps is not None:
-            return curve(self.steps, rank)
+            return curves(self.steps, [1] * self.ranks)
         if self.program is None:
-            return []
+            return [[] for _ in range(self.ranks)]
         steps = unit_steps(self.program, self.starts, self.ends, self._moved[0])
-        return curve(steps, rank, shares(self.program)[rank])
+        return curves(steps, shares(self.program))
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{peak:g}" for peak in self.peak)
