@@ -1,9 +1,10 @@
-"""The command line: `python -m fpipe --help`."""
+"""The command line: `fpipe --help`, or `python -m fpipe --help`."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
         sys.exit(f"the command line needs {error.name}, which is not installed: pip install 'fpipe[cli]'.")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us without a word, as it ends any other tool
-    app(prog_name="python -m fpipe")
+    app(prog_name="fpipe" if Path(sys.argv[0]).stem == "fpipe" else "python -m fpipe")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from fpipe.cli.app import app
 from fpipe.cli.output import table
 from fpipe.interop import from_json, torch_pipelining
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MINE = """
 import fpipe
 fpipe.schedules.register("{name}", lambda ranks: fpipe.schedules.gpipe(ranks))
@@ -290,6 +293,20 @@ def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "fpipe.cli.app")
     with pytest.raises(SystemExit, match=r"^the command line needs typer, which is not installed: pip install"):
         main()
+
+
+def test_the_fpipe_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Usage lines say what was typed."""
+    assert EntryPoint("fpipe", PROJECT["scripts"]["fpipe"], "console_scripts").load() is main
+    for typed, called in (("/usr/bin/fpipe", "fpipe"), ("/lib/fpipe/__main__.py", "python -m fpipe")):
+        monkeypatch.setattr(sys, "argv", [typed, "show"])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert capsys.readouterr().err.startswith(f"Usage: {called} show ")
+
+
+def test_the_version_is_that_of_the_package():
+    assert out("--version") == f"fpipe {PROJECT['version']}\n"
 
 
 def test_what_is_no_text_is_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -26,8 +27,19 @@ Imports = Annotated[
 ]
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"fpipe {version('fpipe')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+]
+
+
 @app.callback()
-def start(imports: Imports = None) -> None:
+def start(imports: Imports = None, asked: Version = False) -> None:
     """Pipeline schedules: list them, draw them, compare them, prove them, take them elsewhere.
 
     \b
