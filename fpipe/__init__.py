@@ -8,6 +8,7 @@ from fpipe import interop, schedules
 from fpipe.check import check
 from fpipe.model import Model, Stage
 from fpipe.pictures.plot import plot
+from fpipe.pictures.style import Style
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
@@ -110,6 +111,7 @@ __all__ = [
     "Sizes",
     "Stage",
     "Stash",
+    "Style",
     "Sum",
     "Timeline",
     "Value",

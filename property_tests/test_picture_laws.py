@@ -6,41 +6,81 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
-from fpipe.pictures.shapes import Rect
+from fpipe.pictures.shapes import Drawing, Rect
 from property_tests.strategies import Plan, plans
 
 SECONDS = st.sampled_from([0, 0.25, 1, 3])
 COSTS = st.builds(fpipe.Costs, SECONDS, SECONDS, SECONDS, transfer=SECONDS)
+
+SWITCH = st.booleans()
+STYLES = st.builds(
+    fpipe.Style,
+    width_mm=st.none() | st.floats(80, 300),
+    font_pt=st.none() | st.floats(4, 9),
+    labels=st.sampled_from(["all", "microbatch", "none"]),
+    memory=SWITCH,
+    waits=SWITCH,
+    arrows=st.none() | SWITCH,
+    figures=SWITCH,
+    legend=SWITCH,
+    critical_path=SWITCH,
+    colours=st.sampled_from([{}, {"F": "#123456"}, lambda op: "#654321"]),
+)
 
 
 def panel(plan: Plan, costs: fpipe.Costs, transfers: bool) -> Panel:
     return Panel("", fpipe.simulate(fpipe.communicate()(plan.program) if transfers else plan.program, costs))
 
 
-@given(plans(), COSTS, st.booleans())
-def test_every_op_that_takes_time_is_one_box_at_its_time(plan: Plan, costs: fpipe.Costs, transfers: bool):
-    shown = panel(plan, costs, transfers)
-    drawing = lay_out([shown])
-    found = {
-        shape.title.partition(":")[0]: (shape.x, shape.width)
+def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
+    """The ops of a drawing, each with its left edge and width."""
+    return [
+        (shape.title.partition(":")[0], (shape.x, shape.width))
         for shape in drawing.timed
         if isinstance(shape, Rect) and ", rank " in shape.title
-    }
+    ]
+
+
+@given(plans(), COSTS, st.booleans(), STYLES)
+def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
+    plan: Plan, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
+):
+    shown = panel(plan, costs, transfers)
+    drawing = lay_out([shown], style=style)
+    found = boxes(drawing)
     scale = drawing.span / (drawing.end or 1)
     expected = {
         f"{op.cell}, rank {op.rank}": (drawing.left + start * scale, (end - start) * scale)
         for op, start, end in shown.timeline.events
         if end > start
     }
-    assert found.keys() == expected.keys()
-    assert all(found[name] == pytest.approx(place, abs=1e-6) for name, place in expected.items())
+    assert sorted(name for name, _ in found) == sorted(expected)
+    assert all(place == pytest.approx(expected[name], abs=1e-6) for name, place in found)
+
+
+@given(plans(), COSTS, st.booleans(), st.sets(st.integers(0, 16), min_size=2, max_size=2))
+def test_a_window_shows_exactly_what_overlaps_it(plan: Plan, costs: fpipe.Costs, transfers: bool, part: set[int]):
+    timeline = panel(plan, costs, transfers).timeline
+    start, end = (timeline.makespan * sixteenths / 16 for sixteenths in sorted(part))
+    assume(start < end)
+    events = [event for event in timeline.events if max(event.start, start) < min(event.end, end)]
+    overlapping = Counter(f"{op.cell}, rank {op.rank}" for op, _, _ in events)
+    shown = Panel("", timeline, (start, end))
+    drawing = lay_out([shown], style=fpipe.Style(window=(start, end)))
+    assert Counter(name for name, _ in boxes(drawing)) == overlapping
+    for shape in drawing.timed:
+        if isinstance(shape, Rect):
+            assert drawing.left - 1e-6 <= shape.x <= shape.x + shape.width <= drawing.left + drawing.span + 1e-6
+    entries = json.loads(perfetto([shown]))["traceEvents"]
+    kinds = [one for one in entries if one["ph"] == "X" and one["cat"] != "wait" and one["dur"] > 0]
+    assert Counter(f"{one['name']}, rank {one['pid']}" for one in kinds) == overlapping
 
 
 @given(plans(), COSTS, st.booleans())

@@ -77,6 +77,28 @@ def test_show_writes_pictures(tmp_path: Path):
     assert json.loads(trace.read_text())
 
 
+def test_a_style_is_for_the_files(tmp_path: Path):
+    svg, pdf = tmp_path / "a.svg", tmp_path / "a.pdf"
+    said = "width_mm=84,labels=none,memory=no,window=0/4,ranks=x/y,F=#123456"
+    printed = out("show", "gpipe", "-p", "2", "-m", "2", "--svg", str(svg), "--pdf", str(pdf), "--style", said)
+    assert printed.splitlines()[-2:] == [f"wrote {svg}", f"wrote {pdf}"]
+    style = fpipe.Style(
+        width_mm=84, labels="none", memory=False, window=(0, 4), ranks=["x", "y"], colours={"F": "#123456"}
+    )
+    again = fpipe.plot(program("gpipe", 2, 2), names=["gpipe"], style=style, file=tmp_path / "b.svg")
+    assert svg.read_text() == Path(again).read_text()
+    for typed, sentence in (
+        (("memory=no",), "--style is of a file: add --svg, --png, --pdf, --html or --perfetto."),
+        (("labls=no", "--svg", str(svg)), "a style has no 'labls'; did you mean labels?"),
+        (("memory=0", "--svg", str(svg)), "memory= is yes or no, found '0'."),
+        (("window=2", "--svg", str(svg)), "window= is (start, end) in seconds, 0 <= start < end; found (2.0,)."),
+        (("font_pt=x", "--svg", str(svg)), "font_pt= is a number, found 'x'."),
+    ):
+        code, _, complaint = run("show", "gpipe", "--style", *typed)
+        assert code == 2
+        assert sentence in " ".join(complaint.split())
+
+
 def test_compare_puts_them_side_by_side():
     lines = out("compare", "gpipe", "one_f_one_b", "-p", "3", "-m", "4", "-c", "F=1,B=1,W=1").splitlines()
     assert [line.split()[0] for line in lines] == ["schedule", "gpipe", "one_f_one_b"]

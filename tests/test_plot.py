@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.pictures.colours import FILLS, fill
+from fpipe.pictures.colours import FILLS, lighter
 from fpipe.pictures.panel import Panel
 from fpipe.program import Program
 from fpipe.timing.memory import unit_steps
 
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
 GPIPE = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(3))
+QUICK = fpipe.Costs(transfer=0.1)
+RANKS = ["rank 0", "rank 1", "rank 2"]
 SLOW = fpipe.Costs(forward=1.5, transfer=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -90,6 +92,13 @@ def test_a_long_program_stays_within_its_width():
     lines = fpipe.plot(long, costs=SLOW, width=100).splitlines()
     assert max(map(len, lines)) <= 100
     assert set(lines[0].partition("|")[2]) <= set(" .FB-")
+    assert lines[-1] == "F forward, B backward, - goes on, . idle; a character is 6.12 seconds"
+
+
+def test_the_heading_of_a_text_stays_within_its_width():
+    text = fpipe.plot(ONE_F_ONE_B, GPIPE, names=["one forward, one backward", "GPipe"], width=40).splitlines()
+    assert max(map(len, text)) <= 40
+    assert "one forward, one backward: makespan 18, span 18, bubble 33.3%, peak 3" in " ".join(text)
 
 
 def test_a_pair_and_the_copy_lane_have_their_place():
@@ -167,7 +176,7 @@ def test_slices_are_told_apart_and_copies_have_a_letter(tmp_path: Path):
 def test_the_colours_of_kinds_are_told_apart():
     """LOAD and OFFLOAD had one colour, and nothing in their boxes."""
     assert len(set(FILLS.values())) == 7
-    assert fill("F", 1) != fill("F")
+    assert lighter(FILLS["F"], 1) != FILLS["F"]
 
 
 def test_the_second_chunk_and_the_second_direction_are_lighter():
@@ -183,6 +192,193 @@ def test_the_second_chunk_and_the_second_direction_are_lighter():
 def test_a_pair_is_two_halves():
     halves = [bar for bars in panel(paired()).bars.values() for bar in bars if bar.depth < 1]
     assert [(bar.op.cell, bar.top, bar.depth) for bar in halves] == [("1F1", 0, 0.5), ("1B0", 0.5, 0.5)]
+
+
+# Many ranks
+
+
+def test_a_row_of_microbatches_without_room_has_one_label(tmp_path: Path):
+    """Of 16 ranks and 64 microbatches, 0 to 9 had labels and 10 to 63 had none."""
+    found = words(Path(fpipe.plot(many("one_f_one_b", 16, 64), costs=QUICK, file=tmp_path / "a.svg")))
+    assert {"0F0-15", "1F0-14"} <= set(found)
+    assert {str(microbatch) for microbatch in range(64)} <= set(found)
+
+
+def test_a_picture_has_all_arrows_or_none(tmp_path: Path):
+    """They hung on the rank's own ops: between narrow ones they were a grey band."""
+    _, few = drawn_lines(many("one_f_one_b", 4, 8), tmp_path)
+    assert len(few) == 2 * 3 * 8
+    _, none = drawn_lines(many("one_f_one_b", 16, 64), tmp_path)
+    assert not none
+    _, all_of_them = drawn_lines(many("one_f_one_b", 16, 64), tmp_path, arrows=True)
+    assert len(all_of_them) == 2 * 15 * 64
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [("interleaved", "first to last chunk of a rank"), ("dualpipe", "first and second direction"), ("gpipe", "")],
+)
+def test_the_legend_says_what_is_lighter(schedule: str, said: str, tmp_path: Path):
+    found = words(Path(fpipe.plot(many(schedule, 4, 8), file=tmp_path / "a.svg")))
+    assert [word for word in found if word.startswith("first ")] == [said] * bool(said)
+
+
+def test_the_heading_is_never_cut(tmp_path: Path):
+    name = "One forward, one backward, of three ranks and four microbatches"
+    root, _ = drawn(Path(fpipe.plot(ONE_F_ONE_B, names=[name], file=tmp_path / "a.svg", width=260)))
+    lines = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert f"{name} makespan 18, span 18, bubble 33.3%, peak 3" in " ".join(lines)
+    assert max(map(len, lines)) * 7.5 < 260
+
+
+# Style
+
+
+def drawn_lines(program: Program, folder: Path, **style: object) -> tuple[ET.Element, list[str]]:
+    """An SVG, and what its transfers say."""
+    file = fpipe.plot(program, costs=SLOW, file=folder / "a.svg", style=fpipe.Style(**style))
+    root = ET.parse(file).getroot()
+    said = [path.findtext(f"{SVG}title") or "" for path in root.iter(f"{SVG}path")]
+    return root, [title for title in said if " to " in title]
+
+
+def styled(folder: Path, **style: object) -> list[str]:
+    """The words of a picture, after its titles."""
+    root, _ = drawn_lines(ONE_F_ONE_B, folder, **style)
+    return [node.text or "" for kind in ("title", "text") for node in root.iter(f"{SVG}{kind}")]
+
+
+def test_a_picture_has_its_size_on_paper(tmp_path: Path):
+    paper = fpipe.Style(width_mm=84, font_pt=7)
+    root = ET.parse(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.svg")).getroot()
+    assert root.get("width") == "84mm"
+    points = 84 / 25.4 * 72 / float(root.get("viewBox", "").split()[2])
+    sizes = {
+        group.get("font-size") for group in root.iter(f"{SVG}g") if (group.findtext(f"{SVG}text") or "") == "rank 0"
+    }
+    assert {round(float(size) * points, 2) for size in sizes if size} == {7.0, 6.42}, "the names of ranks, twice"
+    data = Path(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.png")).read_bytes()
+    assert struct.unpack(">I", data[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
+
+
+def test_labels_are_whole_names_microbatches_or_none(tmp_path: Path):
+    cells = {op.cell for op in ONE_F_ONE_B.ops if op.kind in "FB"}
+    assert cells <= set(styled(tmp_path))
+    assert not cells & set(styled(tmp_path, labels="microbatch"))
+    assert {"0", "1", "2", "3"} <= set(styled(tmp_path, labels="microbatch", window=(0, 9)))
+    assert (
+        styled(tmp_path, labels="none", memory=False, legend=False, figures=False)[-10:-4] != styled(tmp_path)[-10:-4]
+    )
+    assert not [word for word in styled(tmp_path, labels="none") if word.startswith("waits for")]
+
+
+@pytest.mark.parametrize(
+    ("switch", "shown"),
+    [
+        ("memory", "microbatches held"),
+        ("waits", "rank 1 waits from 0 to 2\nfor 0F0 on rank 0"),
+        ("arrows", "y[0,0], rank 0 to 1: 1.5 to 2"),
+        ("figures", "makespan 25, span 25, bubble 44.0%, peak 3"),
+        ("legend", "F forward"),
+    ],
+)
+def test_each_part_can_be_left_out(switch: str, shown: str, tmp_path: Path):
+    assert shown in styled(tmp_path)[1:]
+    assert shown not in styled(tmp_path, **{switch: False})[1:]
+
+
+def test_the_critical_path_is_outlined(tmp_path: Path):
+    path = fpipe.simulate(ONE_F_ONE_B, SLOW).critical_path
+    ops = [f"{step.what.cell} is on the critical path" for step in path if isinstance(step.what, fpipe.Op)]
+    found = styled(tmp_path, critical_path=True)
+    assert [word for word in found if word.endswith("is on the critical path")] == ops
+    assert "critical path" in found
+    assert not [word for word in styled(tmp_path) if "critical" in word]
+
+
+def test_a_window_is_what_overlaps_it(tmp_path: Path):
+    _, boxes = drawn(Path(fpipe.plot(GPIPE, file=tmp_path / "a.svg", style=fpipe.Style(window=(3, 5.5)))))
+    assert {title.partition(",")[0] for title in boxes} == {"0F3", "1F2", "1F3", "2F1", "2F2", "2F3"}
+    text = fpipe.plot(ONE_F_ONE_B, style=fpipe.Style(window=(2, 6), ranks=["first", "2nd", "last"])).splitlines()
+    assert text == [
+        "first | 0F2 ............",
+        "2nd   | 1F1 ........1B0",
+        "last  | 2F0 2B0---- 2F1",
+        "        2       4       6",
+    ]
+
+
+def test_colours_are_by_kind_or_by_op(tmp_path: Path):
+    def paints(colours: object) -> set[str]:
+        root, _ = drawn_lines(ONE_F_ONE_B, tmp_path, colours=colours)
+        return {str(group.get("fill")) for group in root.iter(f"{SVG}g")}
+
+    assert {"#123456", FILLS["B"]} <= paints({"F": "#123456"})
+    stages = ["#100000", "#200000", "#300000"]
+    assert {*stages} <= paints(lambda op: stages[op.stage])
+    assert FILLS["F"] not in paints(lambda op: stages[op.stage])
+
+
+def test_ranks_have_the_names_they_are_given(tmp_path: Path):
+    names = ["GPU 0", "GPU 1", "host"]
+    assert styled(tmp_path, ranks=names).count("host") == 2
+    for entry in trace(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.json", style=fpipe.Style(ranks=names))):
+        if entry["name"] == "process_name":
+            assert entry["args"] == {"name": names[entry["pid"]]}
+
+
+def test_onto_axes_x_is_the_time(tmp_path: Path):
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(6, 2))
+    axes = figure.add_subplot()
+    assert fpipe.plot(ONE_F_ONE_B, ax=axes, style=fpipe.Style(memory=False)) == (
+        "makespan 18, span 18, bubble 33.3%, peak 3"
+    )
+    ends = {round(float(path.vertices[:, 0].max()), 2) for path in in_data(axes)}
+    assert {float(end) for end in (1, 2, 3, 18)} <= ends
+    assert "0B3" in {text.get_text() for text in axes.texts}
+    figure.savefig(tmp_path / "a.png")
+    with pytest.raises(
+        TypeError, match=r"ax= is an Axes of matplotlib's, as plt.subplots\(\) makes them; found Figure"
+    ):
+        fpipe.plot(ONE_F_ONE_B, ax=figure)
+
+
+def in_data(axes):
+    for collection in axes.collections:
+        to_data = collection.get_transform() - axes.transData
+        yield from (to_data.transform_path(path) for path in collection.get_paths())
+
+
+def test_a_style_that_makes_no_sense_is_refused(tmp_path: Path):
+    for style, sentence in (
+        ({"width_mm": -1}, "width_mm= is a positive number; found -1"),
+        ({"labels": "some"}, "labels= is 'all', 'microbatch' or 'none'; found 'some'"),
+        ({"memory": "no"}, "memory= is True or False; found 'no'"),
+        ({"window": (4, 2)}, r"window= is \(start, end\) in seconds, 0 <= start < end; found \(4, 2\)"),
+        ({"colours": {"F": "blue"}}, "six hexadecimal digits, such as '#2a66be'; found 'blue' for F"),
+        ({"colours": {"G": "#2a66be"}}, "'G' is not a kind of op"),
+        ({"ranks": "ab"}, "ranks= is a list of names, one for each rank; found 'ab'"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            fpipe.Style(**style)
+    file = tmp_path / "a.svg"
+    for style, given, sentence in (
+        (fpipe.Style(ranks=["a"]), {"file": file}, "one name for each of the 3 ranks; found 1"),
+        (fpipe.Style(window=(18, 20)), {"file": file}, "window= starts at 18, when all is done: the end is 18"),
+        (
+            fpipe.Style(width_mm=20),
+            {"file": file},
+            "the picture is too narrow: .* Give it more width, or a smaller font",
+        ),
+        (fpipe.Style(width_mm=84), {"file": file, "width": 800}, "width= is in pixels: leave it out"),
+        (fpipe.Style(memory=False), {}, "text has no memory=; of a style it takes figures, window, ranks"),
+        (fpipe.Style(font_pt=7), {"file": tmp_path / "a.html"}, "a page has no font_pt="),
+        (fpipe.Style(labels="none"), {"file": tmp_path / "a.json"}, "a trace has no labels="),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            fpipe.plot(ONE_F_ONE_B, style=style, **given)
+    with pytest.raises(TypeError, match=r"style= is a fpipe.Style, such as fpipe.Style\(memory=False\); found 'plain'"):
+        fpipe.plot(ONE_F_ONE_B, style="plain")
 
 
 # Measured
@@ -348,6 +544,10 @@ def test_what_has_no_time_is_drawn_too(tmp_path: Path):
     for ending in (".svg", ".png", ".html", ".json"):
         fpipe.plot(GPIPE, costs=free, file=tmp_path / f"a{ending}")
     assert fpipe.plot(GPIPE, costs=free).splitlines()[0] == "rank 0 |"
+
+
+def many(schedule: str, ranks: int, microbatches: int) -> Program:
+    return fpipe.schedules.about(schedule).program(ranks, microbatches)
 
 
 def panel(program: Program) -> Panel:

@@ -21,8 +21,10 @@ from fpipe.cli.options import (
     usage,
 )
 from fpipe.cli.output import columns_of_terminal, number, print_error, table
+from fpipe.cli.style import parse
 from fpipe.cli.what import is_file
 from fpipe.pictures.plot import plot
+from fpipe.pictures.style import PLAIN
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
 from fpipe.timing.bounds import bounds
@@ -43,8 +45,19 @@ def _to(word: str, ending: str, says: str) -> Any:
 
 Svg = Annotated[Path | None, _to("svg", ".svg", "Draw it, to scale, for a page.")]
 Png = Annotated[Path | None, _to("png", ".png", "Draw it for a document (fpipe[plot]).")]
+Pdf = Annotated[Path | None, _to("pdf", ".pdf", "The same as PDF, for a paper (fpipe[plot]).")]
 Html = Annotated[Path | None, _to("html", ".html", "Draw it on a page to zoom into.")]
 Perfetto = Annotated[Path | None, _to("perfetto", ".json", "A trace for ui.perfetto.dev.")]
+StyleSaid = Annotated[
+    Any,
+    typer.Option(
+        "--style",
+        metavar="LIST",
+        parser=usage(parse),
+        help="How the files look: width_mm=84, font_pt=7, labels=all, microbatch or none, ranks=GPU 0/GPU 1, "
+        "window=0/20, F=#2a66be; yes or no: memory, waits, arrows, figures, legend, critical_path.",
+    ),
+]
 
 
 def schedules() -> None:
@@ -75,8 +88,10 @@ def show(
     costs: CostsSaid = "",
     svg: Svg = None,
     png: Png = None,
+    pdf: Pdf = None,
     html: Html = None,
     perfetto: Perfetto = None,
+    style: StyleSaid = None,
     replicated: Replicated = False,
 ) -> None:
     """Draw a schedule, and say how long it takes and what it holds.
@@ -88,9 +103,13 @@ def show(
       python -m fpipe show one_f_one_b --ranks 4 --microbatches 8
       python -m fpipe show gpipe -p 2 -m 4 --costs F=1,B=1.2,W=0.8,c=0.1
       python -m fpipe show gpipe --svg gpipe.svg --perfetto gpipe.json
+      python -m fpipe show gpipe --svg gpipe.svg --style width_mm=84,font_pt=7,memory=no
       python -m fpipe show my_table.csv
     """
     only_of_names(typed, [what])
+    files = [file for file in (svg, png, pdf, html, perfetto) if file is not None]
+    if style is not None and not files:
+        raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
     program = program_of(what, ranks, microbatches, stages, option, costs, replicated)
     seconds = costs.of(program)
     if not is_file(what) and about(what).title:
@@ -101,9 +120,8 @@ def show(
     found, least = simulate(program, seconds), bounds(program, seconds)
     print(found)
     print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
-    for file in (svg, png, html, perfetto):
-        if file is not None:
-            print(f"wrote {plot(program, costs=seconds, file=file, names=[what])}")
+    for file in files:
+        print(f"wrote {plot(program, costs=seconds, file=file, names=[what], style=style or PLAIN)}")
 
 
 def sizes(program: Program) -> str:

@@ -33,18 +33,20 @@ def clock(end: float) -> Clock:
     return Clock("ns", 1e9)
 
 
-def ticks(end: float, most: int) -> list[float]:
-    """Round times from 0 to `end`, at most so many: the step is 1, 2 or 5 times a power of ten.
+def ticks(start: float, end: float, most: int) -> list[float]:
+    """Round times from start to end, at most so many: the step is 1, 2 or 5 times a power of ten.
 
-    >>> ticks(18, 10)
+    >>> ticks(0, 18, 10)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0]
+    >>> ticks(7, 18, 5)
+    [10.0, 15.0]
     """
-    if end <= 0:
-        return [0.0]
-    least = end / max(1, most)
+    if end <= start:
+        return [start]
+    least = (end - start) / max(1, most)
     power = 10.0 ** math.floor(math.log10(least))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
-    return [at * step for at in range(math.floor(end / step * (1 + 1e-9)) + 1)]
+    return [at * step for at in range(math.ceil(start / step - 1e-9), math.floor(end / step * (1 + 1e-9)) + 1)]
 
 
 def amount(held: float, in_bytes: bool) -> str:

@@ -6,6 +6,7 @@ apart to most eyes and at least 20 to each kind of colour-blind ones. A second d
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 FILLS = {
@@ -41,22 +42,30 @@ ROLES = {
 
 
 @cache
-def fill(kind: str, shade: float = 0.0) -> str:
-    """The colour of a kind; shade 0 is the first direction or chunk, 1 the last and lightest.
+def lighter(colour: str, shade: float = 0.0) -> str:
+    """A colour as it is at shade 0, and 40 % nearer to white at shade 1.
 
-    >>> fill("F"), fill("F", 1)
+    >>> lighter("#2a66be"), lighter("#2a66be", 1)
     ('#2a66be', '#7fa3d8')
     """
-    whole = FILLS.get(kind, OTHER)
-    parts = (int(whole[at : at + 2], 16) for at in (1, 3, 5))
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
+
+
+def is_colour(given: object) -> bool:
+    """Whether something is a colour as these are: #rrggbb.
+
+    >>> is_colour("#2a66be"), is_colour("blue")
+    (True, False)
+    """
+    return isinstance(given, str) and re.fullmatch("#[0-9a-fA-F]{6}", given) is not None
 
 
 @cache
 def ink_on(paper: str) -> str:
     """Black or white, whichever reads better on a colour.
 
-    >>> ink_on(fill("F")), ink_on(fill("I"))
+    >>> ink_on(FILLS["F"]), ink_on(FILLS["I"])
     ('#ffffff', '#10151b')
     """
     red, green, blue = ((int(paper[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
@@ -69,7 +78,7 @@ def terminal(kind: str, shade: float, text: str) -> str:
     >>> terminal("F", 0, "0F0")
     '\\x1b[38;5;231;48;5;25m0F0\\x1b[0m'
     """
-    paper = fill(kind, shade)
+    paper = lighter(FILLS.get(kind, OTHER), shade)
     return f"\x1b[38;5;{_of_256(ink_on(paper))};48;5;{_of_256(paper)}m{text}\x1b[0m"
 
 

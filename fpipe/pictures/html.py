@@ -8,19 +8,22 @@ from html import escape
 from pathlib import Path
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import ARROW_ROOM, GLYPH, lay_out, typical_length
+from fpipe.pictures.labels import GLYPH
+from fpipe.pictures.layout import ARROW_ROOM, lay_out, typical_length
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.shapes import Area, Line, Rect, Shape, Text
+from fpipe.pictures.style import PLAIN, SWITCHES, Style
 from fpipe.pictures.svg import FONT, frame, number, shapes
 
 
-def html(panels: Sequence[Panel], width: float | None = None) -> str:
+def html(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
     """The panels as one HTML file that needs no other.
 
     What stands for a time is stretched by the viewBox of a picture inside the picture. Words must not be stretched and
     the axis needs other ticks: the page's script sets both.
     """
-    drawing = lay_out(panels, width or 1400, every=True)
+    style.only("a page", "labels", *SWITCHES, "window", "colours", "ranks")
+    drawing = lay_out(panels, width or 1400, style, every=True)
     left, span, height = number(drawing.left), number(drawing.span), number(drawing.height)
     stretched = [_plain(shape) for shape in drawing.timed if isinstance(shape, Rect | Area | Line) and not shape.grid]
     words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
@@ -36,9 +39,11 @@ def html(panels: Sequence[Panel], width: float | None = None) -> str:
         "</svg>",
     )
     facts = {"left": drawing.left, "span": drawing.span, "height": drawing.height}
-    wide = typical_length(panels) * drawing.span / (drawing.end or 1.0)
-    facts |= {"arrows": ARROW_ROOM / wide if wide else 0.0}
-    facts |= {"end": drawing.end * drawing.clock.per_second or 1.0, "bands": drawing.bands, "bottom": drawing.bottom}
+    seconds = drawing.end - drawing.start or 1.0
+    wide = typical_length(panels) * drawing.span / seconds
+    facts |= {"arrows": ARROW_ROOM / wide if wide and style.arrows is None else 0.0}
+    facts |= {"start": drawing.start * drawing.clock.per_second, "seconds": seconds * drawing.clock.per_second}
+    facts |= {"bands": drawing.bands, "bottom": drawing.bottom}
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for role in ("wait", "rule", "faint", "ink"):
         for paper, colour in zip(("LIGHT", "DARK"), ROLES[role], strict=True):

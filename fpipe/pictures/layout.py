@@ -13,50 +13,70 @@ apart from the rest, so that a page can stretch them.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from fpipe.pictures.axis import amount, clock, ticks
-from fpipe.pictures.colours import WORDS, fill, ink_on
+from fpipe.pictures.colours import WORDS, ink_on
+from fpipe.pictures.labels import GLYPH, Labels, names_of, needs
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text
+from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import Op, kind_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait
 
-LEFT, RIGHT, EDGE = 68.0, 62.0, 12.0
+EDGE = 12.0
 ARROW_ROOM = 10.0
 """Width of an op that has an arrow at each end."""
-GLYPH = 0.62
-"""Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
+PIXEL = 1 / 96
+"""Inches of a pixel, as browsers have it: 12 of them are 9 points."""
 
 
-def lay_out(panels: Sequence[Panel], width: float | None = None, every: bool = False) -> Drawing:
+def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN, every: bool = False) -> Drawing:
     """The shapes of some panels.
 
     Args:
         panels: what to draw, from above.
         width: of the picture, in pixels; by default enough for the names of half the ops, from 720 to 2000.
+        style: what is drawn, and how.
         every: keep names and arrows for which there is no room, for a page that shows them when there is.
     """
-    end = max((panel.end for panel in panels), default=0.0)
-    if width is None:
-        width = LEFT + RIGHT + end * pixels_a_second(panels)
-        width = min(2000.0, max(720.0, width))
-    drawing = Drawing(width, 0.0, LEFT, width - LEFT - RIGHT, end, clock(end))
+    start, end = (max((getattr(panel, word) for panel in panels), default=0.0) for word in ("start", "end"))
+    time, unit = clock(end), PIXEL if style.font_pt is None else style.font_pt / 12 / 72
+    left, right = _margins(panels, style, time.unit or "time")
+    if style.width_mm is not None:
+        width = style.width_mm / 25.4 / unit
+    elif width is None:
+        width = min(2000.0, max(720.0, left + right + (end - start) * pixels_a_second(panels, style)))
+    else:
+        width = width * PIXEL / unit
+    if width - left - right < LEAST:
+        raise ValueError(
+            f"the picture is too narrow: beside the names of ranks {max(0.0, width - left - right):.0f} of at least "
+            f"{LEAST:.0f} pixels are left for the ops. Give it more width, or a smaller font."
+        )
+    drawing = Drawing(width, 0.0, left, width - left - right, start, end, time, unit)
     tops = {
         in_bytes: max(
             (max(panel.timeline.peak, default=0) for panel in panels if panel.in_bytes is in_bytes), default=0.0
         )
         for in_bytes in (False, True)
     }
+    arrows = style.arrows if style.arrows is not None else every or _arrows_fit(drawing, panels)
     y = EDGE
     for panel in panels:
-        y = _Painter(drawing, panel, every).paint(y, tops[panel.in_bytes])
+        y = _Painter(drawing, panel, style, arrows, every).paint(y, tops[panel.in_bytes] if style.memory else 0.0)
     y = _axis(drawing, y)
-    drawing.height = _legend(drawing, panels, every, y) + EDGE
+    drawing.height = (_legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
     drawing.timed.sort(key=_layer)  # those that look alike in a row, to be written or drawn at once
     return drawing
 
+
+THIN = 0.25
+"""Width of the paper between narrow ops, and between those that share a label."""
+LEAST = 80.0
+"""Pixels that the ops of a picture have at least."""
 
 _LAYERS = (Rect, Area, Line, Text)
 
@@ -65,14 +85,22 @@ def _layer(shape: Shape) -> tuple[bool, int, str, float]:
     return not shape.grid, _LAYERS.index(type(shape)), shape.paint, shape.size if isinstance(shape, Text) else 0.0
 
 
+def _margins(panels: Sequence[Panel], style: Style, unit: str) -> tuple[float, float]:
+    """Room for the names of ranks, and for peaks and the unit of time."""
+    heads = [panel.rank_name(rank) for panel in panels for rank in range(panel.ranks)]
+    peaks = [amount(peak, panel.in_bytes) for panel in panels for peak in panel.timeline.peak] if style.memory else []
+    right = max(14 + 11 * GLYPH * len(unit), *(8 + 11 * GLYPH * len(peak) for peak in peaks), 0)
+    return EDGE + 12 * GLYPH * max(map(len, heads), default=0) + 10, right + 6
+
+
 def typical_length(panels: Sequence[Panel]) -> float:
-    """The median time of an op that a schedule names, in seconds."""
+    """The seconds that three quarters of the ops that a schedule names take at least."""
     events = (event for panel in panels for events in panel.lanes.values() for event in events)
     lengths = sorted(event.end - event.start for event in events if kind_of(event.op.kind).time)
-    return lengths[len(lengths) // 2] if lengths else 0.0
+    return lengths[len(lengths) // 4] if lengths else 0.0
 
 
-def pixels_a_second(panels: Sequence[Panel]) -> float:
+def pixels_a_second(panels: Sequence[Panel], style: Style = PLAIN) -> float:
     """What gives half of all ops room for their whole names, and half of each kind for the short ones."""
     bars = [bar for panel in panels for bars in panel.bars.values() for bar in bars if bar.op.kind in "FBIW"]
     wanted = [(bars, 0)] + [([bar for bar in bars if bar.op.kind == kind], -1) for kind in "FBIW"]
@@ -80,7 +108,7 @@ def pixels_a_second(panels: Sequence[Panel]) -> float:
     for some, which in wanted:
         lengths = sorted(bar.end - bar.start for bar in some if bar.end > bar.start)
         if lengths:
-            letters = max(len(_names(bar.op, "main")[which]) for bar in some)
+            letters = max(len([*names_of(bar.op, "main", style), ""][:2][which]) for bar in some)
             found.append((8.5 + GLYPH * 11 * letters) / lengths[len(lengths) // 2])
     return max(found)
 
@@ -90,81 +118,100 @@ def _bold(name: str) -> float:
     return sum(10.0 if letter.isupper() or letter.isdigit() else 9.0 for letter in name) + 10 if name else 0.0
 
 
-def _arrows_fit(drawing: Drawing, panel: Panel) -> bool:
-    """Whether arrows can be told apart."""
-    return typical_length([panel]) * drawing.span >= ARROW_ROOM * drawing.end
+def _arrows_fit(drawing: Drawing, panels: Sequence[Panel]) -> bool:
+    """Whether arrows can be told apart: a picture has all of them or none."""
+    return typical_length(panels) * drawing.span >= ARROW_ROOM * (drawing.end - drawing.start)
 
 
 def _axis(drawing: Drawing, y: float) -> float:
-    time, scale = drawing.clock, drawing.span / (drawing.end or 1.0)
+    time, scale = drawing.clock, drawing.span / (drawing.end - drawing.start or 1.0)
     drawing.bottom = y
-    for tick in ticks(drawing.end * time.per_second, int(drawing.span // 64)):
-        x = drawing.left + tick / time.per_second * scale
+    start, end = (at * time.per_second for at in (drawing.start, drawing.end))
+    for tick in ticks(start, end, int(drawing.span // 64)):
+        x = drawing.left + (tick / time.per_second - drawing.start) * scale
         drawing.timed += [Line(((x, above), (x, below)), "rule", grid=True) for above, below in drawing.bands]
         drawing.timed.append(Text(x, y + 14, f"{tick:g}", "faint", 11, "middle", grid=True))
     drawing.still.append(Text(drawing.left + drawing.span + 14, y + 14, time.unit or "time", "faint", 11))
     return y + 22
 
 
-def _legend(drawing: Drawing, panels: Sequence[Panel], all_arrows: bool, y: float) -> float:
+def _legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool, y: float) -> float:
+    """What the colours are, in as many lines as it takes: swatches, and a word."""
     found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
     found |= {"SEND" for panel in panels if panel.sending}
-    entries = [(fill(kind), f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
-    by_colour: dict[str, list[str]] = {}
-    for kind in sorted(found - WORDS.keys()):
-        by_colour.setdefault(fill(kind), []).append(kind)
-    entries += [(paint, " ".join(kinds)) for paint, kinds in by_colour.items()]
-    if any(panel.waits for panel in panels):
-        entries.append(("hatched", "waits, and for whom"))
-    if any(panel.transfers and (all_arrows or _arrows_fit(drawing, panel)) for panel in panels):
-        entries.append(("transfer", "transfer"))
+    entries: list[tuple[list[str], str]] = []
+    if not callable(style.colours):
+        entries += [([style.of_kind(kind)], f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
+        by_colour: dict[str, list[str]] = {}
+        for kind in sorted(found - WORDS.keys()):
+            by_colour.setdefault(style.of_kind(kind), []).append(kind)
+        entries += [([paint], " ".join(kinds)) for paint, kinds in by_colour.items()]
+        shown = "F" if "F" in found else min(found, default="")
+        for word, shades in sorted({(panel.shading[0], tuple(panel.shading[1].values())) for panel in panels}):
+            if shown and len(shades) > 1:
+                entries.append(([style.of_kind(shown, shade) for shade in shades], _LIGHTER[word]))
+    if style.waits and any(panel.waits for panel in panels):
+        entries.append((["hatched"], "waits, and for whom" if style.labels == "all" else "waits"))
+    if arrows and any(panel.transfers for panel in panels):
+        entries.append((["transfer"], "transfer"))
+    if style.critical_path:
+        entries.append((["critical"], "critical path"))
     x = drawing.left
-    for paint, words in entries:
-        room = 18 + GLYPH * 11 * len(words) + 14
+    for paints, words in entries:
+        room = 12 * len(paints) + 6 + GLYPH * 11 * len(words) + 14
         if x > drawing.left and x + room > drawing.width - EDGE:
             x, y = drawing.left, y + 18
-        if paint == "transfer":
-            drawing.still.append(Line(((x, y + 2), (x + 12, y + 12)), "faint", 1.2, arrow=True))
-        else:
-            drawing.still.append(Rect(x, y + 2, 12, 10, paint))
-        drawing.still.append(Text(x + 18, y + 11, words, "faint", 11))
+        for at, paint in enumerate(paints):
+            drawing.still.append(_swatch(x + 12 * at, y + 2, paint))
+        drawing.still.append(Text(x + 12 * len(paints) + 6, y + 11, words, "faint", 11))
         x += room
-    return y + 16
+    return y + 16 if entries else y
 
 
-def _names(op: Op, lane: str) -> list[str]:
-    """What may stand in an op's box, the longest first: 2F0.1, or which microbatch; of a copy at least O or L."""
-    if lane == "copy":
-        return [op.cell, op.kind, op.kind[:1]]
-    return [op.cell] if op.microbatch is None else [op.cell, op.cell.removeprefix(f"{op.stage}{op.kind}")]
+_LIGHTER = {"chunk": "first to last chunk of a rank", "direction": "first and second direction"}
+
+
+def _swatch(x: float, y: float, paint: str) -> Shape:
+    if paint == "transfer":
+        return Line(((x, y), (x + 12, y + 10)), "faint", 1.2, arrow=True)
+    return _outline(x, y, 12, 10) if paint == "critical" else Rect(x, y, 12, 10, paint)
+
+
+def _outline(x: float, y: float, width: float, height: float, title: str = "") -> Line:
+    """What marks the critical path: a frame within the edges of a box."""
+    left, top, right, bottom = x + 1, y + 1, x + max(width, 2) - 1, y + height - 1
+    corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (right, top))
+    return Line(corners, "ink", 2.0, title=title)
 
 
 class _Painter:
     """Draws one panel."""
 
-    def __init__(self, drawing: Drawing, panel: Panel, every: bool) -> None:
-        self.drawing, self.panel, self.every = drawing, panel, every
-        self.time, self.scale = drawing.clock, drawing.span / (drawing.end or 1.0)
+    def __init__(self, drawing: Drawing, panel: Panel, style: Style, arrows: bool, every: bool) -> None:
+        self.drawing, self.panel, self.style, self.arrows, self.every = drawing, panel, style, arrows, every
+        self.time, self.scale = drawing.clock, drawing.span / (drawing.end - drawing.start or 1.0)
         self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
-        self.edge = 1.0 if typical_length([panel]) * self.scale > 7 else 0.25
+        self.edge = 1.0 if typical_length([panel]) * self.scale > 7 else THIN
         self.gap = 9.0 if panel.ranks <= 8 else 5.0
         self.y: dict[tuple[int, str], tuple[float, float]] = {}
+        self.labels = Labels(panel, style, self.scale, self.height)
 
     def x(self, seconds: float) -> float:
-        """Where a time is."""
-        return self.drawing.left + seconds * self.scale
+        """Where a time is; what is outside of the window is at its edge."""
+        drawing = self.drawing
+        return drawing.left + (min(max(seconds, drawing.start), drawing.end) - drawing.start) * self.scale
+
+    def stretch(self, start: float, end: float) -> tuple[float, float]:
+        """Left edge and width of what goes from start to end."""
+        return self.x(start), self.x(end) - self.x(start)
 
     def paint(self, y: float, top: float) -> float:
         """Draw below y; `top` is the most that any rank of such a panel holds. Returns where the panel ends."""
         still, panel = self.drawing.still, self.panel
-        name = panel.name
-        still.append(Text(EDGE, y + 13, name, size=13, bold=True))
-        still.append(Text(EDGE + _bold(name), y + 13, panel.facts, "faint", 12))
-        y += 24
-        above = y
+        y = above = self.heading(y)
         for rank in range(panel.ranks):
             self.y[rank, "main"] = y, self.height
-            still.append(Text(EDGE, y + self.height / 2 + 4, f"rank {rank}", size=min(12, self.height - 2)))
+            still.append(Text(EDGE, y + self.height / 2 + 4, panel.rank_name(rank), size=min(12, self.height - 2)))
             y += self.height
             if (rank, "copy") in panel.lanes:
                 depth = self.height * 0.5
@@ -172,71 +219,129 @@ class _Painter:
                 still.append(Text(self.drawing.left - 8, y + 2 + depth / 2 + 3, "copy", "faint", 9, "end"))
                 y += depth + 2
             y += self.gap
-        for wait in panel.waits:
+        for wait in panel.waits if self.style.waits else ():
             self.wait(wait)
         for lane, bars in panel.bars.items():
+            merged = self.runs(lane)
             for bar in bars:
-                self.bar(lane, bar)
+                self.bar(lane, bar, THIN if bar in merged else self.edge)
         for transfer in panel.sending:
             self.sending(transfer)
-        if self.every or _arrows_fit(self.drawing, panel):
-            for transfer in panel.transfers:
-                self.transfer(transfer)
+        for transfer in panel.transfers if self.arrows else ():
+            self.transfer(transfer)
+        self.critical_path()
         below = self.held(y, top) if top else y
         self.drawing.bands.append((above, below))
         for end in panel.timeline.iterations[:-1]:
-            x = self.x(end)
-            title = f"an iteration ends at {self.time.full(end)}"
-            self.drawing.timed.append(Line(((x, above - 4), (x, below)), "faint", 1.5, title=title))
+            if self.drawing.start < end < self.drawing.end:
+                x = self.x(end)
+                title = f"an iteration ends at {self.time.full(end)}"
+                self.drawing.timed.append(Line(((x, above - 4), (x, below)), "faint", 1.5, title=title))
         return below + 10
 
-    def bar(self, lane: tuple[int, str], bar: Bar) -> None:
+    def heading(self, y: float) -> float:
+        """The name and the figures, in as many lines as their words need."""
+        room = self.drawing.width - 2 * EDGE
+        names = textwrap.wrap(self.panel.name, max(1, int((room - 10) / 10)))
+        facts = textwrap.wrap(self.panel.facts, max(1, int(room / (12 * GLYPH)))) if self.style.figures else []
+        for name in names:
+            self.drawing.still.append(Text(EDGE, y + 13, name, size=13, bold=True))
+            y += 18
+        if names and facts and _bold(names[-1]) + 12 * GLYPH * len(self.panel.facts) <= room:
+            self.drawing.still.append(Text(EDGE + _bold(names[-1]), y - 5, self.panel.facts, "faint", 12))
+            facts = []
+        for line in facts:
+            self.drawing.still.append(Text(EDGE, y + 13, line, "faint", 12))
+            y += 18
+        return y + 6 if names or self.style.figures else y
+
+    def bar(self, lane: tuple[int, str], bar: Bar, edge: float) -> None:
         y, height = self.y[lane]
-        x, width = self.x(bar.start), (bar.end - bar.start) * self.scale
-        paint = fill(bar.op.kind, bar.shade)
+        x, width = self.stretch(bar.start, bar.end)
+        paint = self.style.fill(bar.op, bar.shade)
         words = f"{bar.op.cell}, rank {lane[0]}: {self.time(bar.start)} to {self.time.full(bar.end)}"
         title = "\n".join(
             [words, "reads " + " ".join(map(str, bar.op.reads)), "writes " + " ".join(map(str, bar.op.writes))]
         )
         top, depth = y + bar.top * height, bar.depth * height
-        self.drawing.timed.append(Rect(x, top, width, depth, paint, title, self.edge))
-        self.label(x, width, top, depth, _names(bar.op, lane[1]), ink_on(paint))
-
-    def label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
-        """The first name that fits, in the middle of a box."""
-        size = min(11.0, height * 0.72)
-        fitting = [name for name in names if len(name) * size * GLYPH + 5 <= width] if size >= 6 else []
-        middle = y + height / 2 + size * 0.36
+        self.drawing.timed.append(Rect(x, top, width, depth, paint, title, edge))
         if self.every:
-            text = Text(x + width / 2, middle, names[0], paint, size, "middle", room=width, short=names[-1])
-            self.drawing.timed.append(text)
-        elif fitting:
-            self.drawing.timed.append(Text(x + width / 2, middle, fitting[0], paint, size, "middle"))
+            self.page_label(x, width, top, depth, names_of(bar.op, lane[1], self.style), ink_on(paint))
+        elif label := self.labels.of(bar, lane[1], width, depth):
+            self.word(x, width, top, depth, *label, ink_on(paint))
+
+    def runs(self, lane: tuple[int, str]) -> set[Bar]:
+        """One label for a row of microbatches none of which has room for its own. Returns the bars of these rows."""
+        y, height = self.y[lane]
+        found: set[Bar] = set()
+        for run, names in () if self.every else self.labels.runs(lane):
+            x, width = self.stretch(run[0].start, run[-1].end)
+            top, depth = y + run[0].top * height, run[0].depth * height
+            size = min(11.0, depth * 0.72)
+            name = next((name for name in names if needs(name, size) <= width), None)
+            if name is not None:
+                self.word(x, width, top, depth, name, size, ink_on(self.style.fill(run[0].op, run[0].shade)))
+                found.update(run)
+        return found
+
+    def word(self, x: float, width: float, y: float, height: float, name: str, size: float, paint: str) -> None:
+        """A word in the middle of a box."""
+        self.drawing.timed.append(Text(x + width / 2, y + height / 2 + size * 0.36, name, paint, size, "middle"))
+
+    def page_label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
+        """What a page shows when there is room."""
+        if names:
+            size = min(11.0, height * 0.72)
+            place = x + width / 2, y + height / 2 + size * 0.36
+            self.drawing.timed.append(Text(*place, names[0], paint, size, "middle", room=width, short=names[-1]))
 
     def wait(self, wait: Wait) -> None:
         y, height = self.y[wait.rank, "main"]
-        x, width = self.x(wait.start), (wait.end - wait.start) * self.scale
+        x, width = self.stretch(wait.start, wait.end)
         title = f"rank {wait.rank} waits from {self.time(wait.start)} to {self.time.full(wait.end)}"
         whom = awaited(wait)
         self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", f"{title}\n{whom}".rstrip(), self.edge))
-        if whom and wait.on:
-            self.label(x, width, y, height, (f"waits for {wait.on.cell}", wait.on.cell), "faint")
+        if not whom or wait.on is None or self.style.labels != "all":
+            return
+        names = (f"waits for {wait.on.cell}", wait.on.cell)
+        size = min(11.0, height * 0.72)
+        if self.every:
+            self.page_label(x, width, y, height, names, "faint")
+        elif name := next((name for name in names if needs(name, size) <= width), None):
+            self.word(x, width, y, height, name, size, "faint")
 
-    def transfer(self, transfer: Transfer) -> None:
-        """From lane to lane."""
+    def critical_path(self) -> None:
+        """Frames around ops, thick arrows for transfers."""
+        for step in self.panel.path if self.style.critical_path else ():
+            if isinstance(step.what, Op):
+                y, height = self.y[step.what.rank, kind_of(step.what.kind).lane]
+                x, width = self.stretch(step.start, step.end)
+                self.drawing.timed.append(_outline(x, y, width, height, f"{step.what.cell} is on the critical path"))
+            else:
+                self.transfer(step.what, "ink", 2.0)
+
+    def transfer(self, transfer: Transfer, paint: str = "", thick: float = 0.0) -> None:
+        """From lane to lane; at the edge of the window it is cut."""
         (y0, height0), (y1, height1) = (self.y[rank, "main"] for rank in (transfer.source, transfer.target))
-        down = y1 > y0
-        start = (self.x(transfer.start), y0 + height0 if down else y0)
-        end = (self.x(transfer.end), y1 if down else y1 + height1)
+        y0, y1 = (y0 + height0, y1) if y1 > y0 else (y0, y1 + height1)
+        seconds = transfer.end - transfer.start or 1.0
+        start, end = max(transfer.start, self.drawing.start), min(transfer.end, self.drawing.end)
+        points = tuple((self.x(at), y0 + (y1 - y0) * (at - transfer.start) / seconds) for at in (start, end))
+        if transfer.start == transfer.end:
+            points = (points[0], (points[1][0], y1))
         near = abs(transfer.source - transfer.target) == 1  # others cross the lanes between
-        paint, width = ("arrow", 1.0) if near else ("faint", 0.5)
-        self.drawing.timed.append(Line((start, end), paint, width, True, self.said_of(transfer)))
+        usual, width = ("arrow", 1.0) if near else ("faint", 0.5)
+        whole = end == transfer.end
+        said = self.said_of(transfer)
+        self.drawing.timed.append(Line(points, paint or usual, thick or width, whole, said))
 
     def sending(self, transfer: Transfer) -> None:
         """A sender that does nothing else."""
         y, height = self.y[transfer.source, "main"]
-        x, width = self.x(transfer.start), (transfer.end - transfer.start) * self.scale
-        self.drawing.timed.append(Rect(x, y, width, height, fill("SEND"), self.said_of(transfer), self.edge))
+        x, width = self.stretch(transfer.start, transfer.end)
+        self.drawing.timed.append(
+            Rect(x, y, width, height, self.style.of_kind("SEND"), self.said_of(transfer), self.edge)
+        )
 
     def said_of(self, transfer: Transfer) -> str:
         times = f"{self.time(transfer.start)} to {self.time.full(transfer.end)}"
@@ -251,9 +356,9 @@ class _Painter:
         y += 12
         for rank in range(panel.ranks):
             base = y + height
-            points = [(self.x(0), base)]
+            points = [(self.x(panel.start), base)]
             level = 0.0
-            for time, held in panel.timeline.held(rank):
+            for time, held in panel.held(rank):
                 points += [(self.x(time), base - level / top * height), (self.x(time), base - held / top * height)]
                 level = held
             points += [(self.x(panel.end), base - level / top * height), (self.x(panel.end), base)]
@@ -262,7 +367,7 @@ class _Painter:
             drawing.timed += [Area(tuple(points), "held", title), Line(tuple(points[1:-1]), "curve")]
             drawing.timed.append(Line(((drawing.left, base), (drawing.left + drawing.span, base)), "rule"))
             size = min(11.0, height)
-            drawing.still.append(Text(EDGE, base - 3, f"rank {rank}", "faint", size))
+            drawing.still.append(Text(EDGE, base - 3, panel.rank_name(rank), "faint", size))
             drawing.still.append(
                 Text(drawing.left + drawing.span + 8, base - 3, amount(peak, panel.in_bytes), "faint", size)
             )

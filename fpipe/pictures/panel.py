@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-from fpipe.timing.waiting import Event, Wait
+from fpipe.timing.waiting import Event, PathStep, Wait
 
 Lane = tuple[int, str]
 """A rank and one of its lanes: "main", or "copy" for transfers that take time."""
@@ -34,10 +34,26 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline under its name, and from here on independent of how it is drawn."""
+    """A timeline under its name, and from here on independent of how it is drawn.
+
+    `window`: from when to when it is shown, in seconds; what overlaps that is there, whole. `rank_names`: what to call
+    its ranks.
+    """
 
     name: str
     timeline: Timeline
+    window: tuple[float, float] | None = None
+    rank_names: Sequence[str] | None = None
+
+    def rank_name(self, rank: int) -> str:
+        """What a rank is called."""
+        return f"rank {rank}" if self.rank_names is None else self.rank_names[rank]
+
+    def shows(self, start: float, end: float) -> bool:
+        """Whether something from start to end is in the window."""
+        if self.window is None:
+            return True
+        return start < self.window[1] and (end > self.window[0] or start == end == self.window[0])
 
     @cached_property
     def ranks(self) -> int:
@@ -45,10 +61,25 @@ class Panel:
         return self.timeline.ranks
 
     @cached_property
-    def end(self) -> float:
-        """When all is done and delivered, in seconds: where the picture ends."""
-        last = max((one.end for one in self.transfers), default=0.0)
+    def start(self) -> float:
+        """Where the picture starts, in seconds."""
+        return 0.0 if self.window is None else self.window[0]
+
+    @cached_property
+    def done(self) -> float:
+        """When all is done and delivered, in seconds."""
+        last = max((one.end for one in self._all_transfers), default=0.0)
         return max(self.timeline.makespan, self.timeline.delivered, last, *(end for _, _, end in self.timeline.events))
+
+    @cached_property
+    def end(self) -> float:
+        """Where the picture ends, in seconds."""
+        return self.done if self.window is None else max(self.start, min(self.window[1], self.done))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """The events of the window, those that take no time too."""
+        return [event for event in self.timeline.events if self.shows(event.start, event.end)]
 
     @property
     def facts(self) -> str:
@@ -60,7 +91,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> dict[Lane, list[Event]]:
-        """The events that take time, by lane and in order of time; lanes without any are not there."""
+        """All events that take time, by lane and in order of time; lanes without any are not there."""
         found: dict[Lane, list[Event]] = defaultdict(list)
         for event in self.timeline.events:
             if event.end > event.start:
@@ -71,12 +102,14 @@ class Panel:
 
     @cached_property
     def bars(self) -> dict[Lane, list[Bar]]:
-        """Every op that takes time, once; a PAIR as its parts."""
+        """Every op of the window that takes time, once; a PAIR as its parts."""
         shade = self.shade
         found: dict[Lane, list[Bar]] = {}
         for lane, events in self.lanes.items():
             bars = found[lane] = []
             for event, top, depth in _side_by_side(events):
+                if not self.shows(event.start, event.end):
+                    continue
                 parts = event.op.parts or (event.op,)
                 share = depth / len(parts)
                 bars += [
@@ -86,8 +119,9 @@ class Panel:
         return found
 
     @cached_property
-    def shade(self) -> Callable[[Op], float]:
-        """How light an op is drawn: by the way its microbatch takes, or, where all take one, its rank's chunk."""
+    def shading(self) -> tuple[str, dict[int, float], Callable[[Op], int | None]]:
+        """What makes ops lighter: a word for it, the shades, and which of them an op has: by the way its microbatch
+        takes, or, where all take one, by its rank's chunk."""
         forwards = [op for op in parts_of([event.op for event in self.timeline.events]) if op.kind == "F"]
         ranks: dict[int | None, set[int]] = defaultdict(set)
         for op in forwards:
@@ -95,18 +129,29 @@ class Panel:
         first = min((op.stage for op in forwards if op.stage is not None), default=0)
         if any(len(found) > 1 for found in ranks.values()):
             ways = {op.microbatch: op.rank for op in forwards if op.stage == first}
-            shades = _ladder(ways.values())
-            return lambda op: shades.get(ways.get(op.microbatch, -1), 0.0)
+            rungs = {way: at for at, way in enumerate(sorted(set(ways.values())))}
+            by_way = {microbatch: rungs[way] for microbatch, way in ways.items()}
+            return "direction", _ladder(len(rungs)), lambda op: by_way.get(op.microbatch)
         chunks: dict[int, list[int]] = defaultdict(list)
         for stage, (rank, *_) in sorted((stage, tuple(found)) for stage, found in ranks.items() if stage is not None):
             chunks[rank].append(stage)
-        by_stage = {stage: shade for stages in chunks.values() for stage, shade in _ladder(stages).items()}
-        return lambda op: by_stage.get(op.stage or 0, 0.0)
+        by_stage = {stage: at for stages in chunks.values() for at, stage in enumerate(stages)}
+        return "chunk", _ladder(max(map(len, chunks.values()), default=1)), lambda op: by_stage.get(op.stage or 0)
+
+    def shade(self, op: Op) -> float:
+        """How light an op is drawn."""
+        _, shades, rung = self.shading
+        return shades.get(rung(op) or 0, 0.0)
+
+    @cached_property
+    def _all_transfers(self) -> Sequence[Transfer]:
+        return self.timeline.transfers or list(self._handed_over())
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
-        """Every value that goes from a rank to another; where nobody noted it, from its writer to its first reader."""
-        return self.timeline.transfers or list(self._handed_over())
+        """Every value that goes from a rank to another in the window; where nobody noted it, from its writer to its
+        first reader."""
+        return [one for one in self._all_transfers if self.shows(one.start, one.end)]
 
     def _handed_over(self) -> Iterator[Transfer]:
         writers = {value: event for event in self.timeline.events for value in event.op.writes}
@@ -125,7 +170,19 @@ class Panel:
     @cached_property
     def waits(self) -> list[Wait]:
         """The times in which a rank's main lane does nothing before its next op; one that is done waits for nobody."""
-        return [wait for wait in self.timeline.waits if wait.op]
+        return [wait for wait in self.timeline.waits if wait.op and self.shows(wait.start, wait.end)]
+
+    @cached_property
+    def path(self) -> list[PathStep]:
+        """The pieces of the critical path in the window that take time."""
+        path = self.timeline.critical_path
+        return [step for step in path if step.end > step.start and self.shows(step.start, step.end)]
+
+    def held(self, rank: int) -> list[tuple[float, float]]:
+        """What a rank holds in the window, as (seconds, amount) from each change on."""
+        whole = self.timeline.held(rank)
+        before = [(self.start, amount) for when, amount in whole if when < self.start][-1:]
+        return before + [(when, amount) for when, amount in whole if self.start <= when <= self.end]
 
     @cached_property
     def sending(self) -> list[Transfer]:
@@ -139,7 +196,13 @@ class Panel:
         return self.timeline.steps is not None
 
 
-def panels_of(drawn: Sequence[object], names: Sequence[str] | None, costs: Costs | None) -> list[Panel]:
+def panels_of(
+    drawn: Sequence[object],
+    names: Sequence[str] | None = None,
+    costs: Costs | None = None,
+    window: tuple[float, float] | None = None,
+    ranks: Sequence[str] | None = None,
+) -> list[Panel]:
     """What `plot` was given, as panels: programs are simulated, timelines stay as they are."""
     if names is not None and (isinstance(names, str) or len(names) != len(drawn)):
         said = "a string" if isinstance(names, str) else f"{len(names)}"
@@ -150,11 +213,17 @@ def panels_of(drawn: Sequence[object], names: Sequence[str] | None, costs: Costs
     found: list[Panel] = []
     for each, name in zip(drawn, given, strict=True):
         if isinstance(each, Timeline):
-            found.append(Panel(name, each))
+            found.append(Panel(name, each, window, ranks))
         elif isinstance(each, Program):
-            found.append(Panel(name, simulate(each, costs)))
+            found.append(Panel(name, simulate(each, costs), window, ranks))
         else:
             raise TypeError(f"plot draws a Program or a Timeline; found {type(each).__name__}.")
+    for panel in found:
+        if ranks is not None and len(ranks) != panel.ranks:
+            raise ValueError(f"ranks= has one name for each of the {panel.ranks} ranks; found {len(ranks)}.")
+    last = max(panel.done for panel in found)
+    if window is not None and window[0] >= last:
+        raise ValueError(f"window= starts at {window[0]:g}, when all is done: the end is {last:g}.")
     return found
 
 
@@ -165,10 +234,9 @@ def awaited(wait: Wait) -> str:
     return f"for {wait.on.cell} on rank {wait.source}"
 
 
-def _ladder(rungs: Iterable[int]) -> dict[int, float]:
-    """The distinct numbers in order, spread over 0 to 1."""
-    distinct = sorted(set(rungs))
-    return {rung: at / max(1, len(distinct) - 1) for at, rung in enumerate(distinct)}
+def _ladder(rungs: int) -> dict[int, float]:
+    """So many shades, spread over 0 to 1."""
+    return {rung: rung / max(1, rungs - 1) for rung in range(rungs)}
 
 
 def _side_by_side(events: Sequence[Event]) -> Iterator[tuple[Event, float, float]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fpipe.pictures.panel import Panel, awaited
+from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import Value, kind_of
 from fpipe.timing.waiting import Event
 
@@ -20,13 +21,16 @@ Entry = dict[str, Any]
 _THREADS = {"main": 0, "copy": 1}
 
 
-def perfetto(panels: Sequence[Panel]) -> str:
+def perfetto(panels: Sequence[Panel], style: Style = PLAIN) -> str:
     """The panels as JSON; the ranks of the second come after those of the first."""
+    style.only("a trace", "memory", "waits", "arrows", "window", "ranks")
     entries: list[Entry] = []
     first = 0
     for panel in panels:
-        entries += [*_names(panel, first), *_ops(panel, first), *_waits(panel, first)]
-        entries += [*_flows(panel, first, len(entries)), *_held(panel, first)]
+        entries += [*_names(panel, first), *_ops(panel, first)]
+        entries += _waits(panel, first) if style.waits else ()
+        entries += _flows(panel, first, len(entries)) if style.arrows is not False else ()
+        entries += _held(panel, first) if style.memory else ()
         first += panel.ranks
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
     lines = ",\n".join(map(encode, entries))
@@ -38,10 +42,10 @@ def _micro(seconds: float) -> float:
 
 
 def _names(panel: Panel, first: int) -> Iterator[Entry]:
-    lanes = {(event.op.rank, kind_of(event.op.kind).lane) for event in panel.timeline.events}
+    lanes = {(event.op.rank, kind_of(event.op.kind).lane) for event in panel.events}
     for rank in range(panel.ranks):
         pid = first + rank
-        name = f"{panel.name}, rank {rank}".removeprefix(", ")
+        name = f"{panel.name}, {panel.rank_name(rank)}".removeprefix(", ")
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         for lane, tid in _THREADS.items():
@@ -50,7 +54,7 @@ def _names(panel: Panel, first: int) -> Iterator[Entry]:
 
 
 def _ops(panel: Panel, first: int) -> Iterator[Entry]:
-    for op, start, end in panel.timeline.events:
+    for op, start, end in panel.events:
         said = {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
         place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
         yield {
@@ -82,7 +86,7 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
     """An arrow binds to what is open at its ends: the middle of the op that writes, the start of the one that reads."""
     writers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
     readers: dict[tuple[tuple[object, ...], int], list[Event]] = defaultdict(list)  # of a value wherever it is
-    for event in panel.timeline.events:
+    for event in panel.events:
         if event.op.kind in ("SEND", "RECV"):
             continue
         for value in event.op.writes:
@@ -110,5 +114,5 @@ _ALMOST = 1 + 1e-9
 def _held(panel: Panel, first: int) -> Iterator[Entry]:
     unit = "bytes" if panel.in_bytes else "microbatches"
     for rank in range(panel.ranks):
-        for time, amount in panel.timeline.held(rank):
+        for time, amount in panel.held(rank):
             yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": _micro(time), "args": {unit: amount}}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from fpipe.pictures.html import html
 from fpipe.pictures.panel import Panel, panels_of
 from fpipe.pictures.perfetto import perfetto
-from fpipe.pictures.png import raster
+from fpipe.pictures.png import draw_onto, raster
+from fpipe.pictures.style import PLAIN, Style
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
 from fpipe.program import HtmlRepr, Program
@@ -26,6 +28,8 @@ def plot(
     names: Sequence[str] | None = None,
     colour: bool | None = None,
     width: int | None = None,
+    style: Style = PLAIN,
+    ax: Any = None,
 ) -> str:
     """Draw a program or a timeline, or several on one time axis.
 
@@ -59,13 +63,18 @@ def plot(
         colour: of printed text; by default where it is printed on a terminal and NO_COLOR is not set.
         width: of the whole, in characters at most for text (120 to scale; a grid goes on below what is given), in
             pixels for a picture (else what its ops need).
+        style: a `fpipe.Style`: the size on paper, labels, colours, a window, and what is drawn or left out.
+        ax: Axes of matplotlib's to draw onto instead of a file. Their x is the time, in seconds; the picture has their
+            width, and is stretched to their height.
 
     Returns:
-        The text, a string that shows itself as a picture in a notebook; with `file`, its name.
+        The text, a string that shows itself as a picture in a notebook; with `file`, its name; with `ax`, the figures,
+        for a caption.
 
     Raises:
         TypeError: something is neither a Program nor a Timeline.
-        ValueError: an ending without a picture, a list of names that does not fit, costs without a program.
+        ValueError: an ending without a picture, a list of names that does not fit, costs without a program, a style
+            that such a picture cannot have.
         FileNotFoundError: the file's folder is not there.
         ModuleNotFoundError: no matplotlib.
     """
@@ -73,40 +82,56 @@ def plot(
         raise ValueError(f"width= is a number of characters, or of pixels in a picture, at least 40; found {width!r}.")
     if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"file= is the name of a file, such as 'picture.svg', found {file!r}.")
+    if not isinstance(style, Style):
+        raise TypeError(f"style= is a fpipe.Style, such as fpipe.Style(memory=False); found {style!r}.")
+    if width is not None and (style.width_mm is not None or ax is not None):
+        raise ValueError("width= is in pixels: leave it out where width_mm= or the Axes say how wide the picture is.")
     drawn = (what, *more)
+    if ax is not None:
+        return _onto(ax, file, panels_of(drawn, names, costs, style.window, style.ranks), style)
     if file is not None:
-        return _write(Path(file), panels_of(drawn, names, costs), width)
-    if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None:
-        return grid(Panel("", simulate(what, Ticks())), colour, width)
-    return to_scale(panels_of(drawn, names, costs), width or 120, colour)
+        return _write(Path(file), panels_of(drawn, names, costs, style.window, style.ranks), width, style)
+    style.only("text", "figures", "window", "ranks")
+    if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None and style.window is None:
+        return grid(Panel("", simulate(what, Ticks()), None, style.ranks), colour, width, style)
+    return to_scale(panels_of(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 
 
-_WRITERS: dict[str, Callable[[Sequence[Panel], float | None], str | bytes]] = {
+_WRITERS: dict[str, Callable[[Sequence[Panel], float | None, Style], str | bytes]] = {
     ".svg": svg,
-    ".png": lambda panels, width: raster(panels, width, "png"),
-    ".pdf": lambda panels, width: raster(panels, width, "pdf"),
+    ".png": lambda panels, width, style: raster(panels, width, style, "png"),
+    ".pdf": lambda panels, width, style: raster(panels, width, style, "pdf"),
     ".html": html,
-    ".json": lambda panels, width: perfetto(panels),
+    ".json": lambda panels, width, style: perfetto(panels, style),
 }
 
 
-def _write(file: Path, panels: Sequence[Panel], width: float | None) -> str:
+def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:
+    if file is not None:
+        raise ValueError("ax= is drawn onto and file= is written: say one of the two; ax.figure.savefig writes it.")
+    if style.width_mm is not None:
+        raise ValueError("the Axes say how wide the picture is: leave width_mm= out.")
+    draw_onto(panels, style, ax)
+    return "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
+
+
+def _write(file: Path, panels: Sequence[Panel], width: float | None, style: Style) -> str:
     if file.suffix not in _WRITERS:
         raise ValueError(f"a picture's file ends in {', '.join(_WRITERS)}; found {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    made = _WRITERS[file.suffix](panels, width)
+    made = _WRITERS[file.suffix](panels, width, style)
     file.write_bytes(made.encode() if isinstance(made, str) else made)
     return str(file)
 
 
 def _paint(what: Program | Timeline | Picture) -> str:
     """What a notebook shows; text instead where a picture would choke it."""
-    panels = what.panels if isinstance(what, Picture) else panels_of([what], None, None)
+    panels, style = (what.panels, what.style) if isinstance(what, Picture) else (panels_of([what]), PLAIN)
     if sum(len(panel.timeline.events) for panel in panels) > _MOST:
         facts = "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
         return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"
-    return f'<div style="overflow-x:auto">{svg(panels)}</div>'
+    return f'<div style="overflow-x:auto">{svg(panels, None, style)}</div>'
 
 
 _MOST = 10_000

@@ -1,22 +1,23 @@
-"""A drawing through matplotlib: PNG at twice the size on screen, or PDF."""
+"""A drawing through matplotlib: as PNG or PDF, or on Axes of one's own."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import lay_out
+from fpipe.pictures.layout import PIXEL, lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.style import Style
 
-SHARPNESS = 2
-"""Dots for a pixel of the drawing."""
+DOTS = {"screen": 192, "paper": 300}
+"""An inch has these: two for each pixel of a screen, and what journals ask for."""
 
 
-def raster(panels: Sequence[Panel], width: float | None, ending: str) -> bytes:
+def raster(panels: Sequence[Panel], width: float | None, style: Style, ending: str) -> bytes:
     """The picture of some panels as the bytes of a PNG or PDF file."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,29 +26,42 @@ def raster(panels: Sequence[Panel], width: float | None, ending: str) -> bytes:
         raise ModuleNotFoundError(
             f"a .{ending} is drawn by matplotlib, which is not here: pip install 'fpipe[plot]', or write .svg or .html."
         ) from None
-    drawing = lay_out(panels, width)
-    figure = Figure((drawing.width / 100, drawing.height / 100), dpi=100 * SHARPNESS, facecolor=ROLES["paper"][0])
+    drawing = lay_out(panels, width, style)
+    dots = DOTS["screen" if style.width_mm is None else "paper"]
+    size = drawing.width * drawing.unit, drawing.height * drawing.unit
+    figure = Figure(size, dpi=dots, facecolor=ROLES["paper"][0])
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
-    axes.set_axis_off()
-    draw(drawing, axes)
+    _draw(drawing, figure.add_axes((0, 0, 1, 1)))
     file = io.BytesIO()
     figure.savefig(file, format=ending, metadata={"Software": None} if ending == "png" else {"CreationDate": None})
     return file.getvalue()
 
 
-def draw(drawing: Drawing, axes: Any) -> None:
-    """Put a drawing's shapes on axes whose units are its pixels; those in a row that look alike at once."""
-    for order, (look, group) in enumerate(groupby((*drawing.still, *drawing.timed), _look)):
+def draw_onto(panels: Sequence[Panel], style: Style, axes: Any) -> None:
+    """Fill Axes of matplotlib's with the picture; x is the time, in seconds, and the height is stretched to fit."""
+    if not callable(getattr(axes, "get_window_extent", None)) or not hasattr(axes, "transData"):
+        raise TypeError(f"ax= is an Axes of matplotlib's, as plt.subplots() makes them; found {type(axes).__name__}.")
+    inches = axes.get_window_extent().width / axes.figure.dpi
+    _draw(lay_out(panels, inches / PIXEL, style), axes)
+
+
+def _draw(drawing: Drawing, axes: Any) -> None:
+    """Put a drawing's shapes on axes; those in a row that look alike at once."""
+    from matplotlib.transforms import Affine2D
+
+    seconds = (drawing.end - drawing.start or 1.0) / drawing.span
+    place = Affine2D().translate(-drawing.left, 0).scale(seconds, 1).translate(drawing.start, 0)
+    edges = place.transform([(0, 0), (drawing.width, 0)])
+    axes.set(xlim=(edges[0][0], edges[1][0]), ylim=(drawing.height, 0))
+    axes.set_axis_off()
+    pen = _Pen(axes, place + axes.transData, drawing.unit * 72)
+    for at, (look, group) in enumerate(groupby((*drawing.still, *drawing.timed), _look)):
+        order = at * 1e-4  # below whatever else is drawn on these axes
         if isinstance(look, Text):
             for shape in group:
-                _write(axes, shape, order)
+                pen.write(shape, order)
         else:
-            axes.add_collection(_collection(look, list(group), order), autolim=False)
-
-
-_POINTS = 72 / 100
-"""A pixel of the drawing, a hundredth of an inch, in the points of fonts and strokes."""
+            pen.draw(look, list(group), order)
 
 
 def _look(shape: Shape) -> Shape:
@@ -59,33 +73,47 @@ def _look(shape: Shape) -> Shape:
     return Rect(0, 0, 0, 0, shape.paint, edge=shape.edge if isinstance(shape, Rect) else 0)
 
 
-def _collection(look: Shape, shapes: Sequence[Any], order: int) -> Any:
-    from matplotlib.collections import LineCollection, PolyCollection
+class _Pen(NamedTuple):
+    """Draws on axes; `points`: what a pixel of the drawing is in fonts and strokes."""
 
-    if isinstance(look, Line):
-        strokes = [stroke for shape in shapes for stroke in (shape.points, *(heads(shape) if shape.arrow else ()))]
-        return LineCollection(strokes, colors=_light(look.paint), linewidths=look.width * _POINTS, zorder=order)
-    outlines = [shape.points if isinstance(shape, Area) else _corners(shape) for shape in shapes]
-    if look.paint == "hatched":
-        ground, lines = ROLES["wait"][0], ROLES["hatch"][0]
-        return PolyCollection(outlines, facecolors=ground, edgecolors=lines, hatch="////", linewidths=0, zorder=order)
-    edge = look.edge * _POINTS if isinstance(look, Rect) else 0.0
-    paper = ROLES["paper"][0]
-    return PolyCollection(outlines, facecolors=_light(look.paint), edgecolors=paper, linewidths=edge, zorder=order)
+    axes: Any
+    place: Any
+    points: float
 
+    def draw(self, look: Shape, shapes: Sequence[Any], order: float) -> None:
+        """Shapes that look alike."""
+        from matplotlib.collections import LineCollection, PolyCollection
 
-def _write(axes: Any, text: Any, order: int) -> None:
-    axes.text(
-        text.x,
-        text.y,
-        text.words.replace("$", r"\$"),
-        color=_light(text.paint),
-        fontsize=text.size * _POINTS,
-        ha={"start": "left", "middle": "center", "end": "right"}[text.anchor],
-        va="baseline",
-        weight="bold" if text.bold else "normal",
-        zorder=order,
-    )
+        alike: dict[str, Any] = {"zorder": order, "transform": self.place}
+        if isinstance(look, Line):
+            strokes = [stroke for shape in shapes for stroke in (shape.points, *(heads(shape) if shape.arrow else ()))]
+            lines = LineCollection(strokes, colors=_light(look.paint), linewidths=look.width * self.points, **alike)
+            self.axes.add_collection(lines, autolim=False)
+            return
+        outlines = [shape.points if isinstance(shape, Area) else _corners(shape) for shape in shapes]
+        edge, face, line = 0.0, _light(look.paint), ROLES["paper"][0]
+        if look.paint == "hatched":
+            face, line = ROLES["wait"][0], ROLES["hatch"][0]
+            alike["hatch"] = "////"
+        elif isinstance(look, Rect):
+            edge = look.edge * self.points
+        boxes = PolyCollection(outlines, facecolors=face, edgecolors=line, linewidths=edge, **alike)
+        self.axes.add_collection(boxes, autolim=False)
+
+    def write(self, text: Any, order: float) -> None:
+        """Some words."""
+        self.axes.text(
+            text.x,
+            text.y,
+            text.words.replace("$", r"\$"),
+            color=_light(text.paint),
+            fontsize=text.size * self.points,
+            ha={"start": "left", "middle": "center", "end": "right"}[text.anchor],
+            va="baseline",
+            weight="bold" if text.bold else "normal",
+            zorder=order,
+            transform=self.place,
+        )
 
 
 def _corners(rect: Rect) -> tuple[tuple[float, float], ...]:

@@ -72,14 +72,17 @@ Shape = Rect | Line | Area | Text
 @dataclass
 class Drawing:
     """A picture as shapes: those that stand still, and those that stand for a time, within `left` and `left + span`.
+    The times are those from `start` to `end`, in seconds. `unit`: inches on paper of what is called a pixel here.
     `bands`: from where to where the lines of the axis go; `bottom`: where its numbers stand below."""
 
     width: float
     height: float
     left: float
     span: float
+    start: float
     end: float
     clock: Clock
+    unit: float
     still: list[Shape] = field(default_factory=list)
     timed: list[Shape] = field(default_factory=list)
     bottom: float = 0.0

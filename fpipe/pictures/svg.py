@@ -7,30 +7,34 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import lay_out
+from fpipe.pictures.layout import PIXEL, lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.style import PLAIN, Style
 
 FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
 
 
-def svg(panels: Sequence[Panel], width: float | None = None) -> str:
+def svg(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
     """The picture of some panels as SVG text."""
-    drawing = lay_out(panels, width)
+    drawing = lay_out(panels, width, style)
     body = "\n".join([*shapes(drawing.still), *shapes(drawing.timed)])
     said = _escaped("; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels))
-    return frame(drawing, f"<title>{said}</title>\n{body}")
+    return frame(drawing, f"<title>{said}</title>\n{body}", "mm" if style.width_mm is not None else "")
 
 
 def _escaped(words: str) -> str:
     return html.escape(words, quote=False)
 
 
-def frame(drawing: Drawing, body: str) -> str:
-    """An svg element around shapes, with its paper, the colours of dark paper and the hatching of waits."""
+def frame(drawing: Drawing, body: str, size_in: str = "") -> str:
+    """An svg element around shapes, with its paper, the colours of dark paper and the hatching of waits; its size is
+    in millimetres, or pixels."""
     width, height = number(drawing.width), number(drawing.height)
+    inch = 25.4 if size_in == "mm" else 1 / PIXEL
+    wide, high = (f"{number(size * drawing.unit * inch)}{size_in}" for size in (drawing.width, drawing.height))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}">\n<style>{STYLE}</style>\n{PATTERN}\n'
         f'<rect class="fpipe-paper" width="{width}" height="{height}" rx="6" fill="{ROLES["paper"][0]}"/>\n'
         f"{body}\n</svg>\n"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from fpipe.pictures.axis import clock, ticks
-from fpipe.pictures.colours import terminal
+from fpipe.pictures.colours import WORDS, terminal
 from fpipe.pictures.panel import Panel
-from fpipe.program import HtmlRepr, Op
+from fpipe.pictures.style import PLAIN, Style
+from fpipe.program import HtmlRepr, Op, kind_of
+from fpipe.timing.waiting import Event
 
 Piece = tuple[str, Op | None]
 """Some characters of a line, and the op they stand for."""
@@ -27,16 +30,19 @@ class Picture(str, HtmlRepr):
     """
 
     panels: tuple[Panel, ...]
+    style: Style
     coloured: str
     colour: bool | None
 
     @staticmethod
-    def of(panels: Sequence[Panel], lines: Iterable[tuple[Panel, list[Piece]]], colour: bool | None) -> Picture:
+    def of(
+        panels: Sequence[Panel], lines: Iterable[tuple[Panel, list[Piece]]], colour: bool | None, style: Style
+    ) -> Picture:
         """The lines of some panels; what is written in colour is known to be longer than it looks."""
         kept = [(panel, _rstripped(pieces)) for panel, pieces in lines]
         made = Picture("\n".join("".join(text for text, _ in pieces) for _, pieces in kept))
         made.coloured = "\n".join("".join(_inked(panel, *piece) for piece in pieces) for panel, pieces in kept)
-        made.panels, made.colour = tuple(panels), colour
+        made.panels, made.colour, made.style = tuple(panels), colour, style
         return made
 
     def __str__(self) -> str:
@@ -46,7 +52,7 @@ class Picture(str, HtmlRepr):
         return format(self[:], spec)
 
 
-def grid(panel: Panel, colour: bool | None = None, width: int | None = None) -> Picture:
+def grid(panel: Panel, colour: bool | None = None, width: int | None = None, style: Style = PLAIN) -> Picture:
     """One line a rank, one column a tick; for timelines of the clock that counts in ticks.
 
     What is wider than `width` characters goes on below, from the tick that it says.
@@ -68,40 +74,59 @@ def grid(panel: Panel, colour: bool | None = None, width: int | None = None) -> 
                 left = (wide - len(text)) // 2 + ((wide - len(text)) & wide & 1)
                 line += [(" " * left, None), (text, op), (" " * (wide - len(text) - left + 1), None)]
             lines.append((panel, line))
-    return Picture.of([panel], lines, colour)
+    return Picture.of([panel], lines, colour, style)
 
 
-def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = None) -> Picture:
+def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = None, style: Style = PLAIN) -> Picture:
     """Time to the right, a line for each lane, all panels under one axis; dots are idle time.
 
     A second has as many characters as the shortest op needs for its name, fewer where that is wider than `width`; then
-    names shrink to the letter of the kind, and at last a character stands for whatever fills most of it.
+    the names of a kind without room for all of them shrink to its letter, and at last a character stands for whatever
+    fills most of it; a last line says so.
     """
-    end = max((panel.end for panel in panels), default=0.0)
+    start, end = (max((getattr(panel, word) for panel in panels), default=0.0) for word in ("start", "end"))
     margin = max((len(_head(panel, rank)) for panel in panels for rank in range(panel.ranks)), default=0) + 2
-    bars = [bar for panel in panels for (_, lane), events in panel.lanes.items() if lane == "main" for bar in events]
-    wanted = max(((len(op.cell) + 1) / (until - start) for op, start, until in bars), default=1.0)
-    scale = min(wanted, (width - margin) / end) if end else 1.0
+    bars = [event for panel in panels for event in panel.events if event.end > event.start and _is_main(event)]
+    wanted = max(((len(op.cell) + 1) / (until - since) for op, since, until in bars), default=1.0)
+    scale = min(wanted, (width - margin) / (end - start)) if end > start else 1.0
+    short = {op.kind for op, since, until in bars if (until - since) * scale < (len(op.cell) + 1) * (1 - 1e-9)}
     lines: list[tuple[Panel, list[Piece]]] = []
     for panel in panels:
         if panel.name or len(panels) > 1:
-            lines.append((panel, [(f"{panel.name}: {panel.facts}", None)]))
+            heading = f"{panel.name}: {panel.facts}" if style.figures else panel.name
+            lines += _said(panel, heading, width)
         for rank in range(panel.ranks):
-            lines.append((panel, [(_head(panel, rank) + "| ", None), *_lane(panel, (rank, "main"), scale)]))
+            lines.append((panel, [(_head(panel, rank) + "| ", None), *_lane(panel, (rank, "main"), scale, short)]))
             if (rank, "copy") in panel.lanes:
                 head = "copy ".rjust(len(_head(panel, rank)))
-                lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, "copy"), scale)]))
-    lines.append((panels[-1], [(_axis(end, scale, margin, width), None)]))
-    return Picture.of(panels, lines, colour)
+                lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, "copy"), scale, short)]))
+    lines.append((panels[-1], [(_axis(start, end, scale, margin, width), None)]))
+    if short:
+        found = {part.kind for op, _, _ in bars for part in op.parts or (op,)}
+        kinds = [f"{kind} {word}" for kind, word in WORDS.items() if kind in found]
+        said = f"{', '.join(kinds)}, - goes on, . idle; a character is {float(f'{1 / scale:.3g}'):g} seconds"
+        lines += _said(panels[-1], said, width)
+    return Picture.of(panels, lines, colour, style)
 
 
-def _lane(panel: Panel, lane: tuple[int, str], scale: float) -> list[Piece]:
-    columns = round(panel.end * scale)
+def _said(panel: Panel, words: str, width: int) -> Iterator[tuple[Panel, list[Piece]]]:
+    """Words in lines that fit."""
+    for line in textwrap.wrap(words, width):
+        yield panel, [(line, None)]
+
+
+def _is_main(event: Event) -> bool:
+    return kind_of(event.op.kind).lane == "main"
+
+
+def _lane(panel: Panel, lane: tuple[int, str], scale: float, short: set[str]) -> list[Piece]:
+    columns = round((panel.end - panel.start) * scale)
     busy = [0.0] * columns
     most: list[tuple[float, Op | None]] = [(0.0, None)] * columns
-    for op, start, until in panel.lanes.get(lane, ()):
-        for column in range(int(start * scale), min(columns, int(until * scale) + 1)):
-            share = min(until * scale, column + 1) - max(start * scale, column)
+    for op, *times in panel.lanes.get(lane, ()):
+        start, until = ((time - panel.start) * scale for time in times)
+        for column in range(max(0, int(start)), min(columns, int(until) + 1)):
+            share = min(until, column + 1) - max(start, column)
             busy[column] += share
             if share > most[column][0] + 1e-9:
                 most[column] = share, op
@@ -112,30 +137,32 @@ def _lane(panel: Panel, lane: tuple[int, str], scale: float) -> list[Piece]:
         op, stop = filled[at], at + 1
         while stop < columns and filled[stop] is op:
             stop += 1
-        pieces += [("." * (stop - at), None)] if op is None else _named(op, stop - at)
+        pieces += [("." * (stop - at), None)] if op is None else _named(op, stop - at, op.kind in short)
         at = stop
     return pieces
 
 
-def _named(op: Op, room: int) -> list[Piece]:
+def _named(op: Op, room: int, short: bool) -> list[Piece]:
     """An op's name and what is left of its room; a blank at the end tells it from the next."""
-    if room > len(op.cell):
+    if room > len(op.cell) and not short:
         return [(op.cell.ljust(room - 1, "-"), op), (" ", None)]
-    name = next(name for name in (op.cell, op.kind, op.kind[:1]) if room >= len(name))
+    name = next(name for name in (op.cell, op.kind, op.kind[:1])[short:] if room >= len(name))
     return [(name.ljust(room, "-"), op)]
 
 
-def _axis(end: float, scale: float, margin: int, width: int) -> str:
+def _axis(start: float, end: float, scale: float, margin: int, width: int) -> str:
     time = clock(end)
     line = time.unit.rjust(margin - 1).ljust(margin)
-    for tick in ticks(end * time.per_second, max(1, round(end * scale) // 6)):
-        at = margin + round(tick / time.per_second * scale)
+    for tick in ticks(start * time.per_second, end * time.per_second, max(1, round((end - start) * scale) // 6)):
+        at = margin + round((tick / time.per_second - start) * scale)
         if at >= len(line) and at + len(f"{tick:g}") <= width:
             line = f"{line.ljust(at)}{tick:g} "
     return line
 
 
 def _head(panel: Panel, rank: int) -> str:
+    if panel.rank_names is not None:
+        return f"{panel.rank_name(rank):{max(map(len, panel.rank_names))}} "
     return f"rank {rank:>{len(str(panel.ranks - 1))}} "
 
 

@@ -1,0 +1,97 @@
+"""What stands in the box of an op: for each kind the longest name that most of its boxes have room for.
+
+It is decided once for a kind in a picture, so that 0..9 do not have names where 10..63 have none. A kind without room
+for any has one label for a run of microbatches, F0-15, over their boxes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from fpipe.pictures.panel import Bar, Lane, Panel
+from fpipe.pictures.style import Style
+from fpipe.program import Op
+
+GLYPH = 0.62
+"""Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
+SIZES = (1.0, 0.75)
+"""Words may be a quarter smaller before they are left out."""
+
+
+def needs(name: str, size: float) -> float:
+    """The width of a box for a name."""
+    return len(name) * size * GLYPH + size * 0.45
+
+
+def names_of(op: Op, lane: str, style: Style) -> list[str]:
+    """What may stand in an op's box, the longest first: 2F0.1, or which microbatch; of a copy at least O or L."""
+    short = op.cell.removeprefix(f"{op.stage}{op.kind}")
+    if style.labels == "none":
+        return []
+    if lane == "copy":
+        return [op.cell, op.kind, op.kind[:1]] if style.labels == "all" else [op.kind, op.kind[:1]]
+    if op.microbatch is None:
+        return [op.cell]
+    return [op.cell, short] if style.labels == "all" else [short]
+
+
+class Labels:
+    """The labels of a panel: `scale` in pixels a second, `height` of a lane in pixels."""
+
+    def __init__(self, panel: Panel, style: Style, scale: float, height: float) -> None:
+        self.panel, self.style, self.height = panel, style, height
+        self.form: dict[tuple[str, str], tuple[int, float] | None] = {}
+        kinds: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+        for (_, lane), bars in panel.bars.items():
+            for bar in bars:
+                kinds[bar.op.kind, lane].append(bar)
+        for (kind, lane), bars in kinds.items():
+            lengths = sorted(bar.end - bar.start for bar in bars)
+            self.form[kind, lane] = self._form(bars, lane, lengths[len(lengths) // 2] * scale)
+
+    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> tuple[int, float] | None:
+        """Which of their names most boxes have room for, and how much smaller it is written."""
+        longest = [
+            max(map(len, names)) for names in zip(*(names_of(bar.op, lane, self.style) for bar in bars), strict=False)
+        ]
+        for at, letters in enumerate(longest):
+            for smaller in SIZES if at == len(longest) - 1 else SIZES[:1]:
+                if needs("0" * letters, smaller * min(11.0, self.height * 0.72)) <= width:
+                    return at, smaller
+        return None
+
+    def of(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
+        """The label of a box and its size; None if it has no room."""
+        form = self.form[bar.op.kind, lane]
+        size = min(11.0, depth * 0.72)
+        if form is None or size < 6:
+            return None
+        names = names_of(bar.op, lane, self.style)[form[0] :]
+        return next(((name, size * form[1]) for name in names if needs(name, size * form[1]) <= width), None)
+
+    def runs(self, lane: Lane) -> Iterator[tuple[list[Bar], list[str]]]:
+        """Rows of microbatches without labels of their own, one right after the other, and what to call them."""
+        if self.style.labels == "none":
+            return
+        run: list[Bar] = []
+        for bar in (*self.panel.bars[lane], None):
+            if run and (bar is None or not _follows(run[-1], bar)):
+                if len(run) > 1 and self.form[run[0].op.kind, lane[1]] is None:
+                    op, span = run[0].op, f"{run[0].op.microbatch}-{run[-1].op.microbatch}"
+                    full = [f"{op.stage}{op.kind}{span}", f"{op.kind}{span}"]
+                    yield run, [*full, span] if self.style.labels == "all" else [span]
+                run = []
+            if bar is not None:
+                run.append(bar)
+
+
+def _follows(bar: Bar, after: Bar) -> bool:
+    """Whether a bar is the next microbatch of the same stage and kind, right after the other."""
+    one, two = bar.op, after.op
+    return (
+        (one.kind, one.stage, one.slice, bar.top, bar.depth) == (two.kind, two.stage, two.slice, after.top, after.depth)
+        and one.microbatch is not None
+        and two.microbatch == one.microbatch + 1
+        and abs(after.start - bar.end) <= 1e-9 * max(1.0, after.start)
+    )

@@ -1,0 +1,131 @@
+"""How a picture looks: its size, its words, what it shows and what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any, Literal
+
+from fpipe.pictures.colours import FILLS, OTHER, is_colour, lighter
+from fpipe.program import Op, kind_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How `fpipe.plot` draws, to be said once for all pictures of a paper.
+
+    >>> import fpipe
+    >>> paper = fpipe.Style(width_mm=84, font_pt=7, labels="microbatch", memory=False)
+    >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))
+    >>> fpipe.plot(program, style=paper, file="gpipe.pdf")  # doctest: +SKIP
+    'gpipe.pdf'
+
+    Args:
+        width_mm: width on paper, in millimetres; of SVG, PNG (at 300 dots an inch) and PDF.
+        font_pt: size of the names of ranks, in points; other words and all distances go with it. 9 by default.
+        labels: of ops. "all": the whole name, or the microbatch where that does not fit; "microbatch": only that;
+            "none". For each kind it is decided once a picture; where nothing fits, runs of microbatches have one label.
+        memory: what each rank holds.
+        waits: hatched idle times.
+        arrows: transfers, each an arrow; None, the default: where there is room for all of them.
+        figures: makespan, span, bubble and peak in the heading.
+        legend: what the colours are.
+        critical_path: outline the ops and transfers that make the step as long as it is, `Timeline.critical_path`.
+        window: (start, end) in seconds: what overlaps it is drawn. Figures stay those of the whole.
+        colours: by kind, such as {"F": "#2a66be"}, or a function of the op; by default those of the papers.
+        ranks: their names, one for each.
+
+    Raises:
+        ValueError: a value of another kind than said here.
+    """
+
+    width_mm: float | None = None
+    font_pt: float | None = None
+    labels: Literal["all", "microbatch", "none"] = "all"
+    memory: bool = True
+    waits: bool = True
+    arrows: bool | None = None
+    figures: bool = True
+    legend: bool = True
+    critical_path: bool = False
+    window: tuple[float, float] | None = None
+    colours: Mapping[str, str] | Callable[[Op], str] = field(default_factory=dict[str, str])
+    ranks: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for word in ("width_mm", "font_pt"):
+            size = getattr(self, word)
+            if size is not None and not (_is_number(size) and 0 < size < inf):
+                raise ValueError(f"{word}= is a positive number; found {size!r}.")
+        if self.labels not in ("all", "microbatch", "none"):
+            raise ValueError(f"labels= is 'all', 'microbatch' or 'none'; found {self.labels!r}.")
+        for word in SWITCHES:
+            switch = getattr(self, word)
+            if not isinstance(switch, bool) and (word, switch) != ("arrows", None):
+                raise ValueError(f"{word}= is True or False; found {switch!r}.")
+        if self.window is not None and not _is_window(self.window):
+            raise ValueError(f"window= is (start, end) in seconds, 0 <= start < end; found {self.window!r}.")
+        if isinstance(self.colours, Mapping):
+            for kind, colour in self.colours.items():
+                kind_of(kind)
+                _the_colour(colour, kind)
+        elif not callable(self.colours):
+            raise ValueError(f"colours= is a dict from kind to colour, or a function of an Op; found {self.colours!r}.")
+        if self.ranks is not None and (
+            isinstance(self.ranks, str) or not all(isinstance(name, str) for name in self.ranks)
+        ):
+            raise ValueError(f"ranks= is a list of names, one for each rank; found {self.ranks!r}.")
+
+    def fill(self, op: Op, shade: float = 0.0) -> str:
+        """The colour of an op; shade 0 is the first direction or chunk, 1 the last and lightest."""
+        if callable(self.colours):
+            return _the_colour(self.colours(op), op.cell)
+        return self.of_kind(op.kind, shade)
+
+    def of_kind(self, kind: str, shade: float = 0.0) -> str:
+        """The colour of a kind."""
+        said = self.colours if isinstance(self.colours, Mapping) else {}
+        return lighter(said.get(kind, FILLS.get(kind, OTHER)), shade)
+
+    def only(self, what: str, *taken: str) -> None:
+        """Refuse what a form of picture cannot show.
+
+        >>> Style(memory=False, window=(0, 4)).only("text", "window")
+        Traceback (most recent call last):
+        ValueError: text has no memory=; of a style it takes window. The others are for .svg, .png, .pdf and ax=.
+        """
+        said = [each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name)]
+        for word in said:
+            if word not in taken:
+                raise ValueError(
+                    f"{what} has no {word}=; of a style it takes {', '.join(taken)}. "
+                    "The others are for .svg, .png, .pdf and ax=."
+                )
+
+
+SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")
+"""What is drawn or not."""
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _is_window(given: Any) -> bool:
+    return (
+        isinstance(given, Sequence)
+        and len(given) == 2
+        and all(map(_is_number, given))
+        and 0 <= given[0] < given[1] < inf
+    )
+
+
+def _the_colour(given: Any, of: str) -> str:
+    if not is_colour(given):
+        raise ValueError(f"a colour is '#' and six hexadecimal digits, such as '#2a66be'; found {given!r} for {of}.")
+    return given
+
+
+PLAIN = Style()
+"""What is drawn where nothing is said."""
