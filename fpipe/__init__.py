@@ -10,6 +10,7 @@ from fpipe.model import Model, Stage
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import Style
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
+from fpipe.schedules.compare import Comparison, compare
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
@@ -92,6 +93,7 @@ _ROOMS = ("cli", "graphs", "interop", "models", "pictures", "runtimes", "schedul
 __all__ = [
     "Bounds",
     "Chunk",
+    "Comparison",
     "Costs",
     "GradientMismatch",
     "Input",
@@ -126,6 +128,7 @@ __all__ = [
     "check",
     "checkpoint",
     "communicate",
+    "compare",
     "compare_grads",
     "custom_stage",
     "deferred_batch_norm",

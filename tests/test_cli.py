@@ -111,6 +111,7 @@ def test_compare_puts_them_side_by_side():
             f"{found.span:g}",
             f"{found.bubble:.1%}",
             f"{found.bubble_span:.1%}",
+            f"{found.idle:g}",
             f"{max(found.peak):g}",
             f"{least.makespan:g}",
             f"{least.gap(found):.1%}",
@@ -118,13 +119,10 @@ def test_compare_puts_them_side_by_side():
 
 
 def test_compare_without_names_leaves_out_what_does_not_serve():
-    code, printed, complaint = run("compare", "-p", "3", "-m", "2")
+    lines = [line for line in out("compare", "-p", "3", "-m", "2").splitlines()[1:] if not line.startswith(" ")]
     served = [name for name in fpipe.schedules.names() if _serves(name, 3, 2)]
-    assert code == 0
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == served
-    assert [line.removeprefix("error: ").split(":")[0] for line in complaint.splitlines()] == [
-        name for name in fpipe.schedules.names() if name not in served
-    ]
+    others = [f"{name}:" for name in fpipe.schedules.names() if name not in served]
+    assert [line.split()[0] for line in lines] == served + others
 
 
 def _serves(name: str, ranks: int, microbatches: int) -> bool:
@@ -133,6 +131,24 @@ def _serves(name: str, ranks: int, microbatches: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_compare_writes_a_page_with_the_table_above_the_pictures(tmp_path: Path):
+    page = tmp_path / "both.html"
+    typed = ("gpipe", "hanayo:waves=2", "chimera", "-p", "3", "-m", "3")
+    printed = out("compare", *typed, "--html", str(page))
+    assert printed.splitlines()[-1] == f"wrote {page}"
+    table, _, pictures = page.read_text().partition("</table>")
+    assert "<td>hanayo:waves=2</td>" in table
+    assert "chimera: the number of ranks is even" in pictures
+    assert "<svg" in pictures
+    assert "src=" not in table + pictures
+
+
+def test_options_are_said_behind_a_name():
+    assert "8 stages, 4 microbatches, 2 ranks" in out("show", "hanayo:waves=2", "-p", "2", "-m", "4")
+    assert "8 stages, 4 microbatches, 2 ranks" in out("show", "hanayo", "-o", "waves=2", "-p", "2", "-m", "4")
+    assert "12 stages" in out("show", "interleaved:stages=12", "-p", "2", "-m", "4")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
@@ -192,9 +208,9 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
         (["show", "-"], STRAY, "error: row 2, column 2: '1F1x' is not a cell"),
         (["verify", "-"], STUCK, "wait for each other in a circle"),
         (["show", "chimera", "-p", "3"], None, "error: chimera: "),
-        (["compare", "gpipe", "chimera", "-p", "3"], None, "error: chimera: "),
+        (["compare", "chimera", "-p", "3"], None, "error: chimera: the number of ranks is even"),
         (["export", "chimera", "-m", "4"], None, "(--format table, json and text write any program.)"),
-        (["export", "gpipe", "-o", "waves=2"], None, "error: gpipe has no option 'waves'; it has: none."),
+        (["export", "gpipe", "-o", "waves=2"], None, "error: gpipe has no option 'waves'; it has: stages."),
     ],
 )
 def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str | None, sentence: str):
@@ -208,6 +224,11 @@ def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str |
     [
         (["shwo", "gpipe"], "No such command 'shwo'. Did you mean 'show'?"),
         (["show", "gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
+        (
+            ["compare", "gpipe", "zbv:waves=2"],
+            "zbv has no option 'waves'; it has: memory_cap, kept, objective, stages.",
+        ),
+        (["compare", "gpipe", "hanayo:waves"], "an option reads waves=2, found 'waves'."),
         (["show", "missing.csv"], "there is no file 'missing.csv', and no schedule of that name."),
         (["show", "gpipe", "--rank", "2"], "No such option: --rank (Possible options: --ranks)"),
         (["show", "gpipe", "--ranks", "0"], "--ranks"),
@@ -254,6 +275,7 @@ def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monke
         out(*example.split())
 
 
+FOR_NAMES = ("show", "compare", "export", "verify")
 TWICE = "0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n"
 
 
@@ -269,8 +291,13 @@ def test_a_replicated_table_is_drawn_compared_and_exported(tmp_path: Path):
     assert "1 stages, 4 microbatches" in repr(from_json(out("export", str(file), "-f", "json", "--replicated")))
 
 
-@pytest.mark.parametrize("command", ["show", "compare", "export", "verify"])
-@pytest.mark.parametrize("slip", ["--ranks=4", "--microbatches=8", "--option=waves=2"])
+@pytest.mark.parametrize(
+    ("command", "slip"),
+    [
+        *((command, slip) for command in FOR_NAMES for slip in ("--ranks=4", "--microbatches=8")),
+        *((command, "--option=waves=2") for command in FOR_NAMES if command != "compare"),
+    ],
+)
 def test_what_is_of_a_name_is_refused_for_a_file(command: str, slip: str, tmp_path: Path):
     file = tmp_path / "table.csv"
     file.write_text("0F0,0B0\n")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fpipe.program import Program
+from fpipe.schedules.compare import parts_of_a_rank
 from fpipe.timing.costs import Costs
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
@@ -34,13 +35,11 @@ class TypedCosts:
     shares: bool
 
     def of(self, program: Program) -> Costs:
-        """The costs of a program's ops; a rank that computes nothing, as a host, has no share."""
-        ranks = {rank for where in program.placement for rank in (where if isinstance(where, tuple) else (where,))}
-        return self.at(program.stages, max(1, len(ranks)), program.slices)
+        """The costs of a program's ops."""
+        return self.at(parts_of_a_rank(program))
 
-    def at(self, stages: int, ranks: int, slices: int = 1) -> Costs:
-        """The costs at a size: with v stages a rank and Q slices a stage's op takes a share's 1/(vQ)."""
-        parts = stages / ranks * slices
+    def at(self, parts: float) -> Costs:
+        """The costs where a rank cuts its share into so many ops: v stages of Q slices are vQ."""
         if not self.shares:
             return Costs(**self.seconds)
         seconds: dict[str, Any] = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0} | self.seconds

@@ -13,9 +13,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fpipe.cli.costs import TypedCosts, parse
-from fpipe.cli.what import is_file, named, option, read
+from fpipe.cli.what import is_file, named, read
 from fpipe.program import Program
-from fpipe.schedules import about
+from fpipe.schedules.named import option
+from fpipe.schedules.named import parse as parse_name
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
 def known(what: str) -> str:
     """The name of a schedule, or a file that can be read."""
     if not is_file(what):
-        about(what)
+        parse_name(what)
     elif what != "-" and not Path(what).is_file():
         raise ValueError(f"there is no file {what!r}, and no schedule of that name.")
     return what
@@ -56,11 +57,19 @@ def load_module(module: str) -> ModuleType:
 
 What = Annotated[
     str,
-    typer.Argument(metavar="NAME|FILE", parser=usage(known), help="A schedule's name, or a file ('-' reads a pipe)."),
+    typer.Argument(
+        metavar="NAME|FILE",
+        parser=usage(known),
+        help="A schedule's name, with options behind a colon (hanayo:waves=2), or a file ('-' reads a pipe).",
+    ),
 ]
 Whats = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME|FILE", parser=usage(known), help="Names and files; none: all that serve."),
+    typer.Argument(
+        metavar="NAME|FILE",
+        parser=usage(known),
+        help="Names, with options behind a colon (hanayo:waves=2), and files; none: all names.",
+    ),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +21,17 @@ from fpipe.cli.options import (
     program_of,
     usage,
 )
-from fpipe.cli.output import columns_of_terminal, number, print_error, table
-from fpipe.cli.style import parse
-from fpipe.cli.what import is_file
+from fpipe.cli.output import columns_of_terminal, number, table
+from fpipe.cli.style import parse as parse_style
+from fpipe.cli.what import is_file, read
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
-from fpipe.program import Program, ProgramError
+from fpipe.program import Program
 from fpipe.schedules import about, names
+from fpipe.schedules.compare import Comparison
+from fpipe.schedules.compare import compare as compare_schedules
+from fpipe.schedules.named import parse
 from fpipe.timing.bounds import bounds
-from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 
 
@@ -53,7 +56,7 @@ StyleSaid = Annotated[
     typer.Option(
         "--style",
         metavar="LIST",
-        parser=usage(parse),
+        parser=usage(parse_style),
         help="How the files look: width_mm=84, font_pt=7, labels=all, microbatch or none, ranks=GPU 0/GPU 1, "
         "window=0/20, F=#2a66be; yes or no: memory, waits, arrows, figures, legend, critical_path.",
     ),
@@ -112,8 +115,8 @@ def show(
         raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
     program = program_of(what, ranks, microbatches, stages, option, costs, replicated)
     seconds = costs.of(program)
-    if not is_file(what) and about(what).title:
-        print(f"{about(what).title}: {about(what).source}")
+    if not is_file(what) and parse(what).schedule.title:
+        print(f"{parse(what).schedule.title}: {parse(what).schedule.source}")
     print(sizes(program))
     width = columns_of_terminal()
     print(plot(program, costs=seconds if costs.text else None, width=width and max(width, 40)))
@@ -141,59 +144,56 @@ def compare(
     what: Whats = None,
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
-    option: Options = None,
     costs: CostsSaid = "",
     svg: Svg = None,
     png: Png = None,
+    html: Html = None,
     replicated: Replicated = False,
 ) -> None:
-    """Put schedules side by side: time, memory, lower bound.
+    """Put schedules side by side: time, memory, lower bound (fpipe.compare).
 
     \b
     makespan  from the first start to the last end, in seconds
     span      the longest any rank takes from its first op to its last
     bubble    the idle share of each
+    idle      makespan less the mean work of a rank, in seconds
     peak      the most microbatches held on a rank (a whole rank's share is 1)
     bound     no order in this placement and memory takes less time
     above     how far above that this one is
     ranks, microbatches: said where they differ, as those of a file may
     \b
+    One that does not serve the sizes says why, below the table.
+    \b
     Examples:
       python -m fpipe compare gpipe one_f_one_b chimera --ranks 4 --microbatches 8
-      python -m fpipe compare --costs F=10,B=12,W=8,c=0.5
-      python -m fpipe compare one_f_one_b my_table.csv --svg both.svg
+      python -m fpipe compare hanayo:waves=2 interleaved:stages=12 zbv
+      python -m fpipe compare zb_h1 zb_h2 zbv --costs F=10,B=12,W=8,c=0.5
+      python -m fpipe compare one_f_one_b my_table.csv --html both.html
     """
     only_of_names(typed, what or ())
-    refused: list[str] = []
-    rows: list[tuple[str, ...]] = []
-    kept: dict[str, Program] = {}
-    for each in what or names():
-        try:
-            program = program_of(each, ranks, microbatches, None, option, costs, replicated)
-        except (ProgramError, ValueError) as error:
-            refused.append(f"{each}: {str(error).removeprefix(f'{each}: ')}")
-            continue
-        kept[each] = program
-        rows.append((each, *_numbers(program, costs.of(program))))
-    columns = ("schedule", "makespan", "span", "bubble", "bubble of span", "peak", "bound", "above")
-    counts = [(str(program.ranks), str(program.microbatches)) for program in kept.values()]
-    if len(set(counts)) > 1:  # a file has its own
-        columns = (columns[0], "ranks", "microbatches", *columns[1:])
-        rows = [(row[0], *count, *row[1:]) for row, count in zip(rows, counts, strict=True)]
-    if rows:
-        table(columns, rows)
-    for file in (svg, png):
-        if file is not None and kept:
-            timelines = [simulate(program, costs.of(program)) for program in kept.values()]
-            print(f"wrote {plot(*timelines, file=file, names=list(kept))}")
-    for sentence in refused:
-        print_error(sentence)
-    if refused and what:
+    entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
+    found = compare_schedules(entries, ranks, microbatches, costs.at if costs.text else None)
+    print(found)
+    served = [row for row in found if row.timeline is not None]
+    if not served:
         raise typer.Exit(1)
+    timelines = [row.timeline for row in served if row.timeline is not None]
+    for file in (svg, png, html):
+        if file is not None:
+            plot(*timelines, file=file, names=[row.name for row in served])
+            if file is html:
+                _put_above(file, found)
+            print(f"wrote {file}")
 
 
-def _numbers(program: Program, costs: Costs) -> tuple[str, ...]:
-    found, least = simulate(program, costs), bounds(program, costs)
-    bubbles = (f"{found.bubble:.1%}", f"{found.bubble_span:.1%}")
-    floor = (number(least.makespan), f"{least.gap(found):.1%}")
-    return (number(found.makespan), number(found.span), *bubbles, number(max(found.peak)), *floor)
+def _put_above(page: Path, found: Comparison) -> None:
+    """The table above the pictures of a page."""
+    rows = [
+        [f"<t{'dh'[not at]}>{escape(cell)}</t{'dh'[not at]}>" for cell in row] for at, row in enumerate(found.cells)
+    ]
+    table = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    refused = "".join(f"<p>{escape(row.name)}: {escape(row.refused)}</p>\n" for row in found if row.refused)
+    style = "th, td { padding: 2px 12px; text-align: right } :is(th, td):first-child { text-align: left }"
+    head, body, rest = page.read_text(encoding="utf-8").partition("<body>\n")
+    above = f"<style>{style}</style>\n<table>\n{table}\n</table>\n{refused}"
+    page.write_text(head + body + above + rest, encoding="utf-8")

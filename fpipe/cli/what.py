@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fpipe.cli.costs import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
 from fpipe.program import Program, ProgramError
-from fpipe.schedules import about, names
+from fpipe.schedules import names
+from fpipe.schedules.named import with_options
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
 from fpipe.transforms.cells import Cell, Key, parse_cell, read_table, text_of
@@ -27,42 +27,21 @@ _TORCH = re.compile(r"OVERLAP_F_B|[0-9](SEND_|RECV_|UNSHARD|RESHARD|REDUCE_)")
 
 def is_file(what: str) -> bool:
     """Whether this is meant as a file: "-" (standard input), a path that is there, or looks like one."""
-    return what not in names() and (what == "-" or Path(what).is_file() or "/" in what or "." in what)
+    return what.partition(":")[0] not in names() and (what == "-" or Path(what).is_file() or "/" in what or "." in what)
 
 
 def named(
-    name: str, ranks: int, microbatches: int, stages: int | None, costs: TypedCosts, options: Mapping[str, Any]
+    text: str, ranks: int, microbatches: int, stages: int | None, costs: TypedCosts, options: Mapping[str, Any]
 ) -> Program:
-    """A schedule of the registry at a size; one that orders by costs gets them.
+    """A schedule of the registry at a size; one that orders by costs gets them, if they were said.
 
     Raises:
         ValueError: no such schedule, or no such option of it.
     """
-    schedule = about(name)
-    known = inspect.signature(schedule.factory).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    odd = next((word for word in options if word not in known and not takes_any), None)
-    if odd is not None:
-        has = ", ".join(word for word in list(known)[1:] if word != "costs") or "none"
-        raise ValueError(f"{name} has no option {odd!r}; it has: {has}.")
-    count = ranks * schedule.stages_per_rank if stages is None else stages
-    more = {"costs": costs.at(count, ranks)} if "costs" in known else {}
-    return schedule.program(ranks, microbatches, count, **options, **more)
-
-
-def option(text: str) -> tuple[str, Any]:
-    """An option of a schedule, such as waves=2.
-
-    >>> option("waves=2"), option("placement=v")
-    (('waves', 2), ('placement', 'v'))
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ValueError(f"an option reads waves=2, found {text!r}.")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    chosen = with_options(text, options)
+    return replace(chosen, stages=chosen.stages or stages).program(
+        ranks, microbatches, costs.at if costs.text else None
+    )
 
 
 def read(file: str, *, replicated: bool = False) -> Program:

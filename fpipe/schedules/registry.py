@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec
 
@@ -34,6 +34,7 @@ class Schedule:
             device share: the idle time, and the most microbatches held on rank r.
         accepts: the sizes it serves, in words.
         refuses: the same as a function.
+        stages_per: how many stages each rank has for one more of an option, by its name: `{"waves": 2}`.
 
     >>> schedule = about("zb_h1")
     >>> schedule.title, schedule.idle, schedule.peak
@@ -51,6 +52,16 @@ class Schedule:
     peak: str = ""
     accepts: str = "any"
     refuses: Refusal = lambda ranks, stages, microbatches: None
+    stages_per: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def wants(self, ranks: int, options: Mapping[str, object]) -> int:
+        """How many stages it has on some ranks, where nothing else is said.
+
+        >>> about("hanayo").wants(2, {}), about("hanayo").wants(2, {"waves": 3})
+        (4, 12)
+        """
+        said = ((each, options.get(word)) for word, each in self.stages_per.items())
+        return ranks * next((each * count for each, count in said if isinstance(count, int)), self.stages_per_rank)
 
     def program(self, ranks: int, microbatches: int, stages: int | None = None, **options: object) -> Program:
         """A step of a plain chain of stages under this schedule, merged.
@@ -59,7 +70,7 @@ class Schedule:
         <Program: 2 stages, 4 microbatches, 2 ranks, 31 ops>
         """
         steps = (split(microbatches), self.factory(ranks, **options), merge())
-        return chain(*steps)(base_program(ranks * self.stages_per_rank if stages is None else stages))
+        return chain(*steps)(base_program(self.wants(ranks, options) if stages is None else stages))
 
 
 _SCHEDULES: dict[str, Schedule] = {}
@@ -114,13 +125,14 @@ def published(
     stages_per_rank: int = 1,
     refuses: Refusal | None = None,
     slices: bool = False,
+    stages_per: Mapping[str, int] | None = None,
 ) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
     """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve.
 
     Its docstring ends with its source and its formulas, so that `help` shows what the registry knows.
 
     Args:
-        title, source, idle, peak, accepts, stages_per_rank, refuses: as `Schedule` has them.
+        title, source, idle, peak, accepts, stages_per_rank, refuses, stages_per: as `Schedule` has them.
         slices: whether it orders sequence slices.
     """
 
@@ -154,8 +166,8 @@ def published(
         said = (("Source", source), ("Idle", idle), ("Peak", peak), ("Accepts", accepts))
         facts = "".join(f"    {word}: {text}\n" for word, text in said)
         refusing.__doc__ = f"{(factory.__doc__ or title).rstrip()}\n\n{facts}    "
-        about = (stages_per_rank, title, source, idle, peak, accepts, *((refuses,) if refuses else ()))
-        _add(Schedule(factory.__name__, refusing, *about))
+        known = Schedule(factory.__name__, refusing, stages_per_rank, title, source, idle, peak, accepts)
+        _add(replace(known, refuses=refuses or known.refuses, stages_per=stages_per or {}))
         return refusing
 
     return decorate

@@ -95,6 +95,7 @@ def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
     accepts="p >= 2; at least 2 stages a rank, 2w for w waves",
     stages_per_rank=2,
     refuses=_turns,
+    stages_per={"waves": 2},
 )
 def hanayo(ranks: int, waves: int | None = None) -> Transform:
     """Chimera's order without replicas: the stages go down the ranks and back up, in one or more waves (Hanayo, 2023).
