@@ -154,7 +154,9 @@ def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, 
 @pytest.mark.parametrize("name", PEAK, scope="module")
 @given(data=st.data())
 def test_no_rank_holds_more_than_its_formula_says(name: str, data: st.DataObject):
-    ranks, microbatches, each = data.draw(st.sampled_from(served(name)))
+    divided = about(name).peak.endswith(", p divides m")
+    sizes = [size for size in served(name) if not divided or size[1] % size[0] == 0]
+    ranks, microbatches, each = data.draw(st.sampled_from(sizes))
     found = fpipe.simulate(published(name, ranks, microbatches, each)).peak
     tokens = formula(about(name).peak) or []
     for rank, held in enumerate(found):

@@ -69,8 +69,13 @@ def enough(p: int, m: int) -> bool:
     return m >= p
 
 
+def in_group(p: int, m: int) -> int:
+    """Microbatches of a round, which are evened out where p does not divide them and that is shorter."""
+    return p if m < p else -(-m // (m // p))
+
+
 def vpp(p: int, m: int, v: int, r: int) -> float:
-    return min(m, ((v - 1) * p + 2 * (p - 1 - r) + 1) / v)
+    return min(m, ((v - 1) * in_group(p, m) + 2 * (p - 1 - r) + 1) / v)
 
 
 def grouped(group: Callable[[int], int]) -> dict[str, Any]:
@@ -135,7 +140,7 @@ ROWS = [
         stages_per_rank=2,
         idle=filled,
         idle_sizes=whole_rounds,
-        peak=lambda p, m, v, r: min(m, p),
+        peak=lambda p, m, v, r: min(m, p + (v - 1) * (in_group(p, m) - p) / v),
     ),
     Row("group_interleaved", stages_per_rank=2, **grouped(full)),
     Row("group_interleaved", stages_per_rank=2, **grouped(half)),

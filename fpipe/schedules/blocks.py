@@ -70,6 +70,18 @@ def lattice(ranks: int, hops: int = 6) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda cells: (most_held(cells, ranks), cells))
 
 
+def v_half_cells(ranks: int) -> tuple[int, ...]:
+    """The block of V-Half: forwards go down two cells a hop and up one, and so do the backwards.
+
+    >>> v_half_cells(3) in lattice(3)
+    True
+    """
+    turn = 3 * ranks - 1 + (0 if ranks % 2 else 3)
+    down, up = range(0, 2 * ranks, 2), range(2 * ranks - 1, 3 * ranks - 1)
+    back, home = range(turn, turn + 2 * ranks, 2), range(turn + 2 * ranks, turn + 3 * ranks)
+    return (*down, *up, *reversed(home), *reversed(back))
+
+
 def most_held(cells: Sequence[int], ranks: int) -> float:
     """The activations that the fullest rank holds when a block of the lattice is repeated, W aside."""
     stages = 2 * ranks

@@ -12,9 +12,10 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from fpipe.schedules.blocks import Follower, lane_rows_of, lattice, v_block, v_blocks
+from fpipe.schedules.blocks import Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
+from fpipe.schedules.first_fit import in_blocks
 from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
-from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline
+from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
 
 Found = tuple[tuple[float, float], list[LaneRow]]
 """Makespan and span, and the rows with their W."""
@@ -90,8 +91,8 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Lane
         for ahead in (0, 1, 3)
     ]
     plans.sort()
-    best = [order for order, _ in orders[:2]]
-    if not at_floor(short, min([best[0].value, *(plan[0] for plan in plans[:1])])):
+    best, known = [order for order, _ in orders[:2]], _published(short)
+    if not at_floor(short, min([*(order.value for order in best + known), *(plan[0] for plan in plans[:1])])):
         for block in list(dict.fromkeys([*blocks[:1], *(plan[1] for plan in plans[:1])])):
             order, block = loosen(short, block, 0.5, plays // 8)
             best.append(order)
@@ -103,19 +104,36 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Lane
         best += [climb(short, order, plays // 16, seed) for order in best[:3] for seed in (0, 1)]
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 6, seed) for seed, order in enumerate(best[:3], 2)]
+        best += [climb(short, order, plays // 16) for order in known]
         first = min(best, key=lambda order: order.value)
         if polish and first.value != NEVER:
             start = played(short, first.full(short), 1.0)
             best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
-    best = [order for order in best if order.value != NEVER]
+    best = [order for order in best + known if order.value != NEVER]
     if pipeline.microbatches > short.microbatches:
         best = [played(pipeline, stretched(short, order, pipeline), order.patience) for order in best]
         best += [played(pipeline, lane_rows_of(pipeline, block), 0.5) for block in blocks[-2:]]
-        best += [drawn, played(pipeline, _serial(pipeline), 0.0)]
+        best += [drawn, played(pipeline, _serial(pipeline), 0.0), *_published(pipeline)]
         follower = Follower(pipeline)
     found = [(order.value, order.full(pipeline)) for order in best]
     found += [follower.order(*plan[1:]) for plan in plans[:2]]
     return min(found, key=lambda one: one[0])[1]
+
+
+def _published(pipeline: LinearPipeline) -> list[Order]:
+    """V-Half and V-Min: their blocks, repeated and pulled tight, each at both ends or at the start alone."""
+    ranks, stages = pipeline.ranks, pipeline.stages
+    found: list[Order] = []
+    for cells in (v_half_cells(ranks), *lattice(ranks, 1)[:1]):
+        block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
+        tables = [
+            in_blocks(block, 6, (1, 1), pipeline.placement, pipeline.microbatches, mirror=mirror)
+            for mirror in (True, False)
+        ]
+        drawn = [lanes_of(pipeline, table) for table in tables]
+        orders = [played(pipeline, rows, patience) for rows in drawn for patience in (0.0, 0.5, 1.0)]
+        found.append(min(orders, key=lambda order: order.value))
+    return found
 
 
 def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Order]:

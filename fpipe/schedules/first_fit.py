@@ -40,7 +40,13 @@ class _Starts(NamedTuple):
 
 
 def in_blocks(
-    block: BlockTicks, interval: int, ticks: tuple[int, int], placement: Sequence[int], microbatches: int
+    block: BlockTicks,
+    interval: int,
+    ticks: tuple[int, int],
+    placement: Sequence[int],
+    microbatches: int,
+    *,
+    mirror: bool = True,
 ) -> list[list[Key]]:
     """The rows of a block that is repeated at an interval.
 
@@ -50,6 +56,7 @@ def in_blocks(
         ticks: how long a forward and a backward take.
         placement: the rank of each stage.
         microbatches: how many.
+        mirror: whether it is pulled tight in the mirror too; without, the start alone is.
     """
 
     def times(kind: str) -> list[list[int]]:
@@ -59,7 +66,9 @@ def in_blocks(
 
     starts = _Starts(times("F"), times("B"), ticks)
     room = most_held(block, interval, ticks, placement)
-    starts = _pulled(_pulled(starts.turned(), placement, room).turned(), placement, room)
+    if mirror:
+        starts = _pulled(starts.turned(), placement, room).turned()
+    starts = _pulled(starts, placement, room)
     rows: list[list[tuple[int, Key]]] = [[] for _ in range(1 + max(placement))]
     for kind, found in (("F", starts.forward), ("B", starts.backward)):
         for stage, row in enumerate(found):

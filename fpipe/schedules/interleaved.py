@@ -5,6 +5,7 @@ from __future__ import annotations
 from fpipe.schedules.in_turn import RankContext, Unit, even_chunks, in_turn
 from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_rounds
+from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
 
 
@@ -12,27 +13,27 @@ from fpipe.transforms._rewrite import Transform
     "Interleaved 1F1B (VPP)",
     "Narayanan et al. 2021 (Megatron-LM), figure 4",
     idle="(p-1)T/v, p divides m",
-    peak="min(m, ((v-1)p + 2(p-1-r) + 1)/v)",
+    peak="min(m, ((v-1)p + 2(p-1-r) + 1)/v), p divides m",
     accepts="stages a multiple of p; any m",
     stages_per_rank=2,
     refuses=even_chunks,
 )
-def interleaved(ranks: int, group: int | None = None) -> Transform:
+def interleaved(ranks: int, group: int | None = None, *, costs: Costs | None = None) -> Transform:
     """1F1B over v chunks a rank, stage s on rank s mod p (Megatron 2021, figure 4): the bubble of 1F1B divided by v.
 
     Groups of microbatches go through chunk 0, then through chunk 1, and so on. Rank r of p warms up with
     2(p-r-1) + (v-1)group forwards.
 
-    Megatron and torch refuse a number of microbatches that the groups do not divide. Here a short group runs early,
-    where others fill the places that it leaves free (see rounds.py): the peak stays, and from 2p microbatches on the
-    idle time of two chunks too; more chunks, or a group of less than half the ranks after a single full one, cost some.
-    `group=ceil(m / (m // p))` evens the groups out instead, as torch does where it can: idle time (p-1)T/v for any m of
-    at least p, and a peak of ((v-1)group + 2(p-1-r) + 1)/v.
+    Megatron refuses a number of microbatches that the groups do not divide. Here a short group runs early, where others
+    fill the places that it leaves free (see rounds.py), and the peak stays; or, if that is shorter, the groups are
+    evened out as torch does it, into groups of g = ceil(m / (m // p)): idle time (p-1)T/v for any m of at least p, and
+    a peak of ((v-1)g + 2(p-1-r) + 1)/v. `group=p` says to hold no more than the first.
 
     Args:
         ranks: how many.
         group: microbatches that go through a chunk before the next chunk has its turn, at least `ranks`; by default
-            `ranks`.
+            `ranks`, or even groups.
+        costs: seconds by which to choose between the two; without, for F = I = W and no transfer.
 
     Raises:
         ValueError: a group of fewer microbatches than ranks: its first would wait for itself to come round.
@@ -44,8 +45,12 @@ def interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2 4B0  .  4B1  .  4B2 1B0 1B1 1B2  .
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2B0 2B1 2B2  .   .
     """
-    group = _group(ranks, group, ranks, None)
-    return in_rounds(ranks, group, warm_up=lambda context: 2 * context.later_ranks + (context.chunks - 1) * group)
+    return in_rounds(
+        ranks,
+        _group(ranks, group, ranks, None),
+        warm_up=lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size,
+        costs=costs,
+    )
 
 
 @published(
@@ -70,7 +75,9 @@ def kimi_k2(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .  4B0  .  4B1 4B2 1B0 1B1 1B2  .
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
     """
-    return in_rounds(ranks, ranks, warm_up=lambda context: 2 * context.later_ranks + (context.chunks - 1) * ranks + 1)
+    return in_rounds(
+        ranks, ranks, warm_up=lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size + 1
+    )
 
 
 @published(
@@ -106,20 +113,20 @@ def looped_bfs(ranks: int) -> Transform:
     "Interleaved zero bubble",
     "torch.distributed.pipelining, ScheduleInterleavedZeroBubble; after Qi et al. 2024",
     idle="(p-1)(F+B-W)/v, p divides m",
-    peak="min(m, p)",
+    peak="min(m, p), p divides m",
     accepts="stages a multiple of p; any m",
     stages_per_rank=2,
     refuses=even_chunks,
 )
-def interleaved_zb(ranks: int, group: int | None = None) -> Transform:
+def interleaved_zb(ranks: int, group: int | None = None, *, costs: Costs | None = None) -> Transform:
     """ZB-H1 over v chunks a rank: interleaved 1F1B whose weight gradients wait and fill the drain.
 
     Rank r of p warms up with (p-r-1) + (v-1)p forwards, and its W's stay r I's behind: every rank holds p microbatches.
 
     Args:
         ranks: how many.
-        group: of `interleaved`. One of g > p instead of p holds (v-1)(g-p)/v microbatches more; with `m // (m // p)`
-            the order is torch's for a number of microbatches that p does not divide.
+        group: of `interleaved`. One of g > p instead of p holds (v-1)(g-p)/v microbatches more.
+        costs: of `interleaved`.
 
     Raises:
         ValueError: a group of fewer microbatches than ranks.
@@ -131,12 +138,12 @@ def interleaved_zb(ranks: int, group: int | None = None) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1  .  4I0 4F2 4I1 4W0 4I2 4W1 1I0 4W2 1I1 1W0 1I2 1W1 1W2
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 5W0 2I0 5W1 2I1 5W2 2I2 2W0 2W1 2W2
     """
-    group = _group(ranks, group, ranks, None)
     return in_rounds(
         ranks,
-        group,
-        warm_up=lambda context: context.later_ranks + (context.chunks - 1) * group,
+        _group(ranks, group, ranks, None),
+        warm_up=lambda context, size: context.later_ranks + (context.chunks - 1) * size,
         lag=lambda context: context.rank,
+        costs=costs,
     )
 
 
@@ -169,16 +176,18 @@ def group_interleaved(ranks: int, group: int | None = None) -> Transform:
     rank 1 |  .  1F0 1F1  .  4F0 4F1  .  4I0 4W0 1F2 4I1 4W1  .  1I0 1W0 4F2 1I1 1W1 4I2 4W2  .  1I2 1W2  .
     rank 2 |  .   .  2F0 2F1  .  5F0 5I0 5W0 5F1 5I1 5W1 2F2 2I0 2W0 2I1 2W1 5F2 5I2 5W2  .  2I2 2W2  .   .
     """
-    group = _group(ranks, group, -(-ranks // 2), ranks)
     return in_rounds(
-        ranks, group, warm_up=lambda context: context.later_ranks + (context.chunks - 1) * group, lag=lambda context: 0
+        ranks,
+        _group(ranks, group, -(-ranks // 2), ranks) or ranks,
+        warm_up=lambda context, size: context.later_ranks + (context.chunks - 1) * size,
+        lag=lambda context: 0,
     )
 
 
-def _group(ranks: int, group: int | None, least: int, most: int | None) -> int:
-    """The group that was asked for, `ranks` if none was, or a sentence on what it must be."""
+def _group(ranks: int, group: int | None, least: int, most: int | None) -> int | None:
+    """The group that was asked for, None if none was, or a sentence on what it must be."""
     if group is None:
-        return ranks
+        return None
     if type(group) is int and least <= group and (most is None or group <= most):
         return group
     limits = f"at least {least}" if most is None else f"from {least} to {most}"

@@ -15,7 +15,7 @@ would wait for a part of it), and where the next forward finds no room.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -126,6 +126,7 @@ def linear_pipeline_of(
     kept: float,
     name: str,
     objective: Objective = "makespan",
+    fused: bool = False,
 ) -> LinearPipeline:
     """The chain of a program's stages as numbers, on the ranks of a placement.
 
@@ -133,6 +134,7 @@ def linear_pipeline_of(
         cap: the most microbatches a rank may hold.
         kept: see `LinearPipeline`.
         name: of the schedule, for errors.
+        fused: whether the backwards are full ones: an I takes all the time of a B, and a W none.
 
     Raises:
         ProgramError: a cap below the minimum.
@@ -143,7 +145,8 @@ def linear_pipeline_of(
     def cost(kind: str, stage: int) -> float:
         return costs.seconds(Op(kind, stage, 0, None, placement[stage], (), ()))
 
-    seconds = [cost(kind, stage) for kind in "FIW" for stage in range(stages)]
+    seconds = [cost(kind, stage) for kind in ("FB" if fused else "FIW") for stage in range(stages)]
+    seconds += [0.0] * (3 * stages - len(seconds))
     for stage in redone:
         if stage is not None:
             seconds[stages + stage] += cost("R", stage)
@@ -172,6 +175,14 @@ def linear_pipeline_of(
         kept,
         objective=objective,
     )
+
+
+def unit_pipeline(placement: Sequence[int], microbatches: int, *, fused: bool) -> LinearPipeline:
+    """A chain where F = I = W, without transfers or caps."""
+    stages = len(placement)
+    seconds = [second for second in ((1.0, 2.0, 0.0) if fused else (1.0, 1.0, 1.0)) for _ in range(stages)]
+    caps = (math.inf,) * (1 + max(placement))
+    return LinearPipeline(tuple(placement), microbatches, tuple(seconds), (0.0,) * (2 * stages), caps)
 
 
 def _in_ticks(seconds: Sequence[float]) -> list[float]:
@@ -210,6 +221,20 @@ def cells_of(pipeline: LinearPipeline, lane_rows: Sequence[Sequence[int]]) -> li
             turn[lane] += 1
         rows.append(row)
     return rows
+
+
+def lanes_of(pipeline: LinearPipeline, rows: Sequence[Sequence[Key]]) -> list[LaneRow]:
+    """The rows of a table as lanes; a B is the I of a pipeline whose backwards are full."""
+    return [[_LANES[kind] * pipeline.stages + (stage or 0) for kind, stage, _, _ in row] for row in rows]
+
+
+_LANES = {"F": 0, "B": 1, "I": 1, "W": 2}
+
+
+def shortest(pipeline: LinearPipeline, tables: Iterable[list[list[Key]]]) -> list[list[Key]]:
+    """The rows that are worth most, of several ways to draw a schedule; of equal ones the first."""
+    as_written = [math.inf] * pipeline.ranks  # no W runs before the row names it
+    return min(tables, key=lambda rows: pipeline.worth(play(pipeline, lanes_of(pipeline, rows), as_written)))
 
 
 def play(

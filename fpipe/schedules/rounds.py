@@ -11,17 +11,23 @@ both may be short): where one of the two leaves places free, the other has somet
 
                         F | 0 1 2 0'1'2'3 . . 3'. .        B | 0'. . 0 . . 1'2'3'1 2 3
 
+Torch makes fewer rounds of even groups instead, where none is short: no time is lost, but more is held.
+
 These frames say who goes first. A rank takes of the ops that are ready the one with the first place, as long as it does
 not hold more than in the padded order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, Unit, rows_in_turn
+from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest, unit_pipeline
 from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
@@ -29,29 +35,61 @@ from fpipe.transforms.reorder import in_rows
 PerRank = Callable[[RankContext], int]
 
 
-def in_rounds(ranks: int, group: int, warm_up: PerRank, lag: PerRank | None = None) -> Transform:
+def in_rounds(
+    ranks: int,
+    group: int | None,
+    warm_up: Callable[[RankContext, int], int],
+    lag: PerRank | None = None,
+    costs: Costs | None = None,
+) -> Transform:
     """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups.
 
-    Where a group has to be short, the padded order and those of the frames are played for F = I = W, and the shortest
-    is taken, in doubt the padded one.
+    Where a group has to be short, the padded order, those of the frames and, if no group was asked for, that of even
+    groups are played, and the shortest is taken; of equal ones the first, which holds least.
 
     Args:
         ranks: how many.
-        group: microbatches that go through a chunk before the next chunk has its turn.
-        warm_up, lag: as `in_turn` has them.
+        group: microbatches that go through a chunk before the next chunk has its turn; by default as many as ranks.
+        warm_up: as `in_turn` has it, for a size of groups.
+        lag: as `in_turn` has it.
+        costs: seconds by which to choose; by default F = I = W and no transfer.
     """
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        padded = rows_in_turn(
-            program, "looped", placed, warm_up, units=lambda context: in_groups(context, group), lag=lag
-        )
-        count, chunks = program.microbatches, placed.count(0)
-        if chunks == 1 or count % group == 0 or count % group >= ranks:  # no group, or none that is too short
-            return padded
-        loop = _Loop([RankContext(rank, ranks, chunks, count) for rank in range(ranks)], group, warm_up, lag)
-        return loop.shortest(padded)
+        count, chunks, size = program.microbatches, placed.count(0), group or ranks
+
+        def padded(size: int) -> list[list[Key]]:
+            ahead = partial(_ahead, warm_up, size)
+            return rows_in_turn(
+                program, "looped", placed, ahead, units=lambda context: in_groups(context, size), lag=lag
+            )
+
+        drawn = padded(size)
+        if chunks == 1 or count % size == 0 or count % size >= ranks:  # no group, or none that is too short
+            return drawn
+        contexts = [RankContext(rank, ranks, chunks, count) for rank in range(ranks)]
+        tables = [drawn, *_Loop(contexts, size, partial(_ahead, warm_up, size), lag).tables()]
+        if group is None:
+            tables.append(padded(even_group(ranks, count)))
+        fused = lag is None
+        if costs is None:
+            return shortest(unit_pipeline(placed, count, fused=fused), tables)
+        return shortest(linear_pipeline_of(program, placed, costs, math.inf, 1.0, "", fused=fused), tables)
 
     return in_rows("looped", ranks, rows)
+
+
+def even_group(ranks: int, microbatches: int) -> int:
+    """The least group that makes as many rounds as groups of `ranks` have, none of which is short: as torch takes it.
+
+    >>> even_group(4, 10), even_group(4, 11), even_group(4, 3)
+    (5, 6, 3)
+    """
+    return -(-microbatches // max(1, microbatches // ranks))
+
+
+def _ahead(warm_up: Callable[[RankContext, int], int], size: int, context: RankContext) -> int:
+    return warm_up(context, size)
 
 
 def in_groups(context: RankContext, group: int) -> list[Unit]:
@@ -86,19 +124,15 @@ class _Loop:
         self.count, self.stages = contexts[0].microbatches, contexts[0].chunks * len(contexts)
         self.work = self._work()
 
-    def shortest(self, padded: list[list[Key]]) -> list[list[Key]]:
-        """The rows of the order that ends first: of the padded one and those of the frames that come to an end."""
+    def tables(self) -> list[list[list[Key]]]:
+        """The rows of those frames that come to an end."""
         kinds, stages, count = self.kinds, self.stages, self.count
-        runs = [self._as_written([[self._number(*key[:3]) for key in row] for row in padded])]
-        runs += [self._by_frame(*frames) for frames in self._frames()]
-        done = [one for one in runs if sum(map(len, one.rows)) == len(self.work.needs)]
-        best = min(done, key=lambda one: max(one.start[row[-1]] + self.work.seconds[row[-1]] for row in one.rows))
+        runs = [self._by_frame(*frames) for frames in self._frames()]
         return [
-            [(kinds[op // count // stages], op // count % stages, op % count, None) for op in row] for row in best.rows
+            [[(kinds[op // count // stages], op // count % stages, op % count, None) for op in row] for row in one.rows]
+            for one in runs
+            if sum(map(len, one.rows)) == len(self.work.needs)
         ]
-
-    def _number(self, kind: str, stage: int | None, index: int | None) -> int:
-        return (self.kinds.index(kind) * self.stages + (stage or 0)) * self.count + (index or 0)
 
     def _work(self) -> TaskGraph:
         stages, count, kinds = self.stages, self.count, self.kinds
@@ -117,19 +151,6 @@ class _Loop:
         ranks = [op // count % stages % len(self.contexts) for op in range(total)]
         seconds = [2.0 if kinds[op // count // stages] == "B" else 1.0 for op in range(total)]
         return TaskGraph(len(self.contexts), ranks, seconds, readers, needs)
-
-    def _as_written(self, rows: list[list[int]]) -> Scheduled:
-        """Play rows as they are."""
-        turn = [0] * len(rows)
-
-        def pick(rank: int, time: float, ready: list[int]) -> int:
-            op = rows[rank][turn[rank]]
-            if op not in ready:
-                return NOTHING
-            turn[rank] += 1
-            return op
-
-        return list_schedule(self.work, pick)
 
     def _frames(self) -> list[tuple[list[int], list[int]]]:
         """How many forwards, and how many backwards, each group of the frames has that are tried."""

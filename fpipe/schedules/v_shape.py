@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fpipe.program import Program
 from fpipe.schedules.first_fit import BlockTicks, in_blocks
+from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.schedules.registry import published
+from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
@@ -29,13 +31,20 @@ def two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
     stages_per_rank=2,
     refuses=two_stages,
 )
-def one_f_one_b_v(ranks: int) -> Transform:
+def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     """1F1B over a V of stages: two thirds of its memory, without splitting a backward (arXiv 2405.15362).
 
     Stage s is on rank s on the way down and on rank 2p-1-s on the way up. A microbatch goes through as fast as the
     ticks allow that are still free on each rank; the next follows one rank's work later. No rank holds more than
     floor(4(p+1)/3) of its chunks, and the idle time is about five sixths of 1F1B's. The order is made for a backward
     that takes twice as long as a forward.
+
+    Told the costs, the shortest of four orders is taken: the block with or without a wait where it turns, pulled tight
+    at both ends or at its start alone. Where p is a multiple of three, that may hold one chunk more.
+
+    Args:
+        ranks: how many.
+        costs: seconds by which to choose.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b_v(3))(fpipe.program(6))
@@ -45,22 +54,33 @@ def one_f_one_b_v(ranks: int) -> Transform:
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2  .  3B0 3F2 2B0 3B1 2B1  .  3B2 2B2  .   .
     """
 
+    seconds = the_costs(costs)
+
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        ticks = (_FORWARD, _BACKWARD)
-        return in_blocks(_block(ranks), _INTERVAL, ticks, placement, program.microbatches)
+        def drawn(wait: int, mirror: bool) -> list[list[Key]]:
+            ticks = (_FORWARD, _BACKWARD)
+            return in_blocks(_block(ranks, wait), _INTERVAL, ticks, placement, program.microbatches, mirror=mirror)
+
+        own = 0 if ranks % 3 else 2  # the places come round with every third rank, and soonest after this wait
+        if costs is None:
+            return drawn(own, True)
+        cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
+        pipeline = linear_pipeline_of(program, placement, seconds, cap, 0.0, "one_f_one_b_v", fused=True)
+        return shortest(pipeline, (drawn(wait, mirror) for wait in (own, 2 - own) for mirror in (True, False)))
 
     return in_rows("v", ranks, rows)
 
 
-def _block(ranks: int) -> BlockTicks:
+def _block(ranks: int, wait: int) -> BlockTicks:
     """One microbatch through the V, each op at the first tick whose place in the interval is free.
 
     Rank r has its forwards at the places r and 2p-1-r (or two later) of the interval: an odd distance apart, so that
-    the two backwards fit into what is left. The places come round with every third rank; where the ranks are a multiple
-    of three, the backwards find theirs soonest with two ticks of waiting between the way down and the way up.
+    the two backwards fit into what is left.
+
+    Args:
+        wait: ticks between the way down and the way up, an even number.
     """
     last = 2 * ranks - 1
-    wait = 0 if ranks % 3 else 2
     block = {("F", stage): stage + (wait if stage >= ranks else 0) for stage in range(2 * ranks)}
     now = block["F", last] + _FORWARD
     for stage in reversed(range(2 * ranks)):

