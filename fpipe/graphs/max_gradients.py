@@ -27,6 +27,7 @@ def rewrite_max_gradients(traced: fx.GraphModule) -> None:
                 )
                 made = traced.graph.call_function(_aten.masked_fill.Tensor, (zeros, *args))
                 zeros.meta["val"], made.meta["val"] = (torch.zeros_like(value.contiguous()) for _ in range(2))
+                made.meta["was"] = value
             node.replace_all_uses_with(made)
             traced.graph.erase_node(node)
     traced.recompile()

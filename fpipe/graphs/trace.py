@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import (
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
-from fpipe.graphs.functional import functional, mutated_by, refuse_mutation
+from fpipe.graphs.functional import functional, refuse_mutation
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+from fpipe.graphs.in_place import mutated_by
 from fpipe.graphs.keys import exclusive_generator
 from fpipe.graphs.labels import gradient_of, result_of, variable
 from fpipe.graphs.max_gradients import rewrite_max_gradients

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fpipe.graphs.draws import draws
-from fpipe.graphs.functional import mutated_by
+from fpipe.graphs.in_place import mutated_by
 from fpipe.models.boundary import MARK
 from fpipe.models.contexts import contexts_of, switches_context
 

@@ -1,0 +1,46 @@
+"""Ops in place, rewritten: the bits of plain autograd, whoever reads what was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from property_tests.bits import bits
+
+
+def same_bits(function: Callable[..., Any], params: dict[str, Tensor], x: Tensor) -> None:
+    """Output and gradients of the traced function are those of plain autograd."""
+    one = fpipe.linearize(function, params, x)
+    own = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    given = x.detach().requires_grad_()
+    y = function(own, given)
+    grads = torch.autograd.grad(y, [given, *own.values()], torch.ones_like(y))
+    found, res = one.forward(params, x)
+    dx, dparams = one.backward(params, res, torch.ones_like(y))
+    assert bits((found, dx, *dparams.values())) == bits((y.detach(), *grads))
+
+
+@pytest.mark.parametrize(("width", "rows"), [(5, 7), (6, 1), (16, 7), (20, 40)])
+def test_a_cell_whose_gates_are_columns_of_a_table(width: int, rows: int):
+    """The sigmoid of a new table took other lanes of the processor than that of some columns: half of all widths."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(width, width)
+    params = {name: leaf.detach() for name, leaf in cell.named_parameters()}
+    same_bits(lambda p, x: torch.func.functional_call(cell, p, (x,)), params, 3 * torch.randn(rows, width))
+
+
+def test_a_recurrent_layer_is_run_once_for_its_trace(monkeypatch: pytest.MonkeyPatch):
+    """torch's rewriting ran each of its thousands of ops once more: half of the time to the first step."""
+
+    def again(*args: Any) -> None:
+        raise AssertionError("it is run again")
+
+    monkeypatch.setattr("torch._subclasses.functional_tensor.dispatch_functionalize", again)
+    layer = nn.GRU(5, 5, 2, bidirectional=True, batch_first=True)
+    params = {name: leaf.detach() for name, leaf in layer.named_parameters()}
+    same_bits(lambda p, x: torch.func.functional_call(layer, p, (x,))[0], params, torch.randn(3, 4, 5))
