@@ -669,6 +669,27 @@ def test_a_batch_of_a_data_loader_is_handed_in_as_a_tuple(use):
     use(NORM_PARAMS, tuple(batch))
 
 
+def test_a_batch_is_not_spread():
+    sentence = "a batch is one pair: step(params, (inputs, target)); found 2 arguments after params."
+    for step in (STEP, fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, trace=False)):
+        with pytest.raises(TypeError, match=re.escape(sentence)):
+            step(PARAMS, *BATCH)
+
+
+@pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())
+def test_arrays_of_numpy_are_no_tensors(use):
+    """Beside a tensor one went whole to every microbatch, and ended in "'int' object is not callable"."""
+    sentence = "target is a numpy.ndarray, which is no tensor of torch's: hand in torch.from_numpy(...) of it"
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        use(NORM_PARAMS, (BATCH[0], BATCH[1].numpy()))
+
+
+@pytest.mark.parametrize("key", [1.5, "a", torch.tensor(3), torch.Generator()], ids=lambda key: type(key).__name__)
+def test_a_key_is_a_whole_number(key):
+    with pytest.raises(TypeError, match="a key is a whole number, and so is what is folded into it; found "):
+        STEP(PARAMS, BATCH, key=key)
+
+
 def test_no_microbatches_are_no_batch():
     with pytest.raises(ValueError, match=re.escape("is a list of pairs (inputs, target), cut already; found an empty")):
         fpipe.reference(NET.model, PARAMS, [])

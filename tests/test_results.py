@@ -160,3 +160,19 @@ def test_a_state_of_some_stages_only_is_handed_back_whole():
     report = fpipe.verify(program, model, params(), batch(), state=state)
     assert report.bitwise
     assert "state[1]['idle']" in [leaf.name for leaf in report.leaves]
+
+
+@pytest.mark.parametrize("merge", [fpipe.merge(losses=True), fpipe.identity()], ids=["merged", "not merged"])
+def test_the_repl_shows_a_result_on_a_few_lines(merge: Any):
+    """All numbers of all gradients: 4,000 characters for this one."""
+    halves = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(2), merge)(fpipe.program(two(), input_grads=True))
+    result = fpipe.build(halves, two(), record=True)(params(), batch(64))
+    assert len(repr(result)) <= 600
+    assert re.match(r"<Result: loss [\d. ]+.*, grads of \d+ leaves, [\d,]+ numbers, outputs float32\[", repr(result))
+
+
+def test_a_result_without_data_says_of_what_kind_it_is():
+    on_meta = [[leaf.to("meta") for leaf in leaves] for leaves in ([one["w"] for one in params()], batch())]
+    model = two()
+    result = fpipe.build(fpipe.program(model), model)(tuple({"w": leaf} for leaf in on_meta[0]), tuple(on_meta[1]))
+    assert repr(result) == "<Result: loss float32[], grads of 2 leaves, 18 numbers, outputs float32[7, 3]>"

@@ -9,11 +9,24 @@ from typing import Any
 import torch
 
 from fpipe import tree
+from fpipe.graphs.keys import fold_in
 from fpipe.model import Model, check_params, check_state, trained
 from fpipe.program import Output, Program, Value
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")
+
+
+def check_call(more: Sequence[Any], key: Any) -> None:
+    """A TypeError for a step that is handed something after the batch, as in `step(params, x, y)`, or a key that is no
+    number."""
+    if more:
+        raise TypeError(
+            f"a batch is one pair: step(params, (inputs, target)); found {len(more) + 1} arguments after params. State "
+            "and key are handed in by name."
+        )
+    if key is not None:
+        fold_in(key)
 
 
 def check_inputs(program: Program, model: Model, params: Any, state: Any) -> None:

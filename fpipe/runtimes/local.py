@@ -16,6 +16,7 @@ from fpipe.graphs.ambient import Untraceable, casts, in_fake_mode, refuse_odd_mo
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program, Value
+from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
@@ -65,9 +66,14 @@ def local(
         return seen(*given[:2], state=given[2], key=key)
 
     def step(
-        params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
     ) -> Result:
         refuse_odd_modes()
+        check_call(more, key)
         if in_fake_mode():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key)
         if any(stage.moved() for stage in of_nets):

@@ -294,12 +294,19 @@ _AS_A_PAIR = " If the list is [inputs, target], as a DataLoader gives it, hand i
 
 
 def check_batch(batch: Any) -> None:
-    """A batch is a pair."""
+    """A batch is a pair of pytrees with tensors of torch's."""
     if not isinstance(batch, tuple) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]
         more = (
             "" if not isinstance(batch, list) else f" What is cut already goes to split(m, presplit=True).{_AS_A_PAIR}"
         )
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{more}")
+    for place, leaf in _named(batch, _BATCH):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__") and getattr(leaf, "ndim", 1):
+            found = f"{type(leaf).__module__.split('.')[0]}.{type(leaf).__name__}"
+            raise TypeError(
+                f"{place} is a {found}, which is no tensor of torch's: hand in torch.from_numpy(...) of it, which "
+                "shares its memory, or torch.as_tensor(...)."
+            )
 
 
 def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from torch import Tensor
+
+from fpipe import tree
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Result:
     >>> result = step(({"w": torch.tensor(2.0)},), (torch.ones(3), torch.zeros(3)))
     >>> result.loss, result.outputs, result.grads
     (tensor(2.), tensor([2., 2., 2.]), ({'w': tensor(1.)},))
+    >>> result
+    <Result: loss 2, grads of 1 leaves, 1 numbers, outputs float32[3]>
     """
 
     loss: Any = None
@@ -38,3 +44,25 @@ class Result:
     losses: Any = None
     input_grads: Any = None
     timeline: Any = None
+
+    def __repr__(self) -> str:
+        said = [_said(each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None]
+        return f"<Result: {', '.join(said) or 'nothing'}>"
+
+
+def _said(name: str, value: Any) -> str:
+    """A result in a few words, whatever its size."""
+    if name == "timeline":
+        return name
+    tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+    if name == "grads":
+        return f"grads of {len(tensors)} leaves, {sum(leaf.numel() for leaf in tensors):,} numbers"
+    shown = [_shown(leaf) for leaf in tensors[:3]] + ["..."] * (len(tensors) > 3)
+    return f"{name} {' '.join(shown)}" if shown else name
+
+
+def _shown(leaf: Tensor) -> str:
+    """A number, or what kind of tensor it is; one without data is only that."""
+    if leaf.dim() == 0 and type(leaf) is Tensor and not leaf.is_meta:
+        return f"{leaf.item():g}"
+    return f"{str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"

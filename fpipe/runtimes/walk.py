@@ -15,7 +15,7 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.by_autograd import Inputs, Residuals, StepContext
-from fpipe.runtimes.ends import bind_inputs, check_inputs, collect_results
+from fpipe.runtimes.ends import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.meaning import RULES, batch_of
 from fpipe.runtimes.recorder import Recorder, storages
 from fpipe.runtimes.result import Result
@@ -44,9 +44,14 @@ def walk(
     wanted = taken_gradients(model, program.ops)
 
     def step(
-        params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
     ) -> Result:
         refuse_odd_modes()
+        check_call(more, key)
         check_inputs(program, model, params, state)
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
