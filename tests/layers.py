@@ -674,6 +674,28 @@ def product(p, x):
     return y.prod(1, keepdim=True) + y.cumprod(1)
 
 
+@pattern(
+    "torch.masked.prod",
+    weights((8, 8)),
+    rows(4, 8),
+    rounding="as prod, which it ends in",
+    step=False,
+)
+def masked_product(p, x):
+    return torch.masked.prod(x @ p["w0"], dim=1, mask=torch.ones(8, 8).triu()[: len(x)] == 0)
+
+
+@pattern(
+    "masked_fill by a parameter",
+    lambda: {"w0": 0.3 * torch.randn(8, 8), "w1": torch.randn(())},
+    rows(6, 8),
+    rounding="autograd adds up the gradients at the mask, a trace, which cannot pick them, a 0 for each other",
+    step=False,
+)
+def filled_by_parameter(p, x):
+    return (x @ p["w0"]).masked_fill(torch.ones(8, 8).triu()[: len(x)] == 0, p["w1"]).softmax(-1) @ p["w0"]
+
+
 @pattern("where", weights((8, 8)), rows(4, 8))
 def where(p, x):
     y = x @ p["w0"]
