@@ -152,3 +152,35 @@ def test_a_net_that_remembers_is_the_unsplit_net(case: Case):
     held = {name: buffer for stage in result.state or () for name, buffer in stage.items()}
     kept = {name: buffer for name, buffer in net.named_buffers() if name not in held}
     assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in (held | kept).items())
+
+
+def both_sizes(params: dict[str, Tensor], batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
+    """A loss that asks for the rows of a table and of the batch, also of what it computes."""
+    (table, x), target = batch
+    y = fpipe.boundary(torch.tanh(x @ params["w"]) / x.shape[0])
+    pairs = (y[:, None] * table).reshape(-1, WIDTH)
+    return pairs.square().sum() / x.shape[0] + pairs.shape[0] * table.shape[0] * target.mean()
+
+
+@few(4)
+@given(
+    example=st.tuples(st.integers(2, 4), st.integers(2, 4)),
+    count=st.integers(1, 3),
+    each=st.integers(1, 4),
+    table_rows=st.integers(1, 5),
+)
+def test_each_leaf_of_a_batch_has_rows_of_its_own(example: tuple[int, int], count: int, each: int, table_rows: int):
+    """Whatever the rows of the example, a step whose microbatches take a table whole is the function of each."""
+
+    def batch(rows: int, of_table: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        table, x = (torch.randn(size, WIDTH, dtype=torch.float64) for size in (of_table, rows))
+        return (table, x), torch.randn(rows, dtype=torch.float64)
+
+    params = {"w": torch.randn(WIDTH, WIDTH, dtype=torch.float64)}
+    model, own = fpipe.from_loss(both_sizes, params, batch(*example))
+    (table, x), target = batch(count * each, table_rows)
+    spec = (fpipe.Replicate(), fpipe.Chunk(0)), fpipe.Chunk(0)
+    program = fpipe.chain(fpipe.split(count, spec=spec), fpipe.merge(outputs=False))(fpipe.program(model))
+    parts = zip(x.split(each), target.split(each), strict=True)
+    right = sum(both_sizes(params, ((table, part), aim)) / count for part, aim in parts)
+    torch.testing.assert_close(fpipe.build(program, model)(own, ((table, x), target)).loss, right)

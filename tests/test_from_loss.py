@@ -574,6 +574,11 @@ def test_rows_that_are_put_together_are_as_many(rows: int):
     step(own, (torch.randn(12, 4), torch.randn(4, 4)))
 
 
+def test_an_example_has_rows():
+    with pytest.raises(ValueError, match="target has 0 rows; an example has at least one"):
+        fpipe.from_loss(rows_put_together, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(0, 4)))
+
+
 def test_one_row_among_many_is_a_table():
     """The example was given two of it, which do not fit."""
 

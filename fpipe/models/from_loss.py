@@ -84,6 +84,7 @@ def from_loss(
     """
     _check_function(loss_fn)
     check_batch(batch)
+    _check_rows(batch)
     refuse_odd_modes()
     for path, module in modules_of(loss_fn):
         refuse_scripted(path, module)
@@ -124,6 +125,14 @@ def _check_function(loss_fn: Any) -> None:
             f"{wanted}, which computes the loss of a whole net; found {name}, a function of other things. Call it on "
             "what the net gives and the target."
         )
+
+
+def _check_rows(batch: tuple[Any, Any]) -> None:
+    """An example has rows to compute with."""
+    for word, half in zip(("inputs", "target"), batch, strict=True):
+        for place, leaf in tree.paths(half):
+            if isinstance(leaf, Tensor) and leaf.ndim and not len(leaf):
+                raise ValueError(f"{word}{place} has 0 rows; an example has at least one.")
 
 
 def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool) -> Callable[[Any, Any], Any]:
