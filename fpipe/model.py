@@ -93,6 +93,20 @@ class TiedLeaf(NamedTuple):
     port: int
 
 
+class LossFunction(NamedTuple):
+    """The function that a model was cut out of.
+
+    Attributes:
+        call: `call(params, batch, key, microbatch)` is what it returns for the pytree of all parameters; it draws the
+            random numbers that the stages draw.
+        eps: the machine epsilon of the least precise numbers that it computes with, where these are not those of the
+            parameters.
+    """
+
+    call: Callable[[Any, Any, int | None, int], Any]
+    eps: float = 0.0
+
+
 @dataclass(frozen=True)
 class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
@@ -101,7 +115,7 @@ class Model:
     stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
     `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
-    leaves' names, if they were in one.
+    leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -117,6 +131,7 @@ class Model:
     aux: bool = False
     frozen: frozenset[tuple[int, str | None]] = frozenset()
     whole: tuple[tuple[str, ...], tree.Spec] | None = None
+    function: LossFunction | None = None
 
     def __post_init__(self) -> None:
         odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)

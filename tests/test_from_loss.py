@@ -1151,3 +1151,57 @@ def test_an_error_inside_of_a_block_closes_it(trace: bool):
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+# The function itself, which `verify` compares with
+
+
+def verified(model, params, batch, **more):
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    return fpipe.verify(program, model, params, batch, **more)
+
+
+def remade(scale, dropout=0.0):
+    """A loss function with a number that it closes over."""
+
+    def loss_fn(params, batch):
+        inputs, target = batch
+        hidden = fpipe.boundary(F.dropout(inputs @ params["w"], dropout))
+        return F.mse_loss(F.dropout(hidden, dropout) @ params["w"] * scale[0], target)
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    return *fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch), batch
+
+
+def test_verify_compares_with_the_function_and_not_with_its_trace():
+    """A program and the reference run one trace: that it is not the function any more, neither of them can see."""
+    scale = [1.0]
+    model, params, batch = remade(scale)
+    assert verified(model, params, batch).bitwise
+    scale[0] = 3.0
+    with pytest.raises(
+        fpipe.GradientMismatch, match=r"loss of microbatch 0 is .* by the stages and .* by loss_fn: it has"
+    ):
+        verified(model, params, batch)
+
+
+def test_verify_draws_the_random_numbers_of_the_stages_in_the_function():
+    model, params, batch = remade([1.0], dropout=0.5)
+    assert verified(model, params, batch, key=7).bitwise
+
+
+def test_verify_compares_gradients_with_the_functions():
+    """The same loss with another gradient: what is detached now was not when it was traced."""
+    stopped = [False]
+
+    def loss_fn(params, batch):
+        hidden = fpipe.boundary(batch[0] @ params["w"])
+        return F.mse_loss(hidden + (params["v"].detach() if stopped[0] else params["v"]), batch[1])
+
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, params = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4), "v": torch.randn(4)}, batch)
+    model = fpipe.freeze(model, (0, "w"))
+    assert verified(model, params, batch).bitwise
+    stopped[0] = True
+    with pytest.raises(fpipe.GradientMismatch, match="The gradient of v by the stages is off by up to"):
+        verified(model, params, batch)

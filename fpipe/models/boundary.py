@@ -48,7 +48,7 @@ def boundary(values: Any) -> Any:
     """
     if hasattr(_SEEDING, "stage"):
         _SEEDING.stage += 1
-        torch.manual_seed(seed_of(KEY, _SEEDING.stage, 0))
+        torch.manual_seed(seed_of(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
     if not hasattr(_TRACING, "on"):
         return values
     leaves, containers = tree.flatten(values)
@@ -70,11 +70,11 @@ def marking() -> Generator[None]:
 
 
 @contextmanager
-def seeding() -> Generator[None]:
-    """While a function runs as a whole, it draws in each stage the random numbers of a step's first microbatch."""
-    _SEEDING.stage = 0
+def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
+    """While a function runs as a whole, it draws in each stage the random numbers of a step's microbatch."""
+    _SEEDING.stage, _SEEDING.key, _SEEDING.microbatch = 0, key, microbatch
     try:
-        with seeded(seed_of(KEY, 0, 0), "loss_fn"):
+        with seeded(seed_of(key, 0, microbatch), "loss_fn"):
             yield
     finally:
         del _SEEDING.stage

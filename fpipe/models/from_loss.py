@@ -15,6 +15,7 @@ Random numbers are drawn in the stage of the operation that draws them, and foll
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from fpipe.graphs.closure import modules_of
 from fpipe.graphs.fake import LeakedTensor
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
-from fpipe.model import Model, Reduction, odd_signature
+from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.boundary import KEY, seeding
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
@@ -97,10 +98,12 @@ def from_loss(
     model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     named = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
-    model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]))
+    eps = _autocast_eps(traced.module.graph)
+    function = LossFunction(partial(_called, loss_fn), eps)
+    model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]), function=function)
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        _refuse_difference(loss_fn, params, batch, model, own, names, _autocast_eps(traced.module.graph))
+        _refuse_difference(loss_fn, params, batch, model, own, names, eps)
     return model, own
 
 
@@ -145,6 +148,12 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
         return made
 
     return checked
+
+
+def _called(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, key: int | None, microbatch: int) -> Any:
+    """What the function returns, drawing what the stages draw for a microbatch."""
+    with nullcontext() if key is None else seeding(key, microbatch):
+        return loss_fn(params, batch)
 
 
 def _names(params: Any) -> list[str]:

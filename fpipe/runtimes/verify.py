@@ -15,6 +15,7 @@ from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.first_wrong import Expected, first_wrong
+from fpipe.runtimes.loss_function import check_function
 from fpipe.runtimes.microbatch import cut, rows_of_each, streams
 from fpipe.runtimes.reference import Joined, Sliced, over_parts
 from fpipe.runtimes.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, dense, listed
@@ -35,7 +36,8 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Report:
-    """Run a program and compare loss, gradients, outputs and state with `reference`.
+    """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
+    loss and gradients with the function itself, too.
 
     Args:
         program, model, params, batch, state, key: as for `build` and its step. What a program leaves per microbatch is
@@ -80,6 +82,8 @@ def verify(
         reference(see=noted.see)
         first = first_wrong(program, model, params, given, state=state, key=key, expected=noted, close=close)
         raise GradientMismatch(f"{error}\n{_first_words(program, first)}", error.report, first) from None
+    if len(expected.losses) == len(parts):
+        check_function(model, params, parts, expected, key)
     if len(expected.losses) == 1:
         return report
     if "presplit" in how:
