@@ -396,6 +396,8 @@ def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
         assert "bytes held" in words(tmp_path / "a.svg")
         for rank in range(3):
             assert max(held for _, held in timeline.held(rank)) == timeline.peak[rank]
+        path = Panel("", timeline, (timeline.makespan / 4, timeline.makespan / 2)).path
+        assert {step[:3] for step in path if isinstance(step.what, fpipe.Op)} <= {*timeline.events}, "no idle time"
         assert any(wait.op and wait.op.cell == "1F0" and wait.on.cell == "0F0" for wait in timeline.waits)
 
 

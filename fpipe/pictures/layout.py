@@ -17,16 +17,16 @@ import textwrap
 from collections.abc import Sequence
 
 from fpipe.pictures.axis import amount, clock, ticks
-from fpipe.pictures.colours import WORDS, ink_on
+from fpipe.pictures.colours import ink_on
 from fpipe.pictures.labels import GLYPH, Labels, names_of, needs
+from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
-from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text
+from fpipe.pictures.shapes import EDGE, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import Op, kind_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait
 
-EDGE = 12.0
 ARROW_ROOM = 10.0
 """Width of an op that has an arrow at each end."""
 PIXEL = 1 / 96
@@ -68,7 +68,7 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = 
     for panel in panels:
         y = _Painter(drawing, panel, style, arrows, every).paint(y, tops[panel.in_bytes] if style.memory else 0.0)
     y = _axis(drawing, y)
-    drawing.height = (_legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
+    drawing.height = (legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
     drawing.timed.sort(key=_layer)  # those that look alike in a row, to be written or drawn at once
     return drawing
 
@@ -133,55 +133,6 @@ def _axis(drawing: Drawing, y: float) -> float:
         drawing.timed.append(Text(x, y + 14, f"{tick:g}", "faint", 11, "middle", grid=True))
     drawing.still.append(Text(drawing.left + drawing.span + 14, y + 14, time.unit or "time", "faint", 11))
     return y + 22
-
-
-def _legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool, y: float) -> float:
-    """What the colours are, in as many lines as it takes: swatches, and a word."""
-    found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
-    found |= {"SEND" for panel in panels if panel.sending}
-    entries: list[tuple[list[str], str]] = []
-    if not callable(style.colours):
-        entries += [([style.of_kind(kind)], f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
-        by_colour: dict[str, list[str]] = {}
-        for kind in sorted(found - WORDS.keys()):
-            by_colour.setdefault(style.of_kind(kind), []).append(kind)
-        entries += [([paint], " ".join(kinds)) for paint, kinds in by_colour.items()]
-        shown = "F" if "F" in found else min(found, default="")
-        for word, shades in sorted({(panel.shading[0], tuple(panel.shading[1].values())) for panel in panels}):
-            if shown and len(shades) > 1:
-                entries.append(([style.of_kind(shown, shade) for shade in shades], _LIGHTER[word]))
-    if style.waits and any(panel.waits for panel in panels):
-        entries.append((["hatched"], "waits, and for whom" if style.labels == "all" else "waits"))
-    if arrows and any(panel.transfers for panel in panels):
-        entries.append((["transfer"], "transfer"))
-    if style.critical_path:
-        entries.append((["critical"], "critical path"))
-    x = drawing.left
-    for paints, words in entries:
-        room = 12 * len(paints) + 6 + GLYPH * 11 * len(words) + 14
-        if x > drawing.left and x + room > drawing.width - EDGE:
-            x, y = drawing.left, y + 18
-        for at, paint in enumerate(paints):
-            drawing.still.append(_swatch(x + 12 * at, y + 2, paint))
-        drawing.still.append(Text(x + 12 * len(paints) + 6, y + 11, words, "faint", 11))
-        x += room
-    return y + 16 if entries else y
-
-
-_LIGHTER = {"chunk": "first to last chunk of a rank", "direction": "first and second direction"}
-
-
-def _swatch(x: float, y: float, paint: str) -> Shape:
-    if paint == "transfer":
-        return Line(((x, y), (x + 12, y + 10)), "faint", 1.2, arrow=True)
-    return _outline(x, y, 12, 10) if paint == "critical" else Rect(x, y, 12, 10, paint)
-
-
-def _outline(x: float, y: float, width: float, height: float, title: str = "") -> Line:
-    """What marks the critical path: a frame within the edges of a box."""
-    left, top, right, bottom = x + 1, y + 1, x + max(width, 2) - 1, y + height - 1
-    corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (right, top))
-    return Line(corners, "ink", 2.0, title=title)
 
 
 class _Painter:
@@ -316,7 +267,7 @@ class _Painter:
             if isinstance(step.what, Op):
                 y, height = self.y[step.what.rank, kind_of(step.what.kind).lane]
                 x, width = self.stretch(step.start, step.end)
-                self.drawing.timed.append(_outline(x, y, width, height, f"{step.what.cell} is on the critical path"))
+                self.drawing.timed.append(outline(x, y, width, height, f"{step.what.cell} is on the critical path"))
             else:
                 self.transfer(step.what, "ink", 2.0)
 

@@ -174,8 +174,10 @@ class Panel:
 
     @cached_property
     def path(self) -> list[PathStep]:
-        """The pieces of the critical path in the window that take time."""
-        path = self.timeline.critical_path
+        """The ops and transfers of the critical path in the window that take time, each to its own end: in a measured
+        step the next one may start later."""
+        ends: dict[tuple[object, float], float] = {event[:2]: event.end for event in self.timeline.events}
+        path = [step._replace(end=ends.get((step.what, step.start), step.end)) for step in self.timeline.critical_path]
         return [step for step in path if step.end > step.start and self.shows(step.start, step.end)]
 
     def held(self, rank: int) -> list[tuple[float, float]]:

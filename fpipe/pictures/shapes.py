@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from fpipe.pictures.axis import Clock
 
+EDGE = 12.0
+"""What is left free around a picture."""
+
 
 class Rect(NamedTuple):
     """A filled box. `paint`: a colour, or a role of `colours.ROLES`; `edge`: the width of a stroke in the colour of the

@@ -16,10 +16,12 @@ class Style:
     """How `fpipe.plot` draws, to be said once for all pictures of a paper.
 
     >>> import fpipe
-    >>> paper = fpipe.Style(width_mm=84, font_pt=7, labels="microbatch", memory=False)
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))
-    >>> fpipe.plot(program, style=paper, file="gpipe.pdf")  # doctest: +SKIP
-    'gpipe.pdf'
+    >>> print(fpipe.plot(program, style=fpipe.Style(window=(3, 9), ranks=["first", "last"])))
+    first | 0F3 ............0B0----
+    last  | 1F2 1F3 1B0---- 1B1----
+                4       6       8
+    >>> paper = fpipe.Style(width_mm=84, font_pt=7, labels="microbatch", memory=False)  # for file="gpipe.pdf"
 
     Args:
         width_mm: width on paper, in millimetres; of SVG, PNG (at 300 dots an inch) and PDF.
