@@ -2,6 +2,9 @@
 
 The rules are the four of the grammar in program.py. Every program passes them where it enters: built from parts, parsed
 from text, or made from a table (whose own mistakes, an op that stands twice or a missing rank, `from_table` names).
+
+In all messages of the package ranks, stages, microbatches, steps and cells of a program count from 0, lines and columns
+of a text from 1, as editors count them.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ def check_kinds(program: Program) -> None:
     Rewrites keep that, so it is looked at where a program enters and not again.
 
     Raises:
-        ProgramError: a backward of another's residuals, a SEND that sends nothing, results that name one thing twice.
+        ProgramError: a backward of another's residuals, a SEND that sends nothing, SPLITs that disagree on how many
+            they are, results that name one thing twice.
     """
     for position, op in enumerate(program.ops):
         for part in op.parts or (op,):
@@ -104,6 +108,7 @@ def check_kinds(program: Program) -> None:
             if why:
                 at, drawn = where(program, position)
                 raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
+    _whole_batch(program)
     homes: dict[Value, set[int]] = {}
     freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
     for end in program.outputs:
@@ -116,6 +121,24 @@ def check_kinds(program: Program) -> None:
             raise ProgramError(f"the output {end} is in flight; name the copy that its RECV writes.")
         if end.value in freed:
             raise ProgramError(f"the output {end} is freed before it is handed back.")
+
+
+def _whole_batch(program: Program) -> None:
+    """The SPLITs of a program cut the batch alike, and each stage takes every part of it once."""
+    splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
+    parts = Counter((op.stage, op.slice, how.get("index")) for _, op, how in splits)
+    many = Counter((op.stage, op.slice) for _, op, _ in splits)
+    for position, op, how in splits:
+        index, found = how.get("index"), many[op.stage, op.slice]
+        alike = {**splits[0][2], "index": index} == how
+        if alike and how.get("count") == found and index in range(found) and parts[op.stage, op.slice, index] == 1:
+            continue
+        at, drawn = where(program, position)
+        raise ProgramError(
+            f"{at}: {op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
+            f"{found} SPLITs: all of them say count={found}, cut alike, and take the parts 0..{found - 1}, each once."
+            f"\n{drawn}\n    {op}\nfpipe.split({found}) writes them."
+        )
 
 
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}

@@ -1,6 +1,7 @@
 """Every way to be no program has a sentence of its own."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -313,3 +314,38 @@ def test_a_stage_placed_on_two_ranks_is_refused():
         match=re.escape("stage 0 is on several ranks: 0F0 on rank 0 and 0B0 on rank 1. If they are to hold replicas"),
     ):
         fpipe.place(lambda kind, stage, microbatch: 0 if kind == "F" else 1)(BASE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("{index=0, count=2}", "{index=0, count=3}"), ("count=2", "count=3"), ("index=1", "index=0"), (", count=2", "")],
+)
+def test_splits_that_disagree_are_refused_where_the_program_enters(before: str, after: str):
+    """A wrong count= ended in an error about sizes, in the step."""
+    text = str(fpipe.split(2)(fpipe.program(1))).replace(before, after)
+    with pytest.raises(ProgramError, match=r"all of them say count=2, cut alike, and take the parts 0\.\.1, each once"):
+        fpipe.Program.parse(text)
+
+
+def _said(act: Callable[[], object]) -> str:
+    with pytest.raises(ProgramError) as error:
+        act()
+    return str(error.value)
+
+
+def test_ranks_and_steps_count_from_0_and_lines_and_columns_from_1():
+    two = fpipe.split(2)(fpipe.program(2))
+    table = "0F0 0F1 0B0 0B1\n1F0 {} 1B0 1B1"
+    grid = _said(lambda: fpipe.schedules.from_table("\n" + table.format("1F1x"))(two))
+    assert grid.startswith("line 3, column 2: '1F1x' is not a cell")
+    cell = _said(lambda: fpipe.schedules.from_table(table.format("1F7"))(two))
+    assert cell.startswith("rank 1, cell 1: 1F7 names microbatch 7")
+    csv = _said(lambda: fpipe.interop.torch_pipelining.from_csv(table.format("1X1").replace(" ", ",")))
+    assert csv.startswith("line 2, column 2: '1X1' is not a cell")
+    text = str(fpipe.program(2)).splitlines()
+    assert _said(lambda: fpipe.Program.parse("\n".join([*text[:4], "?", *text[4:]]))).startswith("line 5: ")
+    unread = "\n".join(line for line in text if "= F[0,0]" not in line)
+    assert _said(lambda: fpipe.Program.parse(unread)).startswith("rank 0, step 0: 1F0 reads y[0,0]")
+    stuck = _said(lambda: fpipe.schedules.from_table("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1")(two))
+    assert "rank 0, step 1: 0B0 reads" in stuck
+    assert _said(lambda: fpipe.interop.from_json('{\n "a": ?}')).startswith("this is not JSON: line 2, column 7")

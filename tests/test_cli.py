@@ -185,9 +185,9 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("typed", "given", "sentence"),
     [
-        (["check", "-"], STRAY, "error: standard input: row 2, column 2: '1F1x' is not a cell"),
-        (["check", "-"], STRAY.replace(" ", ","), "error: standard input: row 2, column 2: '1F1x' is not a cell"),
-        (["check", "-"], "0F0,0SEND_G0", "row 1, column 2: '0SEND_G0' is not a cell of torch.distributed.pipelining"),
+        (["check", "-"], STRAY, "error: standard input: line 2, column 2: '1F1x' is not a cell"),
+        (["check", "-"], STRAY.replace(" ", ","), "error: standard input: line 2, column 2: '1F1x' is not a cell"),
+        (["check", "-"], "0F0,0SEND_G0", "line 1, column 2: '0SEND_G0' is not a cell of torch.distributed.pipelining"),
         (["check", "-"], STUCK, "wait for each other in a circle"),
         (["check", "-"], "", "error: standard input: there is nothing in it"),
         (["check", "-"], '{"format": "other"}', 'this JSON is not a program: it says "format": "fpipe.program"'),
@@ -205,7 +205,7 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
             None,
             "error: 'missing' is not a folder: make it before a file is written there.",
         ),
-        (["show", "-"], STRAY, "error: row 2, column 2: '1F1x' is not a cell"),
+        (["show", "-"], STRAY, "error: line 2, column 2: '1F1x' is not a cell"),
         (["verify", "-"], STUCK, "wait for each other in a circle"),
         (["show", "chimera", "-p", "3"], None, "error: chimera: "),
         (["compare", "chimera", "-p", "3"], None, "error: chimera: the number of ranks is even"),
@@ -334,7 +334,7 @@ def test_the_shell_sees_the_exit_code():
         [sys.executable, "-m", "fpipe", "check", "-"], input=STRAY, capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr.startswith("error: standard input: row 2, column 2: '1F1x' is not a cell")
+    assert ran.stderr.startswith("error: standard input: line 2, column 2: '1F1x' is not a cell")
 
 
 def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -155,22 +155,22 @@ def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ("0F0,0B0\n1F0,1X0", "row 2, column 2: '1X0' is not a cell of torch.distributed.pipelining"),
-        ("0F0,0B0\n,,1F0,1B0garbage", "row 2, column 4: '1B0garbage' is not a cell"),
-        ("0F,0B0", "row 1, column 1: '0F' is not a cell"),
-        ("0UNSHARD1,0F0,0B0", "row 1, column 1: '0UNSHARD1' is not a cell"),
-        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B", "row 1, column 2: .* is to overlap two ops of computation"),
-        ("0F0,(0B0)OVERLAP_F_B", "row 1, column 2: .* is to overlap two ops"),
-        ("0F0,0B0,0F0", "row 1, column 3: 0F0 stands in row 1, column 1 already; each stands once"),
-        ("0F0,0B0,7F0", "row 1, column 3: 7F0 names stage 7, but the table has no forward of stage 1"),
-        ("0F0,0B0,0F5", "row 1, column 3: 0F5 names microbatch 5, but the table has no forward of microbatch 1"),
-        ("0F0,0B0,4RESHARD", "row 1, column 3: 4RESHARD names stage 4"),
-        ("0F0,0B0\n\n1F0,1B0", "row 2 has no cells"),
+        ("0F0,0B0\n1F0,1X0", "line 2, column 2: '1X0' is not a cell of torch.distributed.pipelining"),
+        ("0F0,0B0\n,,1F0,1B0garbage", "line 2, column 4: '1B0garbage' is not a cell"),
+        ("0F,0B0", "line 1, column 1: '0F' is not a cell"),
+        ("0UNSHARD1,0F0,0B0", "line 1, column 1: '0UNSHARD1' is not a cell"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B", "line 1, column 2: .* is to overlap two ops of computation"),
+        ("0F0,(0B0)OVERLAP_F_B", "line 1, column 2: .* is to overlap two ops"),
+        ("0F0,0B0,0F0", "line 1, column 3: 0F0 stands in line 1, column 1 already; each stands once"),
+        ("0F0,0B0,7F0", "line 1, column 3: 7F0 names stage 7, but the table has no forward of stage 1"),
+        ("0F0,0B0,0F5", "line 1, column 3: 0F5 names microbatch 5, but the table has no forward of microbatch 1"),
+        ("0F0,0B0,4RESHARD", "line 1, column 3: 4RESHARD names stage 4"),
+        ("0F0,0B0\n\n1F0,1B0", "line 2 has no cells"),
         ("", "the table is empty"),
         ("order.csv", r"hand in pathlib.Path\('order.csv'\)"),
         ("0F0\n1F0,1B0", "the table has 0F0 without its backward"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "wait for each other in a circle"),
-        ("0F0,0SEND_F0,0B0", "row 1, column 2: 0SEND_F0 moves nothing"),
+        ("0F0,0SEND_F0,0B0", "line 1, column 2: 0SEND_F0 moves nothing"),
         (
             "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
             "the table has no 0RECV_B0, though the value is read on another",
@@ -184,7 +184,7 @@ def test_a_table_that_means_nothing_is_refused_with_its_place(table: str, senten
 
 
 def test_transfers_in_a_table_of_computation_are_refused():
-    with pytest.raises(ProgramError, match="row 1, column 2: 0SEND_F0 does not compute, and the format is"):
+    with pytest.raises(ProgramError, match="line 1, column 2: 0SEND_F0 does not compute, and the format is"):
         torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
 
 
@@ -296,3 +296,12 @@ def test_every_schedule_goes_to_torch_and_back_or_is_refused(name: str, format: 
     found = torch_pipelining.from_csv(torch_pipelining.to_csv(program, format=format), format=format)
     assert found.table() == program.table()
     assert format == "compute_comms" or found == program
+
+
+def test_old_tables_of_torch_call_the_input_gradient_b():
+    """Until torch 2.5 the tables of ZB1P had B where I is written since, beside W; without W it is a full one."""
+    old = "0F0,0F1,,0B0,0W0,0B1\n,1F0,1B0,1W0,1F1,1B1,1W1"
+    now = "0F0,0F1,,0I0,0W0,0B1\n,1F0,1I0,1W0,1F1,1I1,1W1"
+    assert torch_pipelining.from_csv(old) == torch_pipelining.from_csv(now)
+    with pytest.raises(ProgramError, match=r"0W0 stands twice.*notation='zb'"):
+        fpipe.schedules.from_table("0F0 0B0 0W0")(fpipe.program(1))

@@ -177,7 +177,7 @@ def test_a_stray_cell_of_a_list_is_shown_with_rank_and_place():
 
 @pytest.mark.parametrize("text", ["0F0 0B0\n1F0 . 0F1garbage", "0F0,0B0\n1F0,,0F1garbage"], ids=["grid", "csv"])
 def test_a_stray_cell_of_a_text_is_shown_with_row_and_column(text: str):
-    with pytest.raises(ProgramError, match=r"^row 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'"):
+    with pytest.raises(ProgramError, match=r"^line 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'"):
         fpipe.schedules.from_table(text)
 
 

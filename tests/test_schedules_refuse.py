@@ -96,7 +96,7 @@ WRONG: list[tuple[str, Callable[[], Any], str]] = [
     (
         "from_table",
         lambda: on(from_table("0F0,0B0\n1F0,1Bx"), 2, 1),
-        "row 2, column 2: '1Bx' is not a cell: it does not",
+        "line 2, column 2: '1Bx' is not a cell: it does not",
     ),
     ("from_table", lambda: on(from_table("0F0,0B0\n1F0"), 2, 1), "the table has 1F0 without its backward: add 1B0, or"),
     (

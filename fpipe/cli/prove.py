@@ -19,7 +19,7 @@ Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' 
 def check(files: Files, replicated: Replicated = False) -> None:
     """Check files: programs, tables, CSV (torch's too) or JSON.
 
-    Says the sizes; or what is wrong, in which row and column, and the way out,
+    Says the sizes; or what is wrong, in which line and column, and the way out,
     with exit code 1.
 
     \b

@@ -1,4 +1,4 @@
-"""Read torch's tables cell by cell; whatever is no cell of theirs is refused with its row and column."""
+"""Read torch's tables cell by cell; whatever is no cell of theirs is refused with its line and column."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Action(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell with its row and column, both from 1: one action, or the two that overlap."""
+    """A cell with its line and column, both from 1: one action, or the two that overlap."""
 
-    row: int
+    line: int
     column: int
     actions: tuple[Action, ...]
 
     @property
     def place(self) -> str:
         """Where it stands, for errors."""
-        return f"row {self.row}, column {self.column}"
+        return f"line {self.line}, column {self.column}"
 
     @property
     def compute(self) -> str | None:
@@ -66,10 +66,22 @@ def read(table: str | Path, format: Format | None) -> list[list[Cell]]:
         raise ProgramError("the table is empty; give one line of cells for each rank.")
     empty = next((number for number, row in enumerate(rows, 1) if not row), None)
     if empty is not None:
-        raise ProgramError(f"row {empty} has no cells: ranks are 0..n-1, and each has a row.")
+        raise ProgramError(f"line {empty} has no cells: ranks are 0..n-1, and each has a row.")
+    rows = _of_now(rows)
     _each_once(rows)
     _without_gaps(rows)
     return rows
+
+
+def _of_now(rows: list[list[Cell]]) -> list[list[Cell]]:
+    """Tables of torch 2.5 and before write the input gradient as B too; beside a W it can be nothing else."""
+    halves = {(action.stage, action.microbatch) for _, action in actions_of(rows, ("W",))}
+    halves -= {(action.stage, action.microbatch) for _, action in actions_of(rows, ("I",))}
+
+    def now(action: Action) -> Action:
+        return action._replace(kind="I") if action.kind == "B" and action[::2] in halves else action
+
+    return [[cell._replace(actions=tuple(map(now, cell.actions))) for cell in row] for row in rows]
 
 
 def actions_of(rows: Sequence[Sequence[Cell]], kinds: Sequence[str]) -> Iterator[tuple[Cell, Action]]:
@@ -97,7 +109,7 @@ def _row(number: int, line: list[str], format: Format | None) -> Iterator[Cell]:
         try:
             actions = _actions(text.strip())
         except ProgramError as error:
-            raise ProgramError(f"row {number}, column {column}: {error}") from None
+            raise ProgramError(f"line {number}, column {column}: {error}") from None
         cell = Cell(number, column, actions)
         if format == "compute_only" and cell.compute is None:
             raise ProgramError(

@@ -7,6 +7,7 @@
 `1RECV_B0` receives. UNSHARD and RESHARD gather and drop the weights of a stage that FSDP has sharded; REDUCE_GRAD
 reduces its gradients. Torch's `_PipelineScheduleRuntime._load_csv` loads both kinds. From torch 2.15 on the second
 also says when a rank waits for what it has sent or reduces: `2WAIT_SEND_F0`, `2WAIT_SEND_B0`, `2WAIT_REDUCE_GRAD`.
+Until torch 2.5 a B was the input gradient where its W stood in the table too (the old `zb1p` tables): it is read so.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
         sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) and of waits is not in it: `to_csv` writes that anew.
 
     Raises:
-        ProgramError: a stray cell, by row and column; an op or a transfer that is missing or stands twice; orders that
+        ProgramError: a stray cell, by line and column; an op or a transfer that is missing or stands twice; orders that
             wait for each other for ever.
         FileNotFoundError: there is no such file.
 

@@ -22,7 +22,7 @@ def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpip
         notation: "zb" reads the letters of the zero-bubble papers: B is our I, and BW our B.
 
     Raises:
-        ProgramError: a cell that cannot be read (with row and column), a missing rank, an op that is missing, stands
+        ProgramError: a cell that cannot be read (with line and column), a missing rank, an op that is missing, stands
             twice or is not in the program, a stage on two ranks, orders that wait for each other for ever.
         FileNotFoundError: there is no such file.
 

@@ -138,10 +138,11 @@ def _idle(cell: object) -> bool:
 
 
 def _from_text(text: str) -> list[list[Cell]]:
-    """A grid or CSV text; errors say the row and column of the stray cell."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    """A grid or CSV text; errors say the line and column of the stray cell."""
     rows: list[list[Cell]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
         body = line.partition("|")[2] if line.lstrip().startswith("rank") else line
         found = next(csv.reader([body])) if "," in body else body.split()
         row: list[Cell] = []
@@ -152,7 +153,7 @@ def _from_text(text: str) -> list[list[Cell]]:
                 try:
                     parse_cell(re.sub("BW", "B", cell))
                 except ProgramError as error:
-                    raise ProgramError(f"row {number}, column {column}: {error}") from None
+                    raise ProgramError(f"line {number}, column {column}: {error}") from None
             row.append(cell.strip())
         rows.append(row)
     if not rows:
