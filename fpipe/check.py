@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, count
-from operator import ge, itemgetter
+from itertools import chain
+from operator import itemgetter
 
 from fpipe.program import (
     ENTRY_RULES,
-    NOWHERE,
     Op,
     Program,
     ProgramError,
@@ -229,7 +228,8 @@ def _repair(value: Value, otherwise: str) -> str:
 def _written_once(program: Program) -> set[Value]:
     """All values of the program, each written by one op or handed in."""
     writes = list(map(itemgetter(6), program.ops))
-    written = set(chain.from_iterable(writes)).union([end.value for end in program.inputs])
+    written = set(chain.from_iterable(writes))
+    written.update([end.value for end in program.inputs])
     if len(written) == len(program.inputs) + sum(map(len, writes)):
         return written
     given = {end.value for end in program.inputs}
@@ -252,20 +252,17 @@ def _written_once(program: Program) -> set[Value]:
 
 def _written_before_read(program: Program, written: set[Value]) -> None:
     sources = program.sources  # of a program of our own making they were permuted, so their order is looked at too
-    late = any(map(ge, map(max, [found or (-1,) for found in sources]), count()))
-    if not late and min(chain.from_iterable(sources), default=0) > NOWHERE:
+    reads = ((at, step) for at, found in enumerate(sources) for step, source in enumerate(found) if source >= at)
+    late = next(reads, None)
+    if late is None:
         lost = next((end for end in program.outputs if end[1] not in written), None)
         if lost is None:
             return
         mend = _repair(lost.value, "leave the output out")
         raise ProgramError(f"the output {lost.name} is {phrase(lost.value)}, which nothing writes. {mend}")
-    position, value = next(
-        (at, value)
-        for at, (op, found) in enumerate(zip(program.ops, sources, strict=True))
-        for value, source in zip(op.reads, found, strict=True)
-        if source == NOWHERE or source >= at
-    )
+    position, step = late
     op = program.ops[position]
+    value = op.reads[step]
     at, drawn = where(program, position)
     head = f"{at}: {op.cell} reads {phrase(value)}, which"
     later = program.writer.get(value)

@@ -40,6 +40,7 @@ import csv
 import gc
 import io
 import re
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -220,7 +221,7 @@ def kind_of(name: str) -> Kind:
 
 Sources = tuple[int, ...]
 """The positions of the writers of what an op reads, in that order: -1 for an input, `NOWHERE` if nothing above does."""
-NOWHERE = -2
+NOWHERE = sys.maxsize  # later than any op
 
 
 class HtmlRepr:

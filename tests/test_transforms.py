@@ -391,3 +391,11 @@ def test_only_the_head_s_weight_gradient_waits():
     assert fpipe.verify(program, net.model, params, batch).bitwise
     costs = fpipe.Costs(1, 1, [1, 1, 3])
     assert fpipe.simulate(program, costs).makespan < fpipe.simulate(fpipe.merge_backward()(program), costs).makespan
+
+
+def test_a_cell_of_four_letters_is_text_and_no_key():
+    """Rows of keys are looked up all at once; 0F10, taken apart as a key has its four parts, would name nothing."""
+    base = fpipe.split(11)(fpipe.program(1))
+    cells = [f"0{kind}{index}" for kind in "FB" for index in range(11)]
+    keys = [(kind, 0, index, None) for kind in "FB" for index in range(11)]
+    assert fpipe.reorder([cells])(base) == fpipe.reorder([keys])(base) == fpipe.reorder([cells[:5] + keys[5:]])(base)

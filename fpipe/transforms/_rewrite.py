@@ -39,11 +39,12 @@ def transforming(rewrite: Transform) -> Transform:
 
 def moved(op: Op, rank: int) -> Op:
     """The same op on another rank."""
-    if op.rank == rank:
+    kind, stage, microbatch, piece, at, reads, writes, parts, how = op
+    if at == rank:
         return op
-    if op.parts:
-        op = op._replace(parts=tuple(moved(part, rank) for part in op.parts))
-    return _new(Op, (*op[:4], rank, *op[5:]))
+    if parts:
+        parts = tuple([moved(part, rank) for part in parts])
+    return _new(Op, (kind, stage, microbatch, piece, rank, reads, writes, parts, how))
 
 
 def rebuilt(
@@ -141,11 +142,10 @@ class _Ranks:
         self.readers: dict[tuple[str, int | None, int | None, int | None], int] = {}
         self.late: dict[Value, int] = {}  # what unscheduled ops write
         table = scheduled_kinds()
-        pairs: set[tuple[int | None, int]] = set()
-        for op in parts_of(ops):
-            if op[0] in table:
-                pairs.add((op[1], op[4]))
-        for stage, rank in sorted((stage, rank) for stage, rank in pairs if stage is not None):
+        found = set(map(itemgetter(0, 1, 4), parts_of(ops)))
+        for stage, rank in sorted(
+            {(stage, rank) for kind, stage, rank in found if kind in table and stage is not None}
+        ):
             self.of_stage.setdefault(stage, set()).add(rank)
         several = next((stage for stage, found in self.of_stage.items() if len(found) > 1 and stage not in homes), None)
         if several is not None:
@@ -208,13 +208,14 @@ class _Ranks:
 
     def wanted(self, end: Output) -> Output:
         """An output at its homes: of a stage's gradients and state its parameters', else where it is made."""
-        (name, stage, *_), value, homes = end
-        if stage is not None and name in ("grads", "state"):
+        name, value, homes = end
+        stage = name[1]
+        if stage is not None and name[0] in ("grads", "state"):
             now = self.home.get(stage, homes)
         else:
             rank = self.made(value)
             now = homes if rank is None else (rank,)
-        return end if now == homes else _new(Output, (end[0], value, now))
+        return end if now == homes else _new(Output, (name, value, now))
 
     def refuse_moved(self, offload: Op) -> None:
         """A value is offloaded on the rank that makes it; a copy of a copy goes where it likes."""

@@ -9,9 +9,10 @@ split backward, and naming 2I0 and 2W0 splits 2B0. A table that names one R (or 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from fpipe.order import arrange, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, building, pair, parts_of
@@ -78,6 +79,7 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
         rows = [[cell for cell in row if isinstance(cell, str) or cell[0] not in "BIW"] for row in rows]
     found = _Finder(program)
     positions = [found.row(rank, row) for rank, row in enumerate(rows)]
+    del rows  # the cells of a million ops take 80 MB
     found.finish()
     (found.move if move else found.refuse_moves)(positions)
     inputs, ops, outputs, sources = program.inputs, found.ops, program.outputs, program.sources
@@ -112,6 +114,9 @@ def _keys(cell: str) -> tuple[Key, ...]:
     return () if is_general(cell) else parse_cell(cell)
 
 
+_Column = tuple[str, int | None, int | None]
+
+
 class _Finder:
     """Finds the op of each cell, each once, and knows what was not named. An op is its position in the program."""
 
@@ -120,20 +125,24 @@ class _Finder:
         parts = parts_of(program.ops)
         self.repaired = parts is not program.ops  # pairs were taken apart or put together
         self.ops: list[Op | Any] = list(parts)
-        self.left: dict[Cell, int] = {}  # scheduled ops that are still to be named, by their keys
+        # Scheduled ops that are still to be named, by kind, stage and slice, then by microbatch: the positions of a
+        # row lie side by side, and one look-up in a table of all keys takes three times as long.
+        self.left: defaultdict[_Column, dict[int | None, int]] = defaultdict(dict)
         self.others: dict[Key | str, int] = {}  # the rest: R by its key, what keeps to its data by its cell
         table = scheduled_kinds()
         for position, op in enumerate(parts):
-            if op[0] in table:
-                self.left[op[:4]] = position
+            kind, stage, microbatch, piece = op[:4]
+            if kind in table:
+                self.left[kind, stage, piece][microbatch] = position
             else:
-                self.others[op[:4] if op[0] == "R" else op.cell] = position
+                self.others[op[:4] if kind == "R" else op.cell] = position
         self.kinds: frozenset[str] = frozenset()
 
     def row(self, rank: int, row: Sequence[Cell]) -> list[int]:
         """The positions of a row's ops."""
-        take = self.left.pop
-        found = [take(cell, -1) for cell in row]
+        left, keys, found = self.left, cast(Sequence[Key], row), [-1] * len(row)
+        if set(map(type, row)) == {tuple}:
+            found = [left[kind, stage, piece].pop(microbatch, -1) for kind, stage, microbatch, piece in keys]
         if -1 in found:
             pairs = enumerate(zip(row, found, strict=True))
             found = [at for step, (cell, one) in pairs for at in self.slowly(cell, one, f"rank {rank}, cell {step}")]
@@ -146,11 +155,7 @@ class _Finder:
         for rank, row in enumerate(positions):
             for position in row:
                 ranks[position] = rank
-        new = tuple.__new__
-        self.ops = [
-            op if rank < 0 or op[4] == rank else moved(op, rank) if op[7] else new(Op, (*op[:4], rank, *op[5:]))
-            for op, rank in zip(self.ops, ranks, strict=True)
-        ]
+        self.ops = [op if rank < 0 else moved(op, rank) for op, rank in zip(self.ops, ranks, strict=True)]
 
     def refuse_moves(self, positions: Sequence[Sequence[int]]) -> None:
         """A ProgramError for an op that the program has on another rank than its row."""
@@ -192,14 +197,13 @@ class _Finder:
 
     def one(self, key: Key, place: str) -> tuple[int, ...]:
         """The op of a key; I and W for the B of a split backward."""
-        if key in self.left:
-            return (self.left.pop(key),)
         if key in self.others:
             return (self.other(key),)
         kind, stage, microbatch, piece = key
-        halves: list[Key] = [(half, stage, microbatch, piece) for half in "IW"]
-        if kind == "B" and all(half in self.left for half in halves):
-            return tuple(self.left.pop(half) for half in halves)
+        halves = kind == "B" and microbatch not in self.left[kind, stage, piece]
+        columns = [self.left[one, stage, piece] for one in (("I", "W") if halves else (kind,))]
+        if all(microbatch in column for column in columns):
+            return tuple(column.pop(microbatch) for column in columns)
         raise ProgramError(f"{place}: {self.explain(key)}")
 
     def other(self, key: Key | str) -> int:
@@ -215,8 +219,9 @@ class _Finder:
 
     def finish(self) -> None:
         """Refuse a table that leaves something out."""
-        if self.left:
-            raise ProgramError(self.missing(next(key for key in self.left if isinstance(key, tuple))))
+        first = min((position for column in self.left.values() for position in column.values()), default=None)
+        if first is not None:
+            raise ProgramError(self.missing(self.ops[first][:4]))
         for position in self.others.values():
             op = self.ops[position]
             if op.kind in self.kinds:
@@ -252,7 +257,8 @@ class _Finder:
     def missing(self, key: Key) -> str:
         """What a table lacks without an op."""
         kind, stage, microbatch, piece = key
-        named = self.known - self.left.keys()
+        left = {(*column[:2], index, column[2]) for column, found in self.left.items() for index in found}
+        named = self.known - left
         forward, half = ("F", stage, microbatch, piece), ("W" if kind == "I" else "I", *key[1:])
         if kind == "I" and half in named:
             return f"the table has {show(half)} without {show(key)}, which makes what it reads. Add it before."
