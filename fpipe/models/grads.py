@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.runtimes.result import Result
@@ -106,7 +108,7 @@ def _is_grad(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, Tensor | int | float)
 
 
-def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
+def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None = None) -> Tensor:
     """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
 
     To clip: multiply each gradient by `min(1, limit / norm)`.
@@ -114,6 +116,8 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
     Args:
         grads: any pytree of gradients, dense, sparse or nested; None has none.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+        mesh: of processes whose dimension "pp" has the ranks of a program: then `grads` has an entry for each stage,
+            None for those of other ranks, and each process gets the norm over all stages. All call it.
 
     Returns:
         A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
@@ -134,8 +138,19 @@ def global_norm(grads: Any, norm_type: float = 2.0) -> Tensor:
                 f"global_norm takes a pytree of gradients, each a tensor or None; found {type(leaf).__name__}{where}."
                 f"{hint}"
             )
-    found = [_numbers(leaf) for leaf in tree.leaves(grads) if leaf is not None]
-    return torch.nn.utils.get_total_norm(found, norm_type)
+    if mesh is None:
+        found = [_numbers(leaf) for leaf in tree.leaves(grads) if leaf is not None]
+        return torch.nn.utils.get_total_norm(found, norm_type)
+    own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
+    every: list[dict[int, list[Tensor]]] = [{} for _ in range(mesh.size(_dimension(mesh)))]
+    dist.all_gather_object(every, own, group=mesh.get_group(_dimension(mesh)))
+    norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
+    return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
+
+
+def _dimension(mesh: DeviceMesh) -> int:
+    """The dimension of the ranks of a program."""
+    return mesh.mesh_dim_names.index("pp") if mesh.mesh_dim_names else 0
 
 
 def _numbers(grad: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from fpipe.graphs.graph import Fact
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.model import Model
 from fpipe.program import Program, Value
+from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.part import Slots, Watch, of_rank
@@ -70,9 +71,14 @@ def distributed(
         return made
 
     def step(
-        params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None, key: int | None = None
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
     ) -> Result:
         refuse_odd_modes()
+        check_call(more, key)
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
         own = params, batch, state
