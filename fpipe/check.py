@@ -107,7 +107,7 @@ def check_kinds(program: Program) -> None:
             if why:
                 at, drawn = where(program, position)
                 raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
-    _whole_batch(program)
+    _cut_alike(program)
     homes: dict[Value, set[int]] = {}
     freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
     for end in program.outputs:
@@ -122,21 +122,20 @@ def check_kinds(program: Program) -> None:
             raise ProgramError(f"the output {end} is freed before it is handed back.")
 
 
-def _whole_batch(program: Program) -> None:
-    """The SPLITs of a program cut the batch alike, and each stage takes every part of it once."""
+def _cut_alike(program: Program) -> None:
+    """The SPLITs of a program cut the batch alike, and into as many parts as each stage has of them."""
     splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
-    parts = Counter((op.stage, op.slice, how.get("index")) for _, op, how in splits)
     many = Counter((op.stage, op.slice) for _, op, _ in splits)
     for position, op, how in splits:
         index, found = how.get("index"), many[op.stage, op.slice]
         alike = {**splits[0][2], "index": index} == how
-        if alike and how.get("count") == found and index in range(found) and parts[op.stage, op.slice, index] == 1:
+        if alike and how.get("count") == found and index in range(found):
             continue
         at, drawn = where(program, position)
         raise ProgramError(
             f"{at}: {op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
-            f"{found} SPLITs: all of them say count={found}, cut alike, and take the parts 0..{found - 1}, each once."
-            f"\n{drawn}\n    {op}\nfpipe.split({found}) writes them."
+            f"{found} SPLITs: all of them say count={found} and index=0..{found - 1}, and cut alike.\n{drawn}\n"
+            f"    {op}\nfpipe.split({found}) writes them."
         )
 
 
