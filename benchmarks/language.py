@@ -69,9 +69,9 @@ def one(ranks: int, microbatches: int) -> None:
     checked = time.process_time()
     simulated = min(simulating(program, 3 * (microbatches + ranks - 1)) for _ in range(3))
     ops = len(program.ops)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     adding = min(floor_of_time(program) for _ in range(3))
     del program
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     whole = checked - start
     print(
         f"{ops:>9,} ops ({ranks} ranks, {microbatches} microbatches): split + schedule {built - start:7.3f} s, check "

@@ -222,6 +222,7 @@ class _Finder:
         first = min((position for column in self.left.values() for position in column.values()), default=None)
         if first is not None:
             raise ProgramError(self.missing(self.ops[first][:4]))
+        self.left.clear()  # of a million ops the empty columns keep 40 MB
         for position in self.others.values():
             op = self.ops[position]
             if op.kind in self.kinds:
