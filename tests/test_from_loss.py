@@ -506,6 +506,26 @@ def test_a_tensor_whose_data_is_assigned_is_told():
         fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
 
 
+def test_a_gradient_that_is_zero_but_for_rounding():
+    """The bias of a key moves all scores of a softmax alike: a right cut was refused for the noise in its gradient."""
+
+    def attend(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = x @ p["q"], x @ p["k"] + p["bias"], x @ p["v"]
+        return torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v
+
+    def loss_fn(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(batch[0] + attend(params["one"], batch[0]))
+        z = fpipe.boundary(attend(params["other"], y))
+        return ((y * z + z.tanh() + y - batch[1]) ** 2).mean()
+
+    make = torch.Generator().manual_seed(0)
+    each = {name: torch.randn(16, 16, generator=make) / 4 for name in "qkv"} | {"bias": torch.ones(16)}
+    batch = torch.randn(4, 7, 16, generator=make), torch.randn(4, 7, 16, generator=make)
+    model, own = fpipe.from_loss(loss_fn, {"one": each, "other": {k: v.clone() for k, v in each.items()}}, batch)
+    grads = fpipe.reference(model, own, batch).grads
+    assert grads[0]["one.bias"].norm() < 1e-6 * fpipe.global_norm(grads)
+
+
 def test_a_batch_of_another_shape():
     model, own, _, batch = cut_gpt()
     longer = tuple(torch.cat([half, half], 1) for half in batch)

@@ -14,6 +14,7 @@ Random numbers are drawn in the stage of the operation that draws them, and foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -178,6 +179,9 @@ def _autocast_eps(graph: fx.Graph) -> float:
     return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
 
 
+_ULPS = 16
+
+
 def _refuse_difference(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
@@ -209,10 +213,13 @@ def _refuse_difference(
             "something that a trace does not capture, such as values read by .item(), or a seed of its own."
         )
     right = dict(zip(map(id, trained), own_grads, strict=True))
+    # What is 0 but for rounding, as the gradient of a key's bias under a softmax, is as wrong as the whole is large.
+    whole = math.hypot(*(float(grad.norm()) for grad in own_grads if grad is not None))
     for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
         expected = right.get(id(leaf))
         error = grad if expected is None else grad - expected
-        limit = 0.0 if expected is None else expected.norm() * max(eps, torch.finfo(leaf.dtype).eps) ** 0.5
+        least = max(eps, torch.finfo(leaf.dtype).eps)
+        limit = 0.0 if expected is None else expected.norm() * least**0.5 + whole * _ULPS * least
         if leaf.requires_grad and error.norm() > limit:
             raise ValueError(
                 f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
