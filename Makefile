@@ -10,14 +10,17 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo docs quick test deep lint bench
+.PHONY: help demo demo-distributed docs quick test deep lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Run examples/demo.py
 	$(BIN)/python examples/demo.py
+
+demo-distributed: $(INSTALLED) ## Run examples/train_gpt.py on two processes
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --check
 
 docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
 	$(BIN)/python docs/schedules.py

@@ -40,7 +40,7 @@ SLOW = {
     "tests": """
         bounds cli compare_grads conformance counts demo digits from_loss grain interop layers losses memory
         module_kinds offload peers random readme schedules searched seq2seq signatures slices state testing
-        ties_and_skips traces unread_state verify
+        distributed ties_and_skips traces unread_state verify
     """,
     "property_tests": """
         gradients language_laws linearize_laws schedule_laws slice_laws two_ends_laws whole_laws

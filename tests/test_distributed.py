@@ -179,11 +179,13 @@ def other_rows(rank: int) -> list[Any]:
     program = chained(model, fpipe.schedules.one_f_one_b(2))
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(12)))
     alone, mine = fpipe.build(program, model), own(program, rank, params)
-    return [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (12, 7, 12)]
+    found = [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (12, 7, 12)]
+    side = (None, rows(12)[1]) if rank else (rows(12)[0], None)  # each rank with what it reads
+    return [*found, differs(rank, program, step(mine, side), alone(params, rows(12)))]
 
 
 def test_a_batch_of_another_size(pair: Processes):
-    assert pair.each(other_rows) == [[[], [], []]] * 2
+    assert pair.each(other_rows) == [[[]] * 4] * 2
 
 
 def refused(rank: int, how: str) -> str:

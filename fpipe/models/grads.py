@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.runtimes.result import Result
+from fpipe.runtimes.result import Result, are_gradients
 
 
 def assign_grads(params: Any, grads: Any) -> None:
@@ -26,7 +26,8 @@ def assign_grads(params: Any, grads: Any) -> None:
         grads: `Result.grads`.
 
     Raises:
-        ValueError: gradients of another structure or shape, or of a name that the net has not; the first is named.
+        ValueError: gradients of another structure or shape, or of a name that the net has not; the first is named. Or
+            the gradients of a result came first.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 1))
@@ -38,6 +39,8 @@ def assign_grads(params: Any, grads: Any) -> None:
     >>> round(before - net[0].bias.item(), 4)
     2.0
     """
+    if are_gradients(params):
+        raise ValueError("the first argument is a result's gradients: assign_grads(params, grads) takes params first.")
     if isinstance(params, nn.Module):
         params, grads = _of_net(params, grads)
     place = tree.difference(params, grads)
@@ -59,6 +62,7 @@ def assign_grads(params: Any, grads: Any) -> None:
 
 def _of_net(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The parameters of a net that have gradients, and these, by name."""
+    grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
         raise ValueError(
             f"of a net the gradients are those of a model made from it, a dict per stage; found {type(grads).__name__}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -45,9 +46,22 @@ class Result:
     input_grads: Any = None
     timeline: Any = None
 
+    def __post_init__(self) -> None:
+        if self.grads is not None:
+            _OF_GRADS[id(self.grads)] = self
+
     def __repr__(self) -> str:
         said = [_said(each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None]
         return f"<Result: {', '.join(said) or 'nothing'}>"
+
+
+_OF_GRADS: WeakValueDictionary[int, Result] = WeakValueDictionary()
+
+
+def are_gradients(found: object) -> bool:
+    """Whether something is the `grads` of a result that is still there."""
+    result = _OF_GRADS.get(id(found))
+    return result is not None and result.grads is found
 
 
 def _said(name: str, value: Any) -> str:

@@ -1,0 +1,132 @@
+"""Train a byte-level GPT on several processes, one a rank of the pipeline: save, resume, and compare with one process.
+
+torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from demo import Batch, Sizes, batches, cross_entropy, gpt
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fpipe
+
+MICROBATCHES, RATE, LIMIT = 8, 8e-3, 1.0
+
+
+def arguments(typed: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="how many steps the whole training has (%(default)s)")
+    parser.add_argument("--stop", type=int, help="stop after this one of them")
+    parser.add_argument("--schedule", default="one_f_one_b", help="a schedule by name (%(default)s)")
+    parser.add_argument("--stages-per-rank", type=int, default=1, help="2 for zbv, interleaved and the like")
+    parser.add_argument("--save", type=Path, help="a folder to save to after the last step")
+    parser.add_argument("--resume", type=Path, help="a folder to go on from, saved by any number of ranks")
+    parser.add_argument("--check", action="store_true", help="rank 0 trains in one process too, to compare")
+    return parser.parse_args(typed)
+
+
+class Trainer:
+    """Parameters with their optimizer: those of one rank, or all of them where this process runs all ranks."""
+
+    def __init__(self, step: Any, params: tuple[dict[str, Tensor] | None, ...], mesh: Any = None) -> None:
+        self.step, self.params, self.mesh = step, params, mesh
+        self.named = {name: leaf for stage in params if stage is not None for name, leaf in stage.items()}
+        self.adam = torch.optim.AdamW(self.named.values())
+
+    def __call__(self, number: int, steps: int, batch: Batch) -> float:
+        """One step with clipped gradients, at a rate that warms up and then falls; the loss."""
+        result = self.step(self.params, batch)
+        norm = fpipe.global_norm(result.grads, mesh=self.mesh)
+        for grad in (grad for stage in result.grads if stage is not None for grad in stage.values()):
+            grad.mul_(torch.clamp(LIMIT / (norm + 1e-6), max=1.0))
+        fpipe.assign_grads(self.params, result.grads)
+        self.adam.param_groups[0]["lr"] = RATE * min(number / 20, 1 - (number - 1) / steps)
+        self.adam.step()
+        return float(result.loss)
+
+    def state(self) -> dict[str, Tensor]:
+        """What goes on from here, by name: the same whatever the ranks and the schedule."""
+        whole = dict(self.named)
+        for name, leaf in self.named.items():
+            known = self.adam.state[leaf] or {"step": torch.zeros(()), "exp_avg": leaf * 0, "exp_avg_sq": leaf * 0}
+            self.adam.state[leaf] = known
+            whole |= {f"{name}/{word}": found for word, found in known.items()}
+        return whole
+
+
+def main() -> None:
+    said = arguments()
+    if "RANK" not in os.environ:
+        raise SystemExit("Start it by torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py")
+    torch.set_num_threads(1)  # sums of several threads have other bits
+    dist.init_process_group("gloo")
+    train(said, Console())
+    dist.destroy_process_group()
+
+
+def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
+    """What one rank does. Returns how many steps it took, and at how many the loss was that of one process."""
+    rank, ranks, stop = dist.get_rank(), dist.get_world_size(), said.stop or said.steps
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)  # each process makes the whole net, and trains what is its own
+    sizes = Sizes(steps=said.steps)
+    model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
+    schedule = fpipe.schedules.get(said.schedule)(ranks)
+    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge())(fpipe.program(model))
+    data = batches(sizes)
+    first = next(batches(sizes))
+    step = fpipe.build(
+        program, model, runtime="distributed", mesh=mesh, example=(params, first), timeout=120, broadcast=True
+    )
+    trainer = Trainer(step, fpipe.local_params(program, params, rank), mesh)
+    alone = None
+    if said.check and rank == 0:
+        torch.manual_seed(0)
+        same, whole, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
+        alone = Trainer(fpipe.build(program, same), whole)
+
+    done = 0
+    if said.resume is not None:
+        counted = torch.zeros((), dtype=torch.int64)
+        for one in filter(None, (trainer, alone)):
+            dcp.load(one.state() | {"steps": counted}, checkpoint_id=said.resume, no_dist=one is alone)
+        done = int(counted)
+
+    equal = 0
+    with Progress(console=console, transient=True, disable=rank > 0 or not console.is_terminal) as progress:
+        bar = progress.add_task("training", total=stop, completed=done)
+        for number, batch in numbered(data, done, stop):
+            loss = trainer(number, said.steps, batch)
+            equal += alone is not None and loss == alone(number, said.steps, batch)
+            progress.advance(bar)
+            if rank == 0 and (number == 1 or number % max(1, said.steps // 6) == 0):
+                console.print(f"step {number:>4}   loss {loss:.6f}")
+    if said.save is not None:
+        dcp.save(trainer.state() | {"steps": torch.tensor(stop)}, checkpoint_id=said.save)
+    if alone is not None:
+        console.print(
+            f"The losses of {ranks} processes and of one are bitwise equal at {equal} of {stop - done} steps."
+        )
+    return stop - done, equal
+
+
+def numbered(data: Iterator[Batch], done: int, stop: int) -> Iterator[tuple[int, Batch]]:
+    """The batches that are left, with the numbers of their steps."""
+    return islice(zip(range(1, stop + 1), data, strict=False), done, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The examples of several processes: losses of one process, and a training that goes on elsewhere bit by bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.processes import Processes
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.slow
+
+
+def test_the_page_shows_the_smallest_example_and_what_it_prints():
+    page = (EXAMPLES.parent / "docs" / "running.md").read_text()
+    script = EXAMPLES / "two_ranks.py"
+    assert f"```py\n{script.read_text()}```" in page
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ran = subprocess.run(torchrun, capture_output=True, text=True, timeout=50, check=True)
+    assert "".join(f"{line}\n" for line in sorted(ran.stdout.splitlines())) in page
+
+
+def train(rank: int, typed: list[str]) -> tuple[int, int]:
+    sys.path.insert(0, str(EXAMPLES))
+    from rich.console import Console
+    from train_gpt import arguments, train
+
+    sys.path.pop(0)
+    return train(arguments(typed), Console(quiet=True))
+
+
+def on(ranks: int, *typed: list[str]) -> list[Any]:
+    """What each rank returned, of one run after the other."""
+    processes = Processes(ranks)
+    try:
+        return [processes.each(train, one) for one in typed]
+    finally:
+        processes.close()
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in metadata.items()}  # type: ignore[union-attr]
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path):
+    half, whole, resumed = (str(tmp_path / name) for name in ("half", "whole", "resumed"))
+    two = on(2, ["--steps", "4", "--stop", "2", "--save", half], ["--steps", "4", "--check", "--save", whole])
+    assert two[1] == [(4, 4), (4, 0)]  # the first rank compares
+    typed = ["--steps", "4", "--resume", half, "--schedule", "zb_h1", "--check", "--save", resumed]
+    assert on(3, typed) == [[(2, 2), (2, 0), (2, 0)]]
+    expected, found = saved(Path(whole)), saved(Path(resumed))
+    assert expected.keys() == found.keys()
+    assert len(found) > 3 * 50
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
