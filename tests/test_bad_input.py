@@ -132,7 +132,7 @@ MODELS = {
     ),
     "an unknown runtime": (
         lambda: fpipe.build(fpipe.program(2), NET.model, runtime="mpi"),
-        "runtime 'mpi' is not known; there is",
+        "runtime 'mpi' is not known; there are",
     ),
     "a program of another length": (
         lambda: fpipe.build(fpipe.program(3), NET.model),
