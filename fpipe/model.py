@@ -461,6 +461,10 @@ class PositionalStage(ABC):
     lock: AbstractContextManager[Any] = nullcontext()
 
     @abstractmethod
+    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
+        """The stage as a function of parameters by name."""
+
+    @abstractmethod
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, Any]]:

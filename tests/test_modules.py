@@ -259,6 +259,21 @@ def test_an_optimizer_of_the_net_itself_trains_with_its_gradients():
         assign_grads(result.grads, params)
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_order_of_a_dict_of_parameters_says_nothing(traced: bool):
+    """Inside, a stage's parameters are in its own order; what comes back is in the caller's."""
+    torch.manual_seed(0)
+    model, params, _ = from_sequential(nn.Sequential(Tied(), nn.Linear(3, 3)), stages=2, loss=nn.functional.mse_loss)
+    step = build(training_step(model), model, trace=traced)
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    turned = tuple(dict(reversed(stage.items())) for stage in params)
+    found, expected = step(turned, batch), step(params, batch)
+    assert [[*stage] for stage in found.grads] == [[*stage] for stage in turned]
+    assert torch.equal(found.loss, expected.loss)
+    for one, other in zip(found.grads, expected.grads, strict=True):
+        assert all(torch.equal(one[name], grad) for name, grad in other.items())
+
+
 def test_gradients_of_another_structure_are_refused():
     _, params, _ = from_sequential(mlp(), stages=2)
     grads = tuple({name: torch.zeros_like(leaf) for name, leaf in stage.items()} for stage in params)

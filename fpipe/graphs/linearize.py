@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
 from fpipe.graphs.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.trace_cache import Traces
-from fpipe.model import Model, Stage
+from fpipe.model import Model, PositionalStage, Stage
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
             f"linearize takes a function f(params, x), found a module ({type(function).__name__}). Hand in "
             "`lambda params, x: torch.func.functional_call(module, params, (x,))` and its named parameters."
         )
-    model = Model((Stage(function),), None, ("batch",))
+    by_name = partial(function) if isinstance(function, PositionalStage) else function
+    model = Model((Stage(by_name),), None, ("batch",))
     traces = Traces(model)
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
     reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())

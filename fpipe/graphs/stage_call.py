@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -114,7 +115,7 @@ def flat(
         taken = [whole(given, label) for label in given if is_input(label)]
         x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
         if isinstance(one.forward, PositionalStage):
-            order = positions(model, one.forward, call)
+            order = positions(model, one.forward)
             params = [given[label][at] for label, at in order]
             places = buffers(one.forward, call)
             with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
@@ -146,17 +147,12 @@ def flat(
     return loss if call.stage is None else stage
 
 
-def positions(model: Model, module: PositionalStage, call: StageCall) -> tuple[tuple[str, int], ...]:
-    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own.
-
-    No front door can know: params are the caller's dicts, in an order of their own, and each order is another call. A
-    trace looks the names up once, and what it makes knows only positions.
-    """
-    places = tree.unflatten(dict(call.specs)["params"], range(len(dict(call.reads)["params"])))
-    given: dict[str, tuple[str, int]] = {name: ("params", at) for name, at in places.items()}
-    given |= {leaf.name: (label_at("params", leaf.bundle), 0) for leaf in model.tied(module.number)}
-    same_keys(given, [leaf[0] for leaf in module.names], f"params of stage {module.number}")
-    return tuple(given[leaf[0]] for leaf in module.names)
+def positions(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
+    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own, the
+    others come in its order, as `bind_inputs` hands them on."""
+    tied = {leaf.name: label_at("params", leaf.bundle) for leaf in model.tied(module.number)}
+    place = count()
+    return [(tied[name], 0) if name in tied else ("params", next(place)) for name, *_ in module.names]
 
 
 def buffers(module: PositionalStage, call: StageCall) -> tuple[int, ...]:

@@ -192,8 +192,7 @@ class Traces:
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
-            order = positions(self.model, stage.forward, call), buffers(stage.forward, call)
-            twin = self._twins[call.stage], order
+            twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
             return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
         return store, (own, how, call.specs, *around)
@@ -214,7 +213,7 @@ class Traces:
         module = None if call.stage is None else self.model.stages[call.stage].forward
         if not isinstance(module, PositionalStage):
             return None
-        order = positions(self.model, module, call)
+        order = positions(self.model, module)
 
         def around(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
             return module.during([given[label][at] for label, at in order], given.get("const", []), what)

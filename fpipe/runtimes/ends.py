@@ -10,7 +10,7 @@ import torch
 
 from fpipe import tree
 from fpipe.graphs.keys import fold_in
-from fpipe.model import Model, check_params, check_state, trained
+from fpipe.model import Model, PositionalStage, check_params, check_state, same_keys, trained
 from fpipe.program import Output, Program, Value
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
@@ -43,10 +43,11 @@ def bind_inputs(
     state: Sequence[Any] | None,
     key: int | None,
 ) -> dict[Value, Any]:
-    """The caller's values by name. Tied leaves are bundles of their own."""
+    """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
+    in that stage's order from here on, whatever the order of the caller's dict."""
     params = check_params(model, params)
     found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
-    for number, stage in enumerate(params):
+    for number, stage in enumerate(_in_order(model, params)):
         tied = model.owned(number)
         own = found[Value("params", number)] = dict(stage) if tied else stage
         for leaf in tied:
@@ -60,6 +61,19 @@ def bind_inputs(
     if missing is not None:
         raise ValueError(_MISSING.format(missing, missing.name))
     return {end.value: found[end.value] for end in program.inputs}
+
+
+def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:
+    """The params of each stage, those of stages that know their names in the order of these."""
+    ordered: list[Any] = []
+    for number, (own, stage) in enumerate(zip(params, model.stages, strict=True)):
+        if isinstance(stage.forward, PositionalStage):
+            tied = {leaf.name for leaf in model.tied(number) if leaf.owner != number}
+            names = [names[0] for names in stage.forward.names if names[0] not in tied]
+            same_keys(own, names, f"params of stage {number}")
+            own = {name: own[name] for name in names}
+        ordered.append(own)
+    return ordered
 
 
 def collect_results(
@@ -103,11 +117,12 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
     """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen."""
     found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
     made: list[Any] = []
-    for number, stage in enumerate(params):
+    for number, (stage, ordered) in enumerate(zip(params, _in_order(model, params), strict=True)):
         tied = {leaf.name: found[number, leaf.port][0] for leaf in model.owned(number)}
-        own = {name: leaf for name, leaf in stage.items() if name not in tied} if tied else stage
+        own = {name: leaf for name, leaf in ordered.items() if name not in tied} if tied else ordered
         grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
-        grads = {name: tied[name] if name in tied else grads[name] for name in stage} if tied else grads
+        if ordered is not stage or tied:
+            grads = {name: tied[name] if name in tied else grads[name] for name in stage}
         leaves, spec = tree.flatten(stage)
         trains = trained(model, number, 0, stage)
         each = zip(leaves, tree.leaves(grads), trains, strict=True)
