@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.tree import leaves, tree_map
@@ -171,6 +172,39 @@ def test_weights_that_travel_from_a_host_rank():
         assert three.each(travelling) == [[], [], []]
     finally:
         three.close()
+
+
+def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
+    """Two pipelines of two ranks each, beside one another."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program, place = chained(model, fpipe.schedules.one_f_one_b(2)), mesh.get_local_rank("pp")
+    batch = rows(10 + 2 * mesh.get_local_rank("dp"))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    found, whole = step(own(program, place, params), batch), fpipe.build(program, model)(params, batch)
+    norm, expected = fpipe.global_norm(found.grads, mesh=mesh), fpipe.global_norm(whole.grads)
+    return [*differs(place, program, found, whole), *(["norm"] * (not torch.equal(norm, expected)))]
+
+
+def without_pp(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.one_f_one_b(2))
+    try:
+        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_dimension_pp_of_a_mesh_has_the_ranks():
+    four = Processes(4)
+    try:
+        for names in (("dp", "pp"), ("pp", "dp")):
+            assert four.each(on_a_mesh, names) == [[]] * 4
+        assert all("the mesh has no dimension 'pp'" in said for said in four.each(without_pp))
+    finally:
+        four.close()
 
 
 def other_rows(rank: int) -> list[Any]:
@@ -363,6 +397,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int):
             assert f"rank {who} did not" in told[0]
             assert told[1] < 1 + 2
     finally:
+        three.all[who].kill()
         three.close()
 
 

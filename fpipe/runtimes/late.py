@@ -46,7 +46,7 @@ def who_is_late(store: Store, rank: int, other: int, words: str) -> str:
 
 def first_told(store: Store, words: str) -> str:
     """What the first rank to notice said; `words` if this is it, or if nobody can be asked."""
-    return _asked(lambda found: found.append(store.compare_set("fpipe/lost", "", words).decode()), words)
+    return _asked(lambda found: found.append(store.compare_set("lost", "", words).decode()), words)
 
 
 def _asked(ask: Callable[[list[str]], None], words: str) -> str:
@@ -64,4 +64,4 @@ def _asked(ask: Callable[[list[str]], None], words: str) -> str:
 
 
 def _waiting(rank: int) -> str:
-    return f"fpipe/waiting/{rank}"
+    return f"waiting/{rank}"

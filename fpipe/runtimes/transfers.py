@@ -16,9 +16,13 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
 
 from fpipe.program import Op, Value
 from fpipe.runtimes.late import first_told, who_is_late
@@ -76,7 +80,8 @@ class Transfers:
 
     def __init__(self, every: Sequence[_Message], rank: int, group: ProcessGroup, timeout: float | None) -> None:
         self._group: Any = group
-        self._rank, self._store = rank, _get_default_store()
+        ranks = dist.get_process_group_ranks(group)  # other groups of a mesh have losses of their own
+        self._rank, self._store = rank, PrefixStore(f"fpipe/{ranks}", _get_default_store())
         self._timeout = () if timeout is None else (timedelta(seconds=timeout),)
         self._by_value = {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]

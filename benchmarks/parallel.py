@@ -1,0 +1,157 @@
+"""How long a step takes on two threads and on two processes, against plain eager autograd in one, and torch's runtime.
+
+    python benchmarks/parallel.py [--quick]
+
+Two processes of one gloo group, one intra-op thread each. In each round every step runs once, one after another: eager
+autograd, our local step and our threads in the first process while the second waits; our processes, and torch's own
+schedule of the same kind on the same group, in both. A time is that of the slower process. A ratio is of minima over
+rounds; rounds in which a thread waited for a core more than 5 % of the time (/proc/self/task/*/schedstat) are left out,
+unless fewer than five are left, and how many is printed.
+
+The limit of two ranks is half of eager's time and the bubble: 0.5 * (1 + bubble) of eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from step import MICROBATCHES, Case, eager, gpt, mlp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import fpipe
+
+Step = Callable[[], Any]
+CASES: dict[str, Callable[[], Case]] = {
+    "MLP 512 x 128 rows": partial(mlp, 512, 128),
+    "MLP 512 x 8 rows": partial(mlp, 512, 8),
+    "MLP 8 x 1 row": partial(mlp, 8, 1),
+    "GPT, 4 blocks, width 256": partial(gpt, 256),
+}
+# Ours, torch's own, stages a rank, and on which rank of two each stage is.
+SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", 1, (0, 1)),
+    "one_f_one_b": ("Schedule1F1B", 1, (0, 1)),
+    "interleaved": ("ScheduleInterleaved1F1B", 2, (0, 1, 0, 1)),
+    "interleaved_zb": ("ScheduleInterleavedZeroBubble", 2, (0, 1, 0, 1)),
+    "zbv": ("ScheduleZBVZeroBubble", 2, (0, 1, 1, 0)),
+}
+MSE = nn.functional.mse_loss
+
+
+def torchs(rank: int, name: str, case: Case) -> Step:
+    """torch's schedule on the stages of this rank."""
+    net, x, target = case
+    kind, _, placement = SCHEDULES[name]
+    parts = [nn.Sequential(*part) for part in split(list(net), len(placement))]
+    mine = [n for n, home in enumerate(placement) if home == rank]
+    stages = [PipelineStage(parts[n], n, len(placement), torch.device("cpu")) for n in mine]
+    # torch 2.13 says `scale_grads` of a loss that is a mean.
+    made = getattr(schedules, kind)(stages if len(placement) > 2 else stages[0], MICROBATCHES, loss_fn=MSE)
+    last = len(placement) - 1
+
+    def step() -> None:
+        for n in mine:
+            parts[n].zero_grad()
+        made.step(*((x,) if 0 in mine else ()), **({"target": target} if last in mine else {}))
+
+    return step
+
+
+def split(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
+    size = len(children) // parts
+    return [children[n * size : (n + 1) * size] for n in range(parts)]
+
+
+def ours(rank: int, name: str, case: Case) -> tuple[Step, Step, Step, float]:
+    """The local step, threads, processes, and the simulated bubble."""
+    net, x, target = case
+    model, params, _ = fpipe.from_sequential(
+        net, sizes=[len(net) // len(SCHEDULES[name][2])] * len(SCHEDULES[name][2]), loss=MSE
+    )
+    program = fpipe.chain(fpipe.split(MICROBATCHES), fpipe.schedules.get(name)(2), fpipe.merge())(fpipe.program(model))
+    mine = fpipe.local_params(program, params, rank)
+    alone, threads = fpipe.build(program, model), fpipe.build(program, model, runtime="threads")
+    example = (params, (x, target))
+    both = fpipe.build(program, model, runtime="distributed", example=example, timeout=60)
+    steps = (partial(alone, *example), partial(threads, *example), partial(both, mine, (x, target)))
+    return *steps, fpipe.simulate(program).bubble
+
+
+def delay() -> float:
+    """Seconds for which threads of this process were ready and had no core."""
+    files = Path("/proc/self/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+
+
+def work(rank: int, folder: str, rounds: int, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    for name in cases:
+        for schedule in SCHEDULES:
+            compare(rank, name, schedule, rounds)
+    dist.destroy_process_group()
+
+
+def compare(rank: int, name: str, schedule: str, rounds: int) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    if len(case[0]) < len(SCHEDULES[schedule][2]):
+        return
+    local, threads, gloo, bubble = ours(rank, schedule, case)
+    steps = {"eager": (eager(*case), True), "local": (local, True), "threads": (threads, True), "gloo": (gloo, False)}
+    steps["torch"] = torchs(rank, schedule, case), False
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
+    for _ in range(rounds + 2):
+        for label, (step, alone) in steps.items():
+            gc.collect()
+            gc.disable()
+            dist.barrier()
+            before, start = delay(), time.perf_counter()
+            if rank == 0 or not alone:
+                step()
+            seconds, waited = time.perf_counter() - start, delay() - before
+            gc.enable()
+            both = torch.tensor([seconds, waited / max(seconds, 1e-9)])
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            times[label].append((float(both[0]), float(both[1])))
+    if rank == 0:
+        report(name, schedule, bubble, {label: found[2:] for label, found in times.items()})
+
+
+def report(name: str, schedule: str, bubble: float, times: dict[str, list[tuple[float, float]]]) -> None:
+    clean = {label: [seconds for seconds, waited in found if waited < 0.05] for label, found in times.items()}
+    least = {
+        label: min(clean[label] if len(clean[label]) >= 5 else [seconds for seconds, _ in found])
+        for label, found in times.items()
+    }
+    dropped = sum(len(found) - len(clean[label]) for label, found in times.items())
+    of_eager = "  ".join(
+        f"{label} {least[label] / least['eager']:5.2f}" for label in ("local", "threads", "gloo", "torch")
+    )
+    limit = 0.5 * (1 + bubble / (1 - bubble))
+    print(
+        f"{name:<25}{schedule:<15} eager {least['eager'] * 1e3:7.2f} ms  of eager: {of_eager}  limit {limit:.2f}  "
+        f"gloo/torch {least['gloo'] / least['torch']:.2f}  threads/local {least['threads'] / least['local']:.2f}  "
+        f"({dropped} of {5 * len(times['eager'])} left out)",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    said = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(work, (folder, 8 if said.quick else 40, said.cases), nprocs=2, start_method="spawn")
