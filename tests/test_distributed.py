@@ -174,6 +174,34 @@ def test_weights_that_travel_from_a_host_rank():
         three.close()
 
 
+def recorded(rank: int) -> list[Any]:
+    """What each rank measured, on one clock."""
+    model, params, _ = fpipe.from_sequential(blocks(4, 64), stages=2, loss=MSE)
+    program, batch = chained(model, fpipe.schedules.one_f_one_b(2)), rows(64, 64)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch), record=True)
+    alone = fpipe.build(program, model, record=True)(params, batch).timeline
+    for _ in range(2):
+        timeline = step(own(program, rank, params), batch).timeline
+    at = {op: (start, end) for op, start, end in timeline.events}
+    pairs = [
+        (op, program.ops[read])
+        for op, reads in zip(program.ops, program.sources, strict=True)
+        for read in reads
+        if read >= 0
+    ]
+    late = [str(op) for op, read in pairs if op in at and read in at and at[read][0] > at[op][1]]
+    assert "rank 1" in fpipe.plot(timeline)
+    return [late, set(at) == {op for op, _, _ in alone.events}, timeline.peak, timeline.makespan]
+
+
+def test_all_ranks_get_one_timeline(pair: Processes):
+    first, second = pair.each(recorded)
+    assert first[0] == second[0] == []  # nothing was written after it was read
+    assert first[1:] == second[1:]
+    assert first[1]
+    assert all(peak > 0 for peak in first[2])
+
+
 def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
     """Two pipelines of two ranks each, beside one another."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

@@ -44,7 +44,8 @@ def build(
             computes what W hands over. False runs every stage so.
         example: `(params, batch)` or `(params, batch, state)` to trace for at once, tensors or on the meta device;
             without it the first step of each signature does.
-        record: also return when each op ran and the most bytes each rank held, as `Result.timeline`.
+        record: also return when each op ran and the most bytes each rank held, as `Result.timeline`;
+            of runtime="distributed" on all ranks, put on one clock.
         check_finite: raise `FloatingPointError` at the first op that writes NaN or an infinite number.
         loss_scale: what the cotangent of the loss is multiplied by, so that small gradients do not vanish in float16.
             The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does. The loss

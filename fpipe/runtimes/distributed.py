@@ -24,6 +24,7 @@ from fpipe.graphs.graph import Fact
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.model import Model
 from fpipe.program import Program, Value
+from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
@@ -112,7 +113,7 @@ class OnRank(Prepared):
     """A program lowered for one signature, of which this process runs one rank."""
 
     def __init__(self, rank: int, group: ProcessGroup, timeout: float | None, *args: Any) -> None:
-        self.rank = rank
+        self.rank, self.group, self.ahead = rank, group, None
         super().__init__(*args)
         every = messages(self.instructions, self.trees)
         self.transfers = Transfers(every, rank, group, timeout)
@@ -157,6 +158,9 @@ class OnRank(Prepared):
         except BaseException as error:
             self.transfers.fail(self._told(error), broken=isinstance(error, LostRank))
             raise
+        if watch is not None and watch.recorder is not None:
+            self.ahead = ahead_of_rank_0(self.group, self.rank) if self.ahead is None else self.ahead
+            put_together(watch.recorder, self.group, self.rank, self.ahead)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():
             slots[slot] = own[place]

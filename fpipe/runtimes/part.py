@@ -74,6 +74,8 @@ class Part:
                 assert see is not None
                 see(value, made)
             if recorder:
+                if instruction.ops[0].kind == "RECV":  # what it waited for is no work
+                    started = time.perf_counter()
                 recorder.note(instruction.ops, written, instruction.dead, started)
             slots.extend(made for _, made in written)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class Recorder:
         self.told = {(op.kind, value): op for op in told for value in op.writes}
         self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
         self.ran: list[tuple[Op, float, float]] = []
-        self.rows = 0
+        self.rows, self.lock = 0, threading.Lock()
         self.steps = HeldChanges()
         self.began = time.perf_counter()
 
@@ -43,15 +44,16 @@ class Recorder:
         for device in self.devices:  # an op is over when its work is
             torch.accelerator.synchronize(device)
         span = started - self.began, time.perf_counter() - self.began
-        for op in ops:
-            same = [self.told[op.kind, value] for value in op.writes if (op.kind, value) in self.told]
-            self.ran += [(known, *span) for known in same[:1]]
-        found = [(value, storages(leaves)) for value, leaves in written]
-        self.rows += 1
-        row = self.rows
-        added, gone = self.account.note(ops[0].rank, found, dead)
-        self.steps += [(span[0], row, where, size) for where, size in added]
-        self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]
+        with self.lock:
+            for op in ops:
+                same = [self.told[op.kind, value] for value in op.writes if (op.kind, value) in self.told]
+                self.ran += [(known, *span) for known in same[:1]]
+            found = [(value, storages(leaves)) for value, leaves in written]
+            self.rows += 1
+            row = self.rows
+            added, gone = self.account.note(ops[0].rank, found, dead)
+            self.steps += [(span[0], row, where, size) for where, size in added]
+            self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]
 
     def timeline(self) -> Timeline:
         """When each op ran, and the most bytes each rank held."""
