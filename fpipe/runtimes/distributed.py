@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient, refuse_odd_modes
 from fpipe.graphs.graph import Fact
 from fpipe.graphs.lru_cache import LRUCache
-from fpipe.model import Model
+from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program, Value
 from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.ends import check_call
@@ -58,6 +58,7 @@ def distributed(
     shapes: Given = tree.tree_map(_without_data, example)
     signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
     lost, started = list[LostRank](), list[int | None]()
+    of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
@@ -82,6 +83,8 @@ def distributed(
         check_call(more, key)
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
+        if any(stage.moved() for stage in of_nets):
+            check_params(model, _filled(params, shapes[0]))
         own = params, batch, state
         given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
         leaves, containers = tree.flatten(given)
@@ -122,7 +125,7 @@ class OnRank(Prepared):
         self.results = self._here(*self.results)
         about = [(str(one.value), one.source, one.target, one.layout.size) for one in every]
         about += [(str(value), *map(_looks, self.trees[value].leaves)) for value, _ in self.program.inputs]
-        self.digest = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+        self.digest = _digest(about)
 
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: this rank's, where it has one."""
