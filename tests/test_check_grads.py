@@ -1,6 +1,8 @@
 """The command that judges files of gradients: what it reads, what it prints, and its exit codes."""
 
 import json
+import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fpipe.cli.app import app
+from fpipe.cli.tensor_files import read_tensors
 
 F = nn.functional
 MODEL = """
@@ -107,13 +110,12 @@ def test_two_files_that_differ_are_refused(model: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "written", "sentence"),
     [
-        ("a.safetensors", b"0F0 0F1", "is no file of gradients in the safetensors format"),
-        (
-            "a.safetensors",
-            (9).to_bytes(8, "little") + b'{"a": {}}',
-            "is no file of gradients in the safetensors format",
-        ),
-        ("a.pt", b"0F0 0F1", "is no file of tensors that torch.save wrote"),
+        ("a.safetensors", b"0F0 0F1", "is no file in the safetensors format: it has no such header"),
+        ("a.safetensors", (9).to_bytes(8, "little") + b'{"a": {}}', "it has no such header"),
+        ("a.safetensors", (2).to_bytes(8, "little") + b"[]", "it has no such header"),
+        ("a.pt", b"0F0 0F1", "is no dict of tensors that torch.save wrote"),
+        ("a.pt", b"hello", "is no dict of tensors that torch.save wrote"),
+        ("a.pt", nn.Linear(1, 1), "is no dict of tensors that torch.save wrote"),
         ("a.pt", [1, 2], "holds a list; wanted is a dict of gradients by name"),
         ("a.pt", {"step": 3}, "holds a int under 'step'; wanted are gradients by name"),
     ],
@@ -130,8 +132,65 @@ def test_a_file_that_is_cut_off_is_refused(model: str, tmp_path: Path):
     file = tmp_path / "grads.safetensors"
     save_safetensors(loop(), file)
     file.write_bytes(file.read_bytes()[:-4])
-    assert "'2.bias' is cut off." in run(file, "--model", model)[2]
+    assert "is cut off: '2.bias' ends at byte 84 of its data, which has 80." in run(file, "--model", model)[2]
     assert "No such file" in run(tmp_path / "none.pt", "--model", model)[2]
+
+
+def by_hand(path: Path, data: bytes, **tensors: tuple[str, list[int], int, int]) -> str:
+    """A file as the public description of the format has it."""
+    words = ("dtype", "shape", "data_offsets")
+    header = {name: dict(zip(words, (*one[:2], one[2:]), strict=True)) for name, one in tensors.items()}
+    text = json.dumps({"__metadata__": {"step": "3"}, **header}).encode() + b"   "  # blanks may fill it up
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return str(path)
+
+
+def test_safetensors_are_read_as_the_format_says(tmp_path: Path):
+    """Any order, bfloat16, scalars, empty tensors, and metadata beside them."""
+    data = struct.pack("<e", 1.5) + struct.pack("<f", -2.5)[2:] + struct.pack("<4f", 1, 2, 3, 4)
+    file = by_hand(
+        tmp_path / "a.safetensors",
+        data,
+        w=("F32", [2, 2], 4, 20),
+        scalar=("BF16", [], 2, 4),
+        half=("F16", [1], 0, 2),
+        empty=("F32", [0, 3], 20, 20),
+    )
+    found = read_tensors([file])
+    assert {name: (one.dtype, one.tolist(), (*one.shape,)) for name, one in found.items()} == {
+        "half": (torch.float16, [1.5], (1,)),
+        "scalar": (torch.bfloat16, -2.5, ()),
+        "w": (torch.float32, [[1.0, 2.0], [3.0, 4.0]], (2, 2)),
+        "empty": (torch.float32, [], (0, 3)),
+    }
+    assert read_tensors([by_hand(tmp_path / "none.safetensors", b"")]) == {}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"a": ("F32", [2], 0, 8), "b": ("F32", [2], 4, 12)}, "bytes from 4 to 12, and those before it end at 8"),
+        ({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 8, 12)}, "bytes from 8 to 12, and those before it end at 4"),
+        ({"a": ("F32", [1], -4, 0)}, "'a', F32 of shape [1], is said to be in the bytes from -4 to 0"),
+        ({"a": ("F32", [2], 0, 12)}, "'a', F32 of shape [2], is said to be in the bytes from 0 to 12"),
+        ({"a": ("F32", [-3, -1], 0, 12)}, "'a', F32 of shape [-3, -1]"),
+        ({"a": ("F32", [2], 0, 8)}, "4 bytes are of no tensor"),
+        ({"a": ("F32", [4], 0, 16)}, "is cut off: 'a' ends at byte 16 of its data, which has 12"),
+        ({"a": ("I32", [3], 0, 12)}, "holds 'a' as I32; gradients are F64, F32, F16, BF16"),
+    ],
+)
+def test_wrong_safetensors_are_refused(tensors, sentence: str, tmp_path: Path):
+    """Tensors that overlap were read as they are."""
+    file = by_hand(tmp_path / "a.safetensors", struct.pack("<3f", 1, 2, 3), **tensors)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read_tensors([file])
+
+
+def test_nan_in_two_files_is_the_same_number(tmp_path: Path):
+    """A gradient that overflowed on all of its ranks was refused as another on each."""
+    for rank in range(2):
+        torch.save({"w": torch.tensor([float("nan")])}, tmp_path / f"{rank}.pt")
+    assert read_tensors([str(tmp_path / f"{rank}.pt") for rank in range(2)])["w"].isnan()
 
 
 def test_what_is_no_model_is_a_usage_error(model: str, tmp_path: Path):

@@ -6,7 +6,6 @@ rank0.pt: {"0.weight": ...}   rank1.pt: {"1.weight": ...}        -->        {"0.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fpipe.runtimes.report import Close
 
 _DTYPES = {
     "F64": torch.float64,
@@ -37,7 +38,7 @@ def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
     homes: dict[str, str] = {}
     for file in files:
         for name, tensor in (_safetensors if file.endswith(".safetensors") else _saved)(Path(file)).items():
-            if name in whole and not torch.equal(whole[name], tensor):
+            if name in whole and not Close()(whole[name], tensor):
                 raise ValueError(
                     f"{name!r} is in {homes[name]} and in {file}, with different numbers. If it is tied, or data "
                     "parallel, add its gradients up first."
@@ -50,8 +51,10 @@ def _saved(path: Path) -> dict[str, Tensor]:
     """What torch.save wrote: a dict of tensors; None among them is no gradient."""
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is no file of tensors that torch.save wrote: {str(error).splitlines()[0]}") from None
+    except OSError:
+        raise
+    except Exception:  # what comes depends on the first bytes of the file
+        raise ValueError(f"{path} is no dict of tensors that torch.save wrote.") from None
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}; wanted is a dict of gradients by name.")
     named: dict[Any, Any] = {name: one for name, one in found.items() if one is not None}  # pyright: ignore[reportUnknownVariableType]
@@ -62,20 +65,34 @@ def _saved(path: Path) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    """Eight bytes with the length of a JSON header, the header with dtype, shape and place of each tensor, the data."""
-    data = bytearray(path.read_bytes())
-    size = int.from_bytes(data[:8], "little")
+    """Eight bytes with the length of a JSON header, the header with dtype, shape and place of each tensor, the data:
+    tensor after tensor, without a gap."""
+    whole = bytearray(path.read_bytes())
+    first = 8 + int.from_bytes(whole[:8], "little")
     try:
-        header: dict[str, Any] = json.loads(data[8 : 8 + size])
-        header.pop("__metadata__", None)
-        made: dict[str, Tensor] = {}
-        for name, one in header.items():
-            start, stop = one["data_offsets"]
-            part, dtype = data[8 + size + start : 8 + size + stop], _DTYPES[one["dtype"]]
-            if len(part) != prod(one["shape"]) * dtype.itemsize:
-                raise ValueError(f"{name!r} is cut off")
-            flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-            made[name] = flat.reshape(one["shape"])
-        return made
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of gradients in the safetensors format: {error}.") from None
+        header: Any = json.loads(whole[8:first].decode())
+        places: list[tuple[list[int], str, str, list[int]]] = sorted(
+            (one["data_offsets"], name, one["dtype"], one["shape"])
+            for name, one in header.items()
+            if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no file in the safetensors format: it has no such header.") from None
+    data, made, last = whole[first:], dict[str, Tensor](), 0
+    for (start, stop), name, code, shape in places:
+        if code not in _DTYPES:
+            raise ValueError(f"{path} holds {name!r} as {code}; gradients are {', '.join(_DTYPES)}.")
+        dtype = _DTYPES[code]
+        if stop > len(data):
+            raise ValueError(f"{path} is cut off: {name!r} ends at byte {stop} of its data, which has {len(data)}.")
+        if start != last or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
+            raise ValueError(
+                f"{path} is no file in the safetensors format: {name!r}, {code} of shape {shape}, is said to be in the "
+                f"bytes from {start} to {stop}, and those before it end at {last}."
+            )
+        part = data[start:stop]  # a copy, which begins where its numbers may
+        made[name] = (torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)).reshape(shape)
+        last = stop
+    if last != len(data):
+        raise ValueError(f"{path} is no file in the safetensors format: {len(data) - last} bytes are of no tensor.")
+    return made
