@@ -237,7 +237,12 @@ def test_count_state_keys_and_frozen_leaves():
             lambda grads: grads | {"2.bias": torch.ones(3)},
             r"gradient of '2.bias' has the shape \(3,\), the parameter \(5,\)",
         ),
-        (lambda grads: grads | {"2.bias": 1.0}, "has the shape float, the parameter"),
+        (lambda grads: grads | {"2.bias": 1.0}, "the gradient of '2.bias' is a float; wanted is a tensor"),
+        (
+            lambda grads: [*grads.values()],
+            r"grads is a dict by name, such as .* each of the 3 stages; found 6 in a list",
+        ),
+        (lambda grads: nn.Linear(1, 1), "grads is a dict by name, such as .*; found Linear"),
     ],
 )
 def test_what_are_no_gradients_of_the_model_is_refused(change, sentence: str):

@@ -134,7 +134,7 @@ def test_right_values_joined_in_another_order_are_told_from_wrong_ones():
     error = mismatch(program, model, params, batch)
     assert error.first is None
     assert str(error).endswith(
-        "What the stages compute for each microbatch is right; what joins it is not: ADD(sum[0,0]), MERGE(loss)."
+        "What the stages compute for each microbatch is right; what joins it is not: ADD(sum[0,0])."
     )
 
 
@@ -173,6 +173,17 @@ def test_a_loss_that_sums_under_a_mean_is_named(rows: int, times: str):
     assert times in report.undivided
     assert report.undivided.endswith('the loss sums over its rows, so say reduction="sum".')
     assert str(report).splitlines()[1:] == [report.undivided]
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_a_loss_that_sums_is_named_beside_a_batch_norm(microbatches: int):
+    """What a batch norm may change hid a loss that was a quarter of what was meant."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 4))
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.MSELoss(reduction="sum"))
+    batch = torch.randn(64, 4), torch.randn(64, 4)
+    report = fpipe.verify(split_in(model, microbatches), model, params, batch, state=state, key=1)
+    assert report.undivided.endswith('the loss sums over its rows, so say reduction="sum".')
+    assert report.notes == (report.undivided,)
 
 
 def test_a_loss_that_averages_under_a_sum_is_named():

@@ -121,11 +121,17 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
     """The gradients by name: which leaf of the params each is of, and itself."""
     leaves, containers = tree.flatten(tuple(check_params(model, params)))
     numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
-    if isinstance(grads, tuple | list) and not isinstance(numbered, tuple | list):
+    if isinstance(grads, tuple | list) and len(grads) == len(params) and not isinstance(numbered, tuple | list):  # pyright: ignore[reportUnknownArgumentType]
         grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
     places = {_dotted(place): at for place, at in tree.paths(numbered)}
     found = {_dotted(place): leaf for place, leaf in tree.paths(grads) if leaf is not None}
     odd = next((name for name in found if name not in places), None)
+    if odd is not None and not isinstance(grads, Mapping):
+        of = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__
+        raise ValueError(
+            "grads is a dict by name, such as {name: p.grad for name, p in net.named_parameters()}, or one tree for "
+            f"each of the {len(params)} stages; found {of}."
+        )
     if odd is not None:
         raise ValueError(f"there is no parameter {odd!r} in the model, which has {listed([*places])}.")
     trains = [one for number, own in enumerate(params) for one in train(model, number, own)]
@@ -135,9 +141,10 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
         raise ValueError(f"there is no gradient of {missing!r}; a parameter that trains has one, of zeros if need be.")
     for name, leaf in found.items():
         wanted = tuple(leaves[places[name]].shape)
-        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-        if shape != wanted:
-            raise ValueError(f"the gradient of {name!r} has the shape {shape}, the parameter {wanted}.")
+        if not isinstance(leaf, Tensor):
+            raise ValueError(f"the gradient of {name!r} is a {type(leaf).__name__}; wanted is a tensor.")
+        if tuple(leaf.shape) != wanted:
+            raise ValueError(f"the gradient of {name!r} has the shape {tuple(leaf.shape)}, the parameter {wanted}.")
     return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}
 
 

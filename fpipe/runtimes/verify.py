@@ -81,7 +81,7 @@ def verify(
         noted = Expected()
         reference(see=noted.see)
         first = first_wrong(program, model, params, given, state=state, key=key, expected=noted, close=close)
-        raise GradientMismatch(f"{error}\n{_first_words(program, first)}", error.report, first) from None
+        raise GradientMismatch(f"{error}\n{_first_words(program, first, error.report)}", error.report, first) from None
     if len(expected.losses) == len(parts):
         check_function(model, params, parts, expected, key)
     if len(expected.losses) == 1:
@@ -92,11 +92,13 @@ def verify(
     return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
 
 
-def _first_words(program: Program, first: WrongValue | None) -> str:
+def _first_words(program: Program, first: WrongValue | None, report: Report | None) -> str:
     """Which value is wrong first, or which ops join right ones to wrong results."""
     if first is not None:
         return f"The first wrong value: {first}."
-    ends = {program.ops[program.writer[end.value]] for end in program.outputs}
+    differ = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
+    wrong = [end.value for end in program.outputs if any(name.startswith(str(end.name)) for name in differ)]
+    ends = {program.ops[program.writer[value]] for value in wrong}
     joins = listed(sorted(op.cell for op in ends if op.kind in ("ADD", "MERGE", "SCALE")))
     return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
 
