@@ -223,6 +223,13 @@ def test_the_legend_says_what_is_lighter(schedule: str, said: str, tmp_path: Pat
     assert [word for word in found if word.startswith("first ")] == [said] * bool(said)
 
 
+def test_the_legend_says_it_once(tmp_path: Path):
+    """Beside each other, schedules of two, four and six chunks a rank had three entries of the same words."""
+    drawn = [many(schedule, 3, 4) for schedule in ("hanayo", "zbv", "interleaved", "gpipe")]
+    found = words(Path(fpipe.plot(*drawn, file=tmp_path / "a.svg")))
+    assert found.count("first to last chunk of a rank") == 1
+
+
 def test_the_heading_is_never_cut(tmp_path: Path):
     name = "One forward, one backward, of three ranks and four microbatches"
     root, _ = drawn(Path(fpipe.plot(ONE_F_ONE_B, names=[name], file=tmp_path / "a.svg", width=260)))
@@ -296,6 +303,16 @@ def test_the_critical_path_is_outlined(tmp_path: Path):
     assert not [word for word in styled(tmp_path) if "critical" in word]
 
 
+def test_narrow_ops_of_the_critical_path_keep_their_colours(tmp_path: Path):
+    """Frames of two pixels left nothing of ops that are four wide."""
+    style = fpipe.Style(width_mm=84, font_pt=7, critical_path=True)
+    root, boxes = drawn(Path(fpipe.plot(many("zbv", 4, 8), style=style, file=tmp_path / "a.svg")))
+    narrowest = min(width for _, width in boxes.values())
+    frames = [group for group in root.iter(f"{SVG}g") if "critical" in "".join(group.itertext())]
+    assert frames
+    assert max(float(frame.get("stroke-width", 0)) for frame in frames) < narrowest / 4
+
+
 def test_a_window_is_what_overlaps_it(tmp_path: Path):
     _, boxes = drawn(Path(fpipe.plot(GPIPE, file=tmp_path / "a.svg", style=fpipe.Style(window=(3, 5.5)))))
     assert {title.partition(",")[0] for title in boxes} == {"0F3", "1F2", "1F3", "2F1", "2F2", "2F3"}
@@ -364,6 +381,7 @@ def test_a_style_that_makes_no_sense_is_refused(tmp_path: Path):
     file = tmp_path / "a.svg"
     for style, given, sentence in (
         (fpipe.Style(ranks=["a"]), {"file": file}, "one name for each of the 3 ranks; found 1"),
+        (fpipe.Style(ranks=["a"]), {}, "one name for each of the 3 ranks; found 1"),
         (fpipe.Style(window=(18, 20)), {"file": file}, "window= starts at 18, when all is done: the end is 18"),
         (
             fpipe.Style(width_mm=20),

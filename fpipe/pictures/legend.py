@@ -23,7 +23,8 @@ def legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool
             by_colour.setdefault(style.of_kind(kind), []).append(kind)
         entries += [([paint], " ".join(kinds)) for paint, kinds in by_colour.items()]
         shown = "F" if "F" in found else min(found, default="")
-        for word, shades in sorted({(panel.shading[0], tuple(panel.shading[1].values())) for panel in panels}):
+        ladders = sorted((panel.shading[0], [*panel.shading[1].values()]) for panel in panels)
+        for word, shades in dict(ladders).items():  # of each word the last, which is the longest
             if shown and len(shades) > 1:
                 entries.append(([style.of_kind(shown, shade) for shade in shades], _LIGHTER[word]))
     if style.waits and any(panel.waits for panel in panels):
@@ -57,4 +58,4 @@ def outline(x: float, y: float, width: float, height: float, title: str = "") ->
     """What marks the critical path: a frame within the edges of a box."""
     left, top, right, bottom = x + 1, y + 1, x + max(width, 2) - 1, y + height - 1
     corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (right, top))
-    return Line(corners, "ink", 2.0, title=title)
+    return Line(corners, "ink", max(0.5, min(2.0, width / 5)), title=title)

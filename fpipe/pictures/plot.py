@@ -93,7 +93,8 @@ def plot(
         return _write(Path(file), panels_of(drawn, names, costs, style.window, style.ranks), width, style)
     style.only("text", "figures", "window", "ranks")
     if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None and style.window is None:
-        return grid(Panel("", simulate(what, Ticks()), None, style.ranks), colour, width, style)
+        (panel,) = panels_of([simulate(what, Ticks())], ranks=style.ranks)
+        return grid(panel, colour, width, style)
     return to_scale(panels_of(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 
 

@@ -104,7 +104,8 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
     if short:
         found = {part.kind for op, _, _ in bars for part in op.parts or (op,)}
         kinds = [f"{kind} {word}" for kind, word in WORDS.items() if kind in found]
-        said = f"{', '.join(kinds)}, - goes on, . idle; a character is {float(f'{1 / scale:.3g}'):g} seconds"
+        each = f"{float(f'{1 / scale:.3g}'):g} second"
+        said = f"{', '.join(kinds)}, - goes on, . idle; a character is {each}{'s' * (each != '1 second')}"
         lines += _said(panels[-1], said, width)
     return Picture.of(panels, lines, colour, style)
 
