@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from fpipe.graphs.keys import fold_in
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.models.boundary import boundary
-    from fpipe.models.compare_grads import compare_grads
     from fpipe.models.custom_stage import custom_stage
     from fpipe.models.deferred_batch_norm import deferred_batch_norm
     from fpipe.models.freeze import freeze
@@ -54,10 +53,11 @@ if TYPE_CHECKING:
     from fpipe.runtimes.profile import profile
     from fpipe.runtimes.rank_error import RankError
     from fpipe.runtimes.reference import reference
-    from fpipe.runtimes.report import GradientMismatch, Report
     from fpipe.runtimes.result import Result
     from fpipe.runtimes.sizes import Sizes, sizes
-    from fpipe.runtimes.verify import verify
+    from fpipe.verification.compare_grads import compare_grads
+    from fpipe.verification.report import GradientMismatch, Report
+    from fpipe.verification.verify import verify
 
 # What is about a model that runs is imported when it is first asked for: torch alone takes twenty times as long as all
 # that writes, draws and simulates a schedule. A type checker reads the imports above; tests/test_imports.py holds both
@@ -67,7 +67,6 @@ _WITH_TORCH = {
     "graphs.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
     "models.boundary": ("boundary",),
-    "models.compare_grads": ("compare_grads",),
     "models.custom_stage": ("custom_stage",),
     "models.deferred_batch_norm": ("deferred_batch_norm",),
     "models.freeze": ("freeze",),
@@ -82,13 +81,26 @@ _WITH_TORCH = {
     "runtimes.profile": ("profile",),
     "runtimes.reference": ("reference",),
     "runtimes.rank_error": ("RankError",),
-    "runtimes.report": ("GradientMismatch", "Report"),
     "runtimes.result": ("Result",),
     "runtimes.sizes": ("Sizes", "sizes"),
-    "runtimes.verify": ("verify",),
+    "verification.compare_grads": ("compare_grads",),
+    "verification.report": ("GradientMismatch", "Report"),
+    "verification.verify": ("verify",),
 }
 _HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
-_ROOMS = ("cli", "graphs", "interop", "models", "pictures", "runtimes", "schedules", "testing", "timing", "transforms")
+_ROOMS = (
+    "cli",
+    "graphs",
+    "interop",
+    "models",
+    "pictures",
+    "runtimes",
+    "schedules",
+    "testing",
+    "timing",
+    "transforms",
+    "verification",
+)
 
 __all__ = [
     "Bounds",

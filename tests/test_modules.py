@@ -18,7 +18,6 @@ from fpipe.models.grads import assign_grads
 from fpipe.models.params import join_params, split_params
 from fpipe.runtimes.build import build
 from fpipe.runtimes.reference import reference
-from fpipe.runtimes.verify import verify
 from fpipe.schedules import gpipe
 from fpipe.training import program as training_step
 from fpipe.transforms.chain import chain, identity
@@ -26,6 +25,7 @@ from fpipe.transforms.checkpoint import checkpoint as checkpoint_always
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
+from fpipe.verification.verify import verify
 
 
 class Tied(nn.Module):

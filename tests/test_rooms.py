@@ -20,10 +20,11 @@ ROOMS = {
     "schedules": {"root", "transforms", "timing"},
     "runtimes": {"root", "graphs", "transforms", "timing"},
     "models": {"root", "graphs", "timing", "runtimes"},
+    "verification": {"root", "graphs", "transforms", "runtimes", "models"},
     "pictures": {"root", "timing"},
     "interop": {"root", "transforms", "timing"},
-    "testing": {"root", "transforms", "timing", "schedules", "runtimes", "models", "pictures"},
-    "cli": {"root", "transforms", "timing", "schedules", "runtimes", "models", "pictures", "interop"},
+    "testing": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures"},
+    "cli": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures", "interop"},
 }
 # Nobody imports these: the list of public names, and the command line's door.
 DOORS = ("fpipe", "fpipe.__main__")

@@ -61,7 +61,7 @@ def check_grads(
     """
     # The other commands start without torch, in a third of the time.
     from fpipe.cli.tensor_files import read_tensors
-    from fpipe.models.compare_grads import compare_grads
+    from fpipe.verification.compare_grads import compare_grads
 
     made = model()
     if not isinstance(made, tuple) or len(made) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]

@@ -60,7 +60,7 @@ def verify(
     """
     # The other commands start without torch, in a third of the time.
     from fpipe.cli.small_model import small_model
-    from fpipe.runtimes.verify import verify as verify_program
+    from fpipe.verification.verify import verify as verify_program
 
     only_of_names(typed, [what])
     program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)

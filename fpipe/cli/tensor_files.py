@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.runtimes.report import Close
+from fpipe.verification.report import Close
 
 _DTYPES = {
     "F64": torch.float64,

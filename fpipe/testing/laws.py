@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from fpipe.check import check
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
-from fpipe.runtimes.verify import verify
 from fpipe.schedules.registry import about
 from fpipe.testing.drawn_models import Net, models
 from fpipe.timing.bounds import bounds
@@ -27,6 +26,7 @@ from fpipe.transforms.communicate import communicate
 from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
+from fpipe.verification.verify import verify
 
 T = TypeVar("T")
 COSTS = (Costs(), Costs(forward=2, backward_input=3, backward_weight=1, transfer=0.5))

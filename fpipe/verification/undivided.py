@@ -17,7 +17,7 @@ from fpipe import tree
 from fpipe.model import Model
 from fpipe.runtimes.reference import over_parts
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.rounding import to_rounding
+from fpipe.verification.rounding import to_rounding
 
 _NEARER = 10
 """So many times nearer the loss is by the reduction that was meant, also where a batch norm moves it."""

@@ -21,8 +21,8 @@ from fpipe.program import Op, Program, Value
 from fpipe.runtimes.by_autograd import Inputs, Residuals
 from fpipe.runtimes.local import local
 from fpipe.runtimes.meaning import summed
-from fpipe.runtimes.report import Close, WrongValue, largest
 from fpipe.runtimes.walk import place_of
+from fpipe.verification.report import Close, WrongValue, largest
 
 
 class Expected(dict[Value, list[Any]]):

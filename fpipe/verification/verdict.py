@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fpipe.model import Reduction
-from fpipe.runtimes.mistakes import Mistake, plainest
-from fpipe.runtimes.report import dense, largest, wide
-from fpipe.runtimes.rounding import distance, norm, tolerance, vanish
+from fpipe.verification.mistakes import Mistake, plainest
+from fpipe.verification.report import dense, largest, wide
+from fpipe.verification.rounding import distance, norm, tolerance, vanish
 
 
 @dataclass(frozen=True)

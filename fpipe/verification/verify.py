@@ -14,15 +14,15 @@ from fpipe import tree
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.first_wrong import Expected, first_wrong
-from fpipe.runtimes.loss_function import check_function
 from fpipe.runtimes.microbatch import cut, rows_of_each, streams
 from fpipe.runtimes.reference import Joined, Sliced, over_parts
-from fpipe.runtimes.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, dense, listed
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.undivided import undivided
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
+from fpipe.verification.first_wrong import Expected, first_wrong
+from fpipe.verification.loss_function import check_function
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, dense, listed
+from fpipe.verification.undivided import undivided
 
 
 def verify(

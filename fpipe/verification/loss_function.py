@@ -16,9 +16,9 @@ from fpipe import tree
 from fpipe.graphs.outputs import split_loss
 from fpipe.model import LossFunction, Model
 from fpipe.runtimes.microbatch_graph import added, train
-from fpipe.runtimes.report import GradientMismatch, largest
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.rounding import distance, norm, tolerance, vanish
+from fpipe.verification.report import GradientMismatch, largest
+from fpipe.verification.rounding import distance, norm, tolerance, vanish
 
 _WHY = (
     "it has changed since from_loss traced it, or does what a trace does not capture. Make the model again, or compute "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fpipe.runtimes.report import wide
+from fpipe.verification.report import wide
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -21,10 +21,10 @@ from fpipe.program import Value
 from fpipe.runtimes.microbatch import check_batch, cut, rows, rows_of_each, streams
 from fpipe.runtimes.microbatch_graph import train
 from fpipe.runtimes.reference import over_parts
-from fpipe.runtimes.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.undivided import undivided
-from fpipe.runtimes.verdict import Gradient, Verdict, is_sure, judge
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
+from fpipe.verification.undivided import undivided
+from fpipe.verification.verdict import Gradient, Verdict, is_sure, judge
 
 _MOST = 16
 _SHOWN = 5
@@ -73,7 +73,7 @@ def compare_grads(
     ...     loss(net(inputs), target).backward()
     >>> fpipe.compare_grads(model, params, batch, {name: p.grad for name, p in net.named_parameters()})
     Traceback (most recent call last):
-    fpipe.runtimes.report.GradientMismatch: 4 of 4 gradients are not those of plain autograd.
+    fpipe.verification.report.GradientMismatch: 4 of 4 gradients are not those of plain autograd.
     4 x: summed over 4 microbatches or ranks instead of averaged?
       0.weight, 0.bias, 2.weight, 2.bias
     """

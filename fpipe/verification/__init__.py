@@ -1,0 +1,1 @@
+"""Compare gradients with plain autograd: those of a program, and those from elsewhere."""
