@@ -130,6 +130,32 @@ def test_microbatches_of_other_sizes_that_count_the_same():
     assert fpipe.compare_grads(model, params, batch, loop((1,) * 3, sizes=sizes)).bitwise
 
 
+def test_a_mean_of_means_over_padded_tokens_is_named():
+    """What many trainers did: each microbatch's mean over its own tokens, and the mean of those."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+    inputs, target = torch.randn(12, 4), torch.randint(0, 5, (12,))
+    target[[0, 1, 2, 7]] = -100
+
+    def loss(y, t):
+        return F.cross_entropy(y, t, reduction="sum"), (t != -100).sum()
+
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
+    for x, t in zip(inputs.split(4), target.split(4), strict=True):
+        (F.cross_entropy(net(x), t) / 3).backward()
+    grads = {name: p.grad for name, p in net.named_parameters()}
+    with pytest.raises(fpipe.GradientMismatch, match="each microbatch counts the same, although their counts differ"):
+        fpipe.compare_grads(model, params, (inputs, target), grads)
+
+
+def test_module_state_is_asked_for():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
+    grads = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    with pytest.raises(ValueError, match=r"hand it in as compare_grads\(..., state=...\)"):
+        fpipe.compare_grads(model, params, (torch.randn(4, 4), torch.randn(4, 4)), grads)
+
+
 def uses(net, batch):
     """The gradients of the tied weight by its first use and by its last, by hand."""
     own = {name: p.detach() for name, p in net.named_parameters()}

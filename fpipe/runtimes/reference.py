@@ -90,8 +90,7 @@ def reference(
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
     check_params(the_model(model), params)
-    reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
-    check_state(model, state, reading, "this model", "reference")
+    check_all_state(model, state, "reference")
     presplit = isinstance(batch, list)
     if isinstance(batch, list):
         if not batch:
@@ -143,6 +142,12 @@ class Joined:
     aux: Any = None
     inputs: Any = None
     cut: Any = None
+
+
+def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
+    """Every stage that has module state is handed it; `call` is what takes it."""
+    reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
+    check_state(model, state, reading, "this model", call)
 
 
 def over_parts(

@@ -20,7 +20,7 @@ from fpipe.models.params import join_params
 from fpipe.program import Value
 from fpipe.runtimes.microbatch import check_batch, cut, rows, rows_of_each, streams
 from fpipe.runtimes.microbatch_graph import train
-from fpipe.runtimes.reference import over_parts
+from fpipe.runtimes.reference import check_all_state, over_parts
 from fpipe.runtimes.result import Result
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
 from fpipe.verification.undivided import undivided
@@ -61,8 +61,8 @@ def compare_grads(
     Raises:
         ValueError: a name too many or too few, or a gradient of another shape; a tolerance that is no number from 0.
         GradientMismatch: a gradient that is another one, with the mistake, if one explains it: all scaled by a number,
-            a microbatch or a use of a tied parameter missing or counted twice, microbatches of different sizes
-            counted the same.
+            a microbatch or a use of a tied parameter missing or counted twice, microbatches of different rows or
+            counts that count the same.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -79,6 +79,7 @@ def compare_grads(
     """
     close = None if rtol is None and atol is None else Close(rtol, atol)
     found = _by_name(the_model(model), params, grads)
+    check_all_state(model, state, "compare_grads")
     trials = [_Trial(model, params, parts, state, key) for parts in _ways(batch, microbatches)]
     judged: list[_Judged] = []
     while len(judged) < len(trials) and not any(one.bitwise for one in judged):
@@ -174,7 +175,11 @@ class _Trial:
         noted: dict[Value, Any] = {}
         if apart:
             self.run(see=lambda value, made: noted.update({value: made} if value.name in ("g", "count") else {}))
-        divisor = sum(made for value, made in noted.items() if value.name == "count" and made is not None) or 1
+        counts = [0.0] * len(self.parts)
+        for value, made in noted.items():
+            if value.name == "count" and value.microbatch is not None and made is not None:
+                counts[value.microbatch] += float(made)
+        divisor = sum(counts) or 1
         uses = _uses(self.model, self.params)
         right = tree.leaves(self.result.grads)
         gradients: list[Gradient] = []
@@ -189,8 +194,8 @@ class _Trial:
             alike = moved.dtype == right[at].dtype
             bitwise = alike and Close()(moved, right[at])
             gradients.append(Gradient(name, moved, right[at], bitwise, parts))
-        sizes = [size for _, size in self.parts]
-        return _Judged(self, gradients, judge(gradients, sizes, self.model.reduction))
+        weights = counts if any(counts) else [size for _, size in self.parts]
+        return _Judged(self, gradients, judge(gradients, weights, self.model.reduction))
 
 
 def _uses(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]]]:

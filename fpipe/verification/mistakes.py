@@ -14,7 +14,7 @@ from fpipe.model import Reduction
 @dataclass(frozen=True)
 class Mistake:
     """What one may do wrong: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled; `even`: all
-    microbatches count the same, although they differ in rows.
+    microbatches count the same, although they differ in rows, or in what a loss counts.
 
     >>> print(Mistake(microbatches=4, scale=4.0))
     4 x: summed over the 4 microbatches or 4 ranks instead of averaged?
@@ -44,7 +44,8 @@ class Mistake:
         elif self.stage is not None:
             first = f"the use in stage {self.stage} {how}"
         elif self.even:
-            first = "each microbatch counts the same, although they differ in rows"
+            differ = "their counts differ" if self.reduction == "count" else "they differ in rows"
+            first = f"each microbatch counts the same, although {differ}"
         else:
             return self._scaled()
         return first if self.scale == 1.0 else f"{first}, and all is {self._scaled()}"

@@ -50,12 +50,12 @@ class Verdict:
     mistake: Mistake | None = None
 
 
-def judge(gradients: Sequence[Gradient], sizes: Sequence[int], reduction: Reduction = "mean") -> list[Verdict]:
+def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Reduction = "mean") -> list[Verdict]:
     """What is found of each gradient.
 
     Args:
         gradients: with their parts, if microbatches and uses are to be told apart.
-        sizes: the rows of each microbatch.
+        weights: the rows of each microbatch, or what its loss counts.
         reduction: how the model's loss is reduced.
 
     >>> right = torch.tensor([1.0, 2.0, 3.0])
@@ -63,10 +63,10 @@ def judge(gradients: Sequence[Gradient], sizes: Sequence[int], reduction: Reduct
     4 x: summed over 4 microbatches or ranks instead of averaged?
     """
     whole = norm(each.expected for each in gradients)
-    patterns = [*_patterns(gradients, len(sizes), reduction)]
+    patterns = [*_patterns(gradients, len(weights), reduction)]
     equal = [_equal(each, whole) for each in gradients]
     left = {at for at, each in enumerate(gradients) if equal[at] is None or not is_sure(each)}
-    fits = {at: _fits(gradients[at], patterns, sizes, equal[at] is not None) for at in left}
+    fits = {at: _fits(gradients[at], patterns, weights, equal[at] is not None) for at in left}
     pool = {
         mistake: None
         for at, found in fits.items()
@@ -115,13 +115,13 @@ def _patterns(gradients: Sequence[Gradient], microbatches: int, reduction: Reduc
     yield from (replace(none, stage=stage, times=times) for stage in tied for times in (0, 2))
 
 
-def _applied(pattern: Mistake, gradient: Gradient, sizes: Sequence[int]) -> Tensor | None:
+def _applied(pattern: Mistake, gradient: Gradient, weights: Sequence[float]) -> Tensor | None:
     """What a gradient is by a mistake, but for the scale; None where it stays as it is."""
-    mean = sum(sizes) / len(sizes)
+    mean = sum(weights) / len(weights)
     more: list[Tensor] = []
     for (index, stage), part in gradient.parts.items():
         if pattern.even:
-            factor = mean / sizes[index]
+            factor = mean / weights[index] if weights[index] else 1
         else:
             factor = pattern.times if index == pattern.microbatch or stage == pattern.stage else 1
         if factor != 1:
@@ -132,7 +132,9 @@ def _applied(pattern: Mistake, gradient: Gradient, sizes: Sequence[int]) -> Tens
     return right if pattern.times == 1 and not pattern.even else None
 
 
-def _fits(gradient: Gradient, patterns: Sequence[Mistake], sizes: Sequence[int], equal: bool) -> dict[Mistake, None]:
+def _fits(
+    gradient: Gradient, patterns: Sequence[Mistake], weights: Sequence[float], equal: bool
+) -> dict[Mistake, None]:
     """The mistakes that give what was found ten times closer than none does; of one that is equal, to rounding, only
     those that count something otherwise."""
     if not bool(torch.isfinite(dense(gradient.found)).all()):
@@ -141,8 +143,8 @@ def _fits(gradient: Gradient, patterns: Sequence[Mistake], sizes: Sequence[int],
     off = float((found - wide(gradient.expected).flatten()).norm())
     limit = min(tolerance(gradient.found, gradient.expected) * float(found.norm()), off / 10)
     fits: dict[Mistake, None] = {}
-    for pattern in patterns[equal:]:
-        made = _applied(pattern, gradient, sizes)
+    for pattern in patterns[1 if equal else 0 :]:  # the first is a scale alone
+        made = _applied(pattern, gradient, weights)
         if made is None or not made.count_nonzero():
             continue
         made = made.flatten()
