@@ -294,8 +294,9 @@ def _way_to_params(model: Model) -> str:
     """How to get the parameters of each stage from those of the whole, in a sentence."""
     if all(stage.names is None for stage in model.stages):
         return ""
-    whole = "net.state_dict()" if model.whole is None else "params"
-    return f" fpipe.split_params(model, {whole}) makes it of those of the whole."
+    if model.whole is None:
+        return " fpipe.split_params(model, net.state_dict()) makes it of those of the whole."
+    return " fpipe.split_params(model, whole) makes it of the whole pytree, as from_loss takes it."
 
 
 def check_state(

@@ -471,7 +471,7 @@ def test_a_scripted_module_is_refused_with_the_way_out():
 def test_params_of_a_loss_function_are_split():
     model, _, params, batch = cut_gpt()
     step = fpipe.build(fpipe.program(model), model)
-    with pytest.raises(ValueError, match=r"found dict\. fpipe\.split_params\(model, params\) makes it of those of the"):
+    with pytest.raises(ValueError, match=r"found dict\. fpipe\.split_params\(model, whole\) makes it of the whole py"):
         step(params, batch)
 
 
@@ -950,6 +950,22 @@ def test_a_module_behind_an_object_is_found(behind: str, kind: str):
     with pytest.raises(RuntimeError, match=r"loss_fn (writes|binds) .*, which it closes over; a stage and a loss are"):
         fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4)))
     assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_the_mode_of_a_module_behind_an_object_is_known(behind: str):
+    """A trainer's net was put into eval mode, or given other parameters, and steps went on as before, in silence."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, own = fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), batch)
+    step = fpipe.build(fpipe.program(model), model)
+    net.eval()
+    with pytest.raises(ValueError, match=r"Dropout\) was in training when loss_fn was traced and is in eval now"):
+        step(own, batch, key=0)
+    net.train()
+    net[0].weight.data = torch.randn(4, 4)
+    with pytest.raises(ValueError, match=r"have the '0\.weight' that was handed out with the model; the net has"):
+        step(own, batch, key=0)
 
 
 def test_a_local_that_is_assigned_later_is_no_obstacle():

@@ -38,7 +38,7 @@ from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import refuse_scripted
 from fpipe.models.params import join_params
 from fpipe.models.trace_loss import trace_loss
-from fpipe.models.traced_modes import TracedModes
+from fpipe.models.traced_modes import TracedModes, called_modules
 from fpipe.runtimes.microbatch import check_batch
 from fpipe.runtimes.reference import over_parts
 
@@ -88,17 +88,20 @@ def from_loss(
     check_batch(batch)
     _check_rows(batch)
     refuse_odd_modes()
-    for path, module in modules_of(loss_fn):
+    named = modules_of(loss_fn)
+    for path, module in named:
         refuse_scripted(path, module)
     names = _names(params)
-    traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
-    cut = CutLoss(traced, names, TracedModes(loss_fn))
+    with called_modules() as called:
+        traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
+    modules = called | {module: path for path, module in named}
+    cut = CutLoss(traced, names, TracedModes([(path, module) for module, path in modules.items()]))
     leaves = dict(zip(names, tree.leaves(params), strict=True))
     for stage, own in zip(cut.stages, cut.owned, strict=True):
-        stage.handed_out = HandedOut({name: leaves[name] for name in own}, [one for _, one in modules_of(loss_fn)])
+        stage.handed_out = HandedOut({name: leaves[name] for name in own}, modules)
     model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    named = zip(model.stages, cut.owned, strict=True)
-    stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in named)
+    each = zip(model.stages, cut.owned, strict=True)
+    stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in each)
     eps = _autocast_eps(traced.module.graph)
     function = LossFunction(partial(_called, loss_fn), eps)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]), function=function)

@@ -5,24 +5,29 @@ net.train(); from_loss(..)  ;  net.eval(); step(..)        -->        ValueError
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from fpipe.graphs.closure import modules_of
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fpipe.graphs.attributes import Modules
 from fpipe.models.known_modules import may_depend_on_mode
 
 
 class TracedModes:
-    """The modes of the modules that a function closes over, as they are when it is traced.
+    """The modes of modules, as they are when a function that runs them is traced.
 
-    >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    >>> modes = TracedModes(lambda x: net(x))
+    >>> modes = TracedModes([*net.named_modules()])
     >>> modes.now(), net.eval().training, modes.now()
     ((True,), False, (False,))
     """
 
-    def __init__(self, function: Any) -> None:
-        self.modules = [(path, module) for path, module in modules_of(function) if may_depend_on_mode(module)]
+    def __init__(self, modules: Modules) -> None:
+        self.modules = [(path, module) for path, module in modules if may_depend_on_mode(module)]
         self.traced = self.now()
 
     def now(self) -> tuple[bool, ...]:
@@ -38,3 +43,20 @@ class TracedModes:
                     f"module {path!r} ({type(module).__name__}) was in {words[0]} when loss_fn was traced and is in "
                     f"{words[1]} now: the trace goes on as it was. Call from_loss again in this mode."
                 )
+
+
+@contextmanager
+def called_modules() -> Generator[dict[nn.Module, str]]:
+    """The modules that this thread calls meanwhile, wherever a function has them from, each with its class's name."""
+    found: dict[nn.Module, str] = {}
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread:
+            found.setdefault(module, type(module).__name__)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
