@@ -615,6 +615,33 @@ def test_one_row_among_many_is_a_table():
         fpipe.build(program, model)(own, ((inputs[0], torch.randn(2, 4)), target))
 
 
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_mask_of_the_sequences_length_is_a_table(rows: int):
+    """It was refused as if the function were one for a single number of rows."""
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+        (x, mask), target = batch
+        length = mask.shape[0]
+        y = fpipe.boundary(x @ params["w"])
+        y = F.scaled_dot_product_attention(y, y, y, mask).view(-1, length, 4) * length
+        return (fpipe.boundary(y) @ params["w"] - target).square().mean() / mask.shape[0]
+
+    x, mask, target = torch.randn(rows, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril(), torch.randn(rows, 4, 4)
+    params = {"w": torch.randn(4, 4)}
+    model, own = fpipe.from_loss(loss_fn, params, ((x, mask), target))
+    spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
+    program = fpipe.chain(fpipe.split(2, spec=spec), fpipe.merge())(fpipe.program(model))
+    found = fpipe.build(program, model)(own, ((x, mask), target))
+    w = params["w"].requires_grad_()
+    parts = zip(x.chunk(2), target.chunk(2), strict=True)
+    losses = [loss_fn({"w": w}, ((x, mask), target)) / 2 for x, target in parts]
+    torch.testing.assert_close(found.loss, torch.stack(losses).sum().detach())
+    torch.testing.assert_close(found.grads[0]["w"], torch.autograd.grad(sum(losses), w)[0])
+    words = "inputs[1] was (4, 4) when loss_fn was traced, found (2, 4): it is none of those whose rows may differ"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.build(program, model)(own, ((x, mask[:2]), target))
+
+
 def test_a_stage_asks_the_inputs_for_sizes():
     def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         y = fpipe.boundary(batch[0] @ params["w"] * batch[1].shape[0])

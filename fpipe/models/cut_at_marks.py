@@ -258,7 +258,8 @@ class StageGraphs:
 def open_sizes(node: fx.Node) -> dict[int, Any]:
     """Of a value's dimensions those that the trace leaves open, each as an expression."""
     shape = getattr(node.meta.get("val"), "shape", ())
-    return {dim: size.node.expr for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    found = {dim: size.node.expr for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    return {dim: expr for dim, expr in found.items() if expr.free_symbols}
 
 
 def _is_size(node: fx.Node) -> bool:

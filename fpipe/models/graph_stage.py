@@ -134,10 +134,10 @@ class BatchGuard:
             if isinstance(example, Tensor):
                 if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
                     found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                    only = "only rows may differ" if sizes else "it is none of those whose rows may differ"
+                    fixed = "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole."
                     raise ValueError(
-                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: {only}. Call "
-                        "from_loss again for another shape."
+                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: "
+                        f"{'only rows may differ.' if sizes else fixed} Call from_loss again for another shape."
                     )
             elif leaf != example:
                 raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")

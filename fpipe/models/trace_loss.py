@@ -74,8 +74,10 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
         module = make_fx(flat, pre_dispatch=True)(*tensors)
     _make_literals_pure(module.graph)
     _refuse_untraced(module)
-    fixed = next((str(rows) for rows, value in sizes.replacements.items() if not value.free_symbols), None)
-    if fixed is not None:
+    # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
+    rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = [size.node.expr for size in rows if isinstance(size, torch.SymInt)]
+    if rows and not any(expr.free_symbols for expr in rows):
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
             "len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic."
