@@ -670,10 +670,16 @@ def test_a_batch_of_a_data_loader_is_handed_in_as_a_tuple(use):
 
 
 def test_a_batch_is_not_spread():
-    sentence = "a batch is one pair: step(params, (inputs, target)); found 2 arguments after params."
-    for step in (STEP, fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, trace=False)):
+    program = PIPELINE(fpipe.program(NET.model))
+    for use, call in (
+        (STEP, "step(params"),
+        (fpipe.build(program, NET.model, trace=False), "step(params"),
+        (partial(fpipe.reference, NET.model), "reference(model, params"),
+        (partial(fpipe.verify, program, NET.model), "verify(program, model, params"),
+    ):
+        sentence = f"a batch is one pair: {call}, (inputs, target)); found 2 arguments after params. State and key are "
         with pytest.raises(TypeError, match=re.escape(sentence)):
-            step(PARAMS, *BATCH)
+            use(PARAMS, *BATCH)
 
 
 @pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())

@@ -12,19 +12,15 @@ from fpipe import tree
 from fpipe.graphs.keys import fold_in
 from fpipe.model import Model, PositionalStage, check_params, check_state, same_keys, trained
 from fpipe.program import Output, Program, Value
+from fpipe.runtimes.microbatch import refuse_spread
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")
 
 
 def check_call(more: Sequence[Any], key: Any) -> None:
-    """A TypeError for a step that is handed something after the batch, as in `step(params, x, y)`, or a key that is no
-    number."""
-    if more:
-        raise TypeError(
-            f"a batch is one pair: step(params, (inputs, target)); found {len(more) + 1} arguments after params. State "
-            "and key are handed in by name."
-        )
+    """A TypeError for a step that is handed something after the batch, or a key that is no number."""
+    refuse_spread(more, "step(params, {})")
     if key is not None:
         fold_in(key)
 

@@ -293,6 +293,15 @@ def _named(tree: Any, what: What) -> list[tuple[str, Any]]:
 _AS_A_PAIR = " If the list is [inputs, target], as a DataLoader gives it, hand in tuple(batch)."
 
 
+def refuse_spread(more: Sequence[Any], call: str) -> None:
+    """A TypeError for what is handed in after the batch, as in `step(params, x, y)`."""
+    if more:
+        raise TypeError(
+            f"a batch is one pair: {call.format('(inputs, target)')}; found {len(more) + 1} arguments after params. "
+            "State and key are handed in by name."
+        )
+
+
 def check_batch(batch: Any) -> None:
     """A batch is a pair of pytrees with tensors of torch's."""
     if not isinstance(batch, tuple) or len(batch) != 2:  # pyright: ignore[reportUnknownArgumentType]

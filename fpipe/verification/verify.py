@@ -14,7 +14,7 @@ from fpipe import tree
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.microbatch import cut, rows_of_each, streams
+from fpipe.runtimes.microbatch import cut, refuse_spread, rows_of_each, streams
 from fpipe.runtimes.reference import Joined, Sliced, over_parts
 from fpipe.runtimes.result import Result
 from fpipe.transforms.merge import merge
@@ -30,7 +30,7 @@ def verify(
     model: Model,
     params: Sequence[Any],
     batch: tuple[Any, Any],
-    *,
+    *more: Any,
     state: Sequence[Any] | None = None,
     key: int | None = None,
     rtol: float | None = None,
@@ -60,6 +60,7 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
+    refuse_spread(more, "verify(program, model, params, {})")
     close = Close(rtol, atol)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
