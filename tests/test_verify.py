@@ -227,6 +227,21 @@ def test_differences_with_a_reason_are_no_notes():
         assert report.notes == ()
 
 
+@pytest.mark.parametrize("outputs", [True, False])
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(4), nn.Dropout()], ids=lambda module: type(module).__name__)
+def test_a_reason_for_other_gradients_is_none_for_a_wrong_reduction(module: nn.Module, outputs: bool):
+    """Of a net with dropout or a batch norm a loss that sums, or padding, went unsaid: it "gives others, as it may"."""
+    net = nn.Sequential(nn.Linear(4, 4), module)
+    for loss, target, words in (
+        (nn.MSELoss(reduction="sum"), torch.randn(8, 4), 'the loss sums over its rows, so say reduction="sum".'),
+        (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2, 3, 0, 1, 2]), "reduction? Where some rows do not count"),
+    ):
+        model, params, state = fpipe.from_sequential(net, stages=1, loss=loss)
+        program = fpipe.chain(fpipe.split(4), fpipe.merge(outputs=outputs))(fpipe.program(model))
+        (note,) = fpipe.verify(program, model, params, (torch.randn(8, 4), target), state=state, key=1).notes
+        assert words in note
+
+
 def test_a_stage_that_reads_its_microbatch_is_a_reason():
     def numbered(p, x, *, microbatch):
         return x @ p["w"] * (1 + microbatch)

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import Model
+from fpipe.model import Model, Stage
+from fpipe.runtimes.microbatch import join
 from fpipe.runtimes.reference import over_parts
 from fpipe.runtimes.result import Result
 from fpipe.verification.rounding import to_rounding
 
-_NEARER = 10
-"""So many times nearer the loss is by the reduction that was meant, also where a batch norm moves it."""
 _COUNT = 'where some rows do not count, return (total, count) and say reduction="count".'
 
 
@@ -39,6 +38,7 @@ def undivided(
     sizes: Sequence[int],
     divided: Result,
     *,
+    outputs: Any = None,
     state: Sequence[Any] | None,
     key: int | None,
 ) -> Undivided:
@@ -48,6 +48,7 @@ def undivided(
         model, params, batch, state, key: as for `reference`.
         sizes: how many rows each microbatch has.
         divided: what the reference gives for the microbatches, with the loss of each.
+        outputs: how it joined the outputs of the microbatches: along their rows, "stream" (not at all), or otherwise.
     """
     try:
         whole = over_parts(model, params, [(batch, sum(sizes))], state=state, key=key)
@@ -58,19 +59,21 @@ def undivided(
     pairs = [(a, b) for a, b in grads if isinstance(a, Tensor) and isinstance(b, Tensor)]
     if to_rounding(pairs) and to_rounding([(divided.loss, whole.loss)]):
         return Undivided("The undivided batch gives the same loss and gradients, to rounding.")
-    cause = _cause(model, sizes, divided, whole)
+    reasons = _reasons(model, key)
+    alone = _loss_of_outputs(model, batch[1], sizes, divided, outputs) if reasons else None
+    loss = whole.loss if alone is None else alone
+    cause = _cause(model, sizes, divided, loss)
     if cause:
         return Undivided(cause, differs=True)
-    reasons = _reasons(model, key)
-    if reasons:
+    if reasons and (alone is None or to_rounding([(divided.loss, alone)])):
         return Undivided(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")
-    if to_rounding([(divided.loss, whole.loss)]):
+    if to_rounding([(divided.loss, loss)]):
         return Undivided(
             "The undivided batch gives the same loss, but other gradients: a stage or the loss computes with rows that "
             "are in other microbatches, or has a backward of its own.",
             differs=True,
         )
-    figures = f"{float(whole.loss):.6g}, here {float(divided.loss):.6g}"
+    figures = f"{float(loss):.6g}, here {float(divided.loss):.6g}"
     return Undivided(f"The undivided batch's loss is {figures}: reduction? {_COUNT.capitalize()}", differs=True)
 
 
@@ -85,19 +88,36 @@ def _reasons(model: Model, key: int | None) -> list[str]:
     return found + ["random numbers are drawn for each microbatch"] * (key is not None)
 
 
-def _cause(model: Model, sizes: Sequence[int], divided: Result, whole: Result) -> str:
+def _loss_of_outputs(model: Model, target: Any, sizes: Sequence[int], divided: Result, outputs: Any) -> Tensor | None:
+    """The loss of what the microbatches gave, put together: state and random numbers are the same in it. None where
+    there is no such loss."""
+    if outputs not in (None, "stream") or model.loss is None or any(stage.aux_loss for stage in model.stages):
+        return None
+    of_loss = Model((Stage(_taken),), model.loss, ("batch",), reduction=model.reduction, aux=model.aux)
+    try:
+        y = join(divided.outputs, sizes) if outputs == "stream" else divided.outputs
+        return over_parts(of_loss, ({},), [((y, target), sum(sizes))]).loss
+    except Exception:  # outputs that do not join, or a loss that draws
+        return None
+
+
+def _taken(params: Any, y: Any) -> Any:
+    return y
+
+
+def _cause(model: Model, sizes: Sequence[int], divided: Result, whole: Tensor) -> str:
     """What the loss itself says of the difference: that it is not finite, or that the other reduction would agree."""
     each: Sequence[Tensor] = divided.losses
     unit = "microbatch" if len(each) == len(sizes) else "slice"
     odd = [index for index, loss in enumerate(each) if not bool(torch.isfinite(loss))]
-    of_whole, here = float(whole.loss), float(divided.loss)
+    of_whole, here = float(whole), float(divided.loss)
     if odd:
         named = ", ".join(f"{unit} {index} is {float(each[index])}" for index in odd[:5])
         return f"The loss of {named}; that of the undivided batch is {of_whole:.6g}: {_COUNT}"
     other = {"mean": ("sums", "sum"), "sum": ("averages", "mean")}.get(model.reduction)
     shares = [1.0] * len(each) if model.reduction == "mean" else [size / sum(sizes) for size in sizes]
     by_other = reduce(torch.add, [loss * share for loss, share in zip(each, shares, strict=False)])
-    if other is None or abs(float(by_other) - of_whole) >= abs(here - of_whole) / _NEARER:
+    if other is None or not to_rounding([(by_other, whole)]):
         return ""
     figures = f"{_times(of_whole, here)} ({of_whole:.6g}, here {here:.6g})"
     return (

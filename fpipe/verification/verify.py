@@ -89,7 +89,8 @@ def verify(
         return report
     if "presplit" in how:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
-    whole = undivided(model, params, batch, [size for _, size in parts], expected, state=state, key=key)
+    sizes = [size for _, size in parts]
+    whole = undivided(model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
     return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
 
 
