@@ -44,3 +44,24 @@ def test_a_recurrent_layer_is_run_once_for_its_trace(monkeypatch: pytest.MonkeyP
     layer = nn.GRU(5, 5, 2, bidirectional=True, batch_first=True)
     params = {name: leaf.detach() for name, leaf in layer.named_parameters()}
     same_bits(lambda p, x: torch.func.functional_call(layer, p, (x,))[0], params, torch.randn(3, 4, 5))
+
+
+@pytest.mark.parametrize("turned", ["transpose_", "unsqueeze_", "squeeze_"])
+def test_what_is_written_through_a_view_that_was_turned_in_place(turned: str):
+    """On fake tensors autograd remembers the view as it was: the gradient was another one, in silence."""
+
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x @ p["w"]
+        if turned == "transpose_":
+            h.view(2, 2, 4).transpose_(0, 1).mul_(p["v"][0])
+        elif turned == "unsqueeze_":
+            h[:, 0].unsqueeze_(1).mul_(p["v"][:, :1])
+        else:
+            h[:, :1].squeeze_(1).mul_(p["v"][:, 0])
+        return h * p["v"]
+
+    model = fpipe.from_functions([function], loss=nn.functional.mse_loss)
+    params = ({"w": torch.randn(4, 4), "v": torch.randn(4, 4)},)
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.warns(UserWarning, match=rf"it turns a view in place \(aten\.{turned}"):
+        assert fpipe.verify(fpipe.program(model), model, params, batch).bitwise

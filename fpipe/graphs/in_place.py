@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def keep_layouts(traced: fx.GraphModule) -> set[fx.Node]:
     copies: set[fx.Node] = set()
     for node in [*traced.graph.nodes]:
         twin = _twin(node)
-        if twin is None or _is_view(node):
+        if twin is None or is_view_in_place(node.target):
             continue
         before, made = _value(node.args[0]), _run(twin, node)
         if made.shape == before.shape and made.stride() != before.stride():
@@ -93,7 +94,7 @@ def rename_writes(traced: fx.GraphModule, copies: Iterable[fx.Node] = ()) -> Non
     for node, at in [*order.items()]:
         _renew(node)
         made, twin = node, _twin(node)
-        if twin is not None and (_is_view(node) or is_free(_node(node.args[0]), at)):
+        if twin is not None and (is_view_in_place(node.target) or is_free(_node(node.args[0]), at)):
             made = renamed(node, twin, at)
         if made is not node:
             made.meta["was"] = node.meta.get("was", _value(node))
@@ -142,15 +143,15 @@ def _twin(node: fx.Node) -> Any:
         return None
     packet = getattr(_aten, _schema(target).name.removeprefix("aten::").removesuffix("_"), None)
     # A view in place has a twin under another name: transpose_ of "default", transpose of "int".
-    names = packet.overloads() if packet and _is_view(node) else [vars(target)["_overloadname"]]
+    names = packet.overloads() if packet and is_view_in_place(node.target) else [vars(target)["_overloadname"]]
     found = [getattr(packet, name, None) for name in names]
     return next((op for op in found if op is not None and op is not target and _takes(op) == _takes(target)), None)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether an op in place changes only how a tensor looks at its memory."""
-    target: Any = node.target
-    return torch.Tag.inplace_view in target.tags
+@cache
+def is_view_in_place(op: Any) -> bool:
+    """Whether an op in place changes only how a tensor looks at its memory, as `t_` does."""
+    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
 
 
 def _takes(op: Any) -> list[str]:

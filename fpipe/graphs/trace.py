@@ -29,7 +29,7 @@ from fpipe.graphs.draws import Streams, Unseeded, draws, keyed, refuse_hidden, w
 from fpipe.graphs.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.functional import functional, refuse_mutation
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
-from fpipe.graphs.in_place import mutated_by
+from fpipe.graphs.in_place import is_view_in_place, mutated_by
 from fpipe.graphs.keys import exclusive_generator
 from fpipe.graphs.labels import gradient_of, result_of, variable
 from fpipe.graphs.max_gradients import rewrite_max_gradients
@@ -101,7 +101,8 @@ def _partly_python(made: Mapping[str, list[Any]]) -> bool:
 
 class _Heard(TorchDispatchMode):
     """Notes which ops run, and refuses those that draw after the function has seeded torch's generator, or put it
-    back."""
+    back, and those whose gradient is another on fake tensors: a later write through a view that has been turned in
+    place goes to where it would have gone before."""
 
     def __init__(self, unseeded: Unseeded) -> None:
         super().__init__()
@@ -113,6 +114,8 @@ class _Heard(TorchDispatchMode):
             self.ops.append(str(func))
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
+        if is_view_in_place(func) and args[0]._is_view():
+            raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
         return func(*args, **(kwargs or {}))
 
 
