@@ -214,6 +214,15 @@ def test_padding_that_weighs_too_much_is_flagged():
     assert 'reduction? Where some rows do not count, return (total, count) and say reduction="count".' in note
 
 
+def test_a_contrastive_loss_is_told_what_microbatches_lack():
+    def contrastive(y, target):
+        return F.cross_entropy(y @ target.T, torch.arange(len(y)))
+
+    model, params, batch = made(loss=contrastive)
+    (note,) = fpipe.verify(split_in(model, 2), model, params, batch).notes
+    assert note.endswith("as a contrastive one does, a microbatch has fewer to compare.")
+
+
 def test_differences_with_a_reason_are_no_notes():
     batch = torch.randn(8, 4), torch.randn(8, 4)
     for module, reason in (

@@ -74,7 +74,11 @@ def undivided(
             differs=True,
         )
     figures = f"{float(loss):.6g}, here {float(divided.loss):.6g}"
-    return Undivided(f"The undivided batch's loss is {figures}: reduction? {_COUNT.capitalize()}", differs=True)
+    return Undivided(
+        f"The undivided batch's loss is {figures}: reduction? {_COUNT.capitalize()} If the loss compares rows "
+        "with each other, as a contrastive one does, a microbatch has fewer to compare.",
+        differs=True,
+    )
 
 
 def _reasons(model: Model, key: int | None) -> list[str]:
