@@ -57,7 +57,7 @@ def reference(
     model: Model,
     params: Sequence[Any],
     batch: tuple[Any, Any] | list[tuple[Any, Any]],
-    *more: Any,
+    *_spread: Any,
     microbatches: int = 1,
     slices: int = 1,
     state: Sequence[Any] | None = None,
@@ -87,7 +87,7 @@ def reference(
     >>> result.loss.item(), result.grads[0]["w"].item()
     (22.5, 15.0)
     """
-    refuse_spread(more, "reference(model, params, {})")
+    refuse_spread(_spread, "reference(model, params, {})")
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         if type(given) is not int or given < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")

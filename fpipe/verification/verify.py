@@ -30,7 +30,7 @@ def verify(
     model: Model,
     params: Sequence[Any],
     batch: tuple[Any, Any],
-    *more: Any,
+    *_spread: Any,
     state: Sequence[Any] | None = None,
     key: int | None = None,
     rtol: float | None = None,
@@ -60,7 +60,7 @@ def verify(
     >>> print(fpipe.verify(program, model, ({"w": torch.tensor(3.0)},), batch))
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     """
-    refuse_spread(more, "verify(program, model, params, {})")
+    refuse_spread(_spread, "verify(program, model, params, {})")
     close = Close(rtol, atol)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge()(program)
