@@ -26,6 +26,7 @@ import fpipe
 from fpipe.graphs import trace_cache
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import ambient
+from fpipe.runtimes.lowering import signature
 from fpipe.tree import leaves, tree_map
 
 TRACES: Any = trace_cache
@@ -421,6 +422,20 @@ def test_a_batch_that_changes_its_shape_is_named():
         step(PARAMS, (torch.randn(rows, 4), torch.randn(rows, 4)))
     with pytest.warns(UserWarning, match=r"last time batch\[0\] was float32\[9, 4\] .* and is float32\[10, 4\]"):
         step(PARAMS, (torch.randn(10, 4), torch.randn(10, 4)))
+
+
+def test_a_batch_of_other_rows_that_takes_long_to_trace_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The last batch of an epoch took twelve seconds, and nobody knew why."""
+    monkeypatch.setattr(signature, "_LONG", 0)
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y - t).square().mean())
+    step = fpipe.build(fpipe.program(model), model)
+    for rows in (16, 16, 13, 7, 16):
+        step(({"w": torch.tensor(2.0)},), (torch.ones(rows, 3), torch.ones(rows, 3)))
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "fpipe"]
+    assert "batch[0] was float32[16, 3] with strides [3, 1] on cpu and is float32[13, 3]" in said
+    assert "drop_last=True" in said
 
 
 def test_a_key_of_params_may_be_true_or_one():

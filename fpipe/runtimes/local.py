@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -94,10 +95,11 @@ def local(
                 if lowered is _NEW and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
                     lowered = known[signature] = None  # a step without data has nothing to win
                 if lowered is _NEW:
+                    began = time.perf_counter()
                     prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale)
                     result, lowered = _first(partial(first, given, key), prepared)
                     known[signature] = lowered
-                    signatures.count(signature, given)
+                    signatures.count(signature, given, time.perf_counter() - began)
                     if result is not None:
                         return result
         if not isinstance(lowered, Prepared) or (told and lowered.untraced.stages):

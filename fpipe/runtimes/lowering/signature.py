@@ -5,6 +5,7 @@ step(params, batch, state)    -->    containers, shapes, dtypes, strides, device
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from operator import attrgetter
@@ -33,7 +34,7 @@ class Signatures:
 
     def __init__(self, model: Model) -> None:
         self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-        self._new = 0
+        self._new, self._said = 0, False
         self._last: Any = None
         self._now = Signature()
 
@@ -60,9 +61,18 @@ class Signatures:
             self._now = now
         return now
 
-    def count(self, signature: Any, given: Any) -> None:
-        """Note that a step was traced for a signature, and say what changes if that happens again and again."""
+    def count(self, signature: Any, given: Any, seconds: float) -> None:
+        """Note that a step was traced for a signature, and say what changed: the first time that this takes long, and
+        if it happens again and again."""
         self._new += 1
+        if self._new > 1 and seconds > _LONG and not self._said:
+            self._said = True
+            _LOG.warning(
+                "this step was traced again, which took %.1f s: %s. For what was handed in before it is not traced "
+                "again; a last batch with fewer rows is best dropped (DataLoader(..., drop_last=True)) or padded.",
+                seconds,
+                _changed(self._last, signature, given),
+            )
         if self._new == _OFTEN + 1:
             warnings.warn(
                 f"this step was traced again {_OFTEN} times, since each step was handed something else: last time "
@@ -74,6 +84,9 @@ class Signatures:
 
 
 _OFTEN = 8
+_LONG = 0.5
+"""Seconds."""
+_LOG = logging.getLogger("fpipe")
 
 
 _looks = attrgetter("shape", "dtype", "device")
