@@ -38,12 +38,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        bounds cli compare_grads conformance counts demo digits from_loss grain interop layers losses memory
-        module_kinds offload peers random readme schedules searched seq2seq signatures slices state testing
-        distributed ties_and_skips traces unread_state verify
+        batches bounds cli compare_grads conformance counts demo digits distributed from_loss grain interop
+        layers losses memory module_kinds offload peers random readme references schedules searched seq2seq
+        signatures slices state testing threads ties_and_skips traces train_gpt unread_state verify
     """,
     "property_tests": """
-        gradients language_laws linearize_laws schedule_laws slice_laws two_ends_laws whole_laws
+        distributed_laws gradients in_place_laws language_laws linearize_laws schedule_laws slice_laws
+        time_laws two_ends_laws whole_laws
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}

@@ -13,8 +13,6 @@ from property_tests.test_gradients import Run, runs
 from tests.processes import Processes
 from tests.test_distributed import both
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Processes]:

@@ -18,6 +18,7 @@ import fpipe
 from fpipe.tree import leaves
 
 MSE = nn.functional.mse_loss
+ROWS = torch.ones(4), torch.zeros(4)
 STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
 
 
@@ -59,20 +60,41 @@ def test_every_kind_of_schedule_gives_the_bits_of_autograd(name: str):
         assert all(torch.equal(grads[name], weight.grad) for name, weight in whole.named_parameters())
 
 
+MEETING: list[threading.Barrier] = []
+MET: set[int] = set()
+
+
+@torch.library.custom_op("fpipe_tests::meet", mutates_args=())
+def meet(x: Tensor) -> Tensor:
+    """What a trace keeps as one op: when it is first called on a thread, it waits for the other to call it too."""
+    if MEETING and threading.get_ident() not in MET:
+        MET.add(threading.get_ident())
+        MEETING[0].wait()
+    return x.clone()
+
+
+meet.register_fake(lambda x: torch.empty_like(x))
+meet.register_autograd(lambda ctx, dy: dy)
+
+
 def test_ranks_run_at_the_same_time():
-    """What one thread runs has no two ops at once; here a timeline as it was measured has."""
-    model, params, _ = fpipe.from_sequential(net(2, 256), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.dualpipe(2))
-    alone, together = (step(params, batch(256, 256)).timeline for step in both(program, model, record=True))
-    assert overlaps(alone) == 0
-    assert overlaps(together) > 0
-    assert {op for op, _, _ in together.events} == {op for op, _, _ in alone.events}
+    """Each rank stays in its first forward until the other is in its own."""
+    model = fpipe.from_functions([lambda p, x: meet(x * p["w"])] * 2, lambda y, t: (y - t).square().mean())
+    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    step = fpipe.build(chained(model, fpipe.schedules.dualpipe(2)), model, runtime="threads", example=(params, ROWS))
+    MEETING.append(threading.Barrier(2, timeout=20))
+    try:
+        assert step(params, ROWS).loss.item() == 36
+    finally:
+        MEETING.clear()
+    assert len(MET) == 2
 
 
-def overlaps(timeline: fpipe.Timeline) -> int:
-    """How many ops start while one of another rank runs."""
-    events = [(op.rank, start, end) for op, start, end in timeline.events if op.kind in ("F", "B", "I", "W", "PAIR")]
-    return sum(a < start < b and rank != other for rank, start, _ in events for other, a, b in events)
+def test_a_timeline_has_the_ops_of_all_ranks():
+    model, params, _ = fpipe.from_sequential(net(2), stages=2, loss=MSE)
+    alone, together = both(chained(model, fpipe.schedules.dualpipe(2)), model, record=True)
+    events = [{op for op, _, _ in step(params, batch()).timeline.events} for step in (alone, together)]
+    assert events[0] == events[1]
 
 
 def shy(message: str, when: int) -> Callable[..., Tensor]:
@@ -116,9 +138,6 @@ def test_the_first_op_with_nan_is_named():
     with pytest.raises(FloatingPointError, match=r"1F3 wrote y\[1,3\] with NaN"):
         step(params, (torch.tensor([1.0, 1.0, 1.0, 1e38]), torch.zeros(4)))
     assert torch.isfinite(step(params, ROWS).loss)
-
-
-ROWS = torch.ones(4), torch.zeros(4)
 
 
 def test_threads_end_with_their_step():

@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from tests.processes import Processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.slow
 
 
 def test_the_page_shows_the_smallest_example_and_what_it_prints():
