@@ -40,7 +40,7 @@ SLOW = {
     "tests": """
         batches bounds cli compare_grads conformance counts demo digits distributed from_loss grain interop
         layers losses memory module_kinds offload peers random readme references schedules searched seq2seq
-        signatures slices state testing threads ties_and_skips traces train_gpt unread_state verify
+        signatures slices state testing threads ties_and_skips torch_runtime traces train_gpt unread_state verify
     """,
     "property_tests": """
         distributed_laws gradients in_place_laws language_laws linearize_laws schedule_laws slice_laws

@@ -22,7 +22,7 @@ ROOMS = {
     "models": {"root", "graphs", "timing", "runtimes"},
     "verification": {"root", "graphs", "transforms", "runtimes", "models"},
     "pictures": {"root", "timing"},
-    "interop": {"root", "transforms", "timing"},
+    "interop": {"root", "transforms", "timing", "runtimes"},
     "testing": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures"},
     "cli": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures", "interop"},
 }

@@ -19,7 +19,8 @@ PUBLIC: dict[str, Any] = {
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 } | {
-    f"fpipe.interop.torch_pipelining.{name}": getattr(interop.torch_pipelining, name) for name in ("from_csv", "to_csv")
+    f"fpipe.interop.torch_pipelining.{name}": getattr(interop.torch_pipelining, name)
+    for name in ("from_csv", "to_csv", "schedule", "runtime", "stages", "grads")
 }
 TRANSFORMS = [
     "checkpoint",

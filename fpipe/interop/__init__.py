@@ -1,4 +1,4 @@
-"""Programs in the formats of others: torch's pipeline tables, and JSON."""
+"""Programs in the formats of others: torch's pipeline tables and runtime, and JSON."""
 
 from fpipe.interop import torch_pipelining
 from fpipe.interop.as_json import from_json, to_json

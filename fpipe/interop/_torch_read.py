@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -57,7 +57,11 @@ class Cell(NamedTuple):
         return cells if len(self.actions) == 1 else f"({cells})"
 
 
-def read(table: str | Path, format: Format | None) -> list[list[Cell]]:
+Table = str | Path | Mapping[int, Sequence[object]]
+"""CSV text, the path of a CSV file, or what torch's schedules have as their `pipeline_order`."""
+
+
+def read(table: Table, format: Format | None) -> list[list[Cell]]:
     """The cells of each rank, idle ones left out; each op once, of stages and microbatches 0..n-1."""
     if format not in (None, "compute_only", "compute_comms"):
         raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")
@@ -92,7 +96,10 @@ def actions_of(rows: Sequence[Sequence[Cell]], kinds: Sequence[str]) -> Iterator
                 yield cell, action
 
 
-def _lines(table: str | Path) -> list[list[str]]:
+def _lines(table: Table) -> list[list[str]]:
+    if isinstance(table, Mapping):
+        rows = [table[rank] for rank in sorted(table)]
+        return [["" if action is None else str(action) for action in row] for row in rows]
     if isinstance(table, Path):
         table = text_of(table)
     if not isinstance(table, str):

@@ -1,4 +1,4 @@
-"""The tables of torch.distributed.pipelining, both ways: orders of computation, and orders with transfers.
+"""Programs and torch.distributed.pipelining: its tables both ways, and a program on its own runtime.
 
     compute_only     0F0,0F1,,0B0,(2F3;2B1)OVERLAP_F_B,...             one line a rank; an empty cell is idle
     compute_comms    0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import csv
 import io
-from pathlib import Path
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fpipe.interop import _torch_write as write
-from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, actions_of, read
+from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, Table, actions_of, read
+from fpipe.model import Model
 from fpipe.program import Program, ProgramError, the_program
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, transforming
@@ -27,12 +29,20 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.split import split
 
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.pipelining import PipelineStage
 
-def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
+    from fpipe.interop._torch_runtime import ProgramRuntime
+
+
+def from_csv(table: Table, *, format: Format | None = None) -> Program:
     """Read a table of torch's as a step of a plain chain of stages, merged.
 
     Args:
-        table: CSV text, one line a rank, or the path of a CSV file. Stages and microbatches are those it names.
+        table: CSV text, one line a rank, the path of a CSV file, or the `pipeline_order` of one of torch's schedules.
+            Stages and microbatches are those it names.
         format: "compute_only" or "compute_comms", as torch's `_load_csv` calls them; by default whichever it is.
 
     Returns:
@@ -58,10 +68,10 @@ def from_csv(table: str | Path, *, format: Format | None = None) -> Program:
     forwards = [action for _, action in actions_of(rows, ("F",))]
     stages = 1 + max(action.stage for action in forwards)
     microbatches = 1 + max(action.microbatch or 0 for action in forwards)
-    return chain(split(microbatches), merge(), _ordered(rows))(base_program(stages))
+    return chain(split(microbatches), merge(), _ordered(rows, format))(base_program(stages))
 
 
-def schedule(table: str | Path, *, format: Format | None = None) -> Transform:
+def schedule(table: Table, *, format: Format | None = None) -> Transform:
     """A table of torch's as a schedule, for programs of your own: `from_csv` without the program.
 
     Args:
@@ -72,12 +82,13 @@ def schedule(table: str | Path, *, format: Format | None = None) -> Transform:
     >>> fpipe.chain(fpipe.split_backward(), order)(fpipe.program(2)).table()
     [['0F0', '0I0', '0W0'], ['1F0', '1I0', '1W0']]
     """
-    return _ordered(read(table, format))
+    return _ordered(read(table, format), format)
 
 
-def _ordered(rows: list[list[Cell]]) -> Transform:
+def _ordered(rows: list[list[Cell]], format: Format | None) -> Transform:
     cells = [[cell.compute for cell in row if cell.compute is not None] for row in rows]
-    has_transfers = any(actions_of(rows, (*TRANSFERS, *WEIGHTS, *WAITS)))
+    # REDUCE_GRAD alone stands in the tables of computation of torch's GPipe and 1F1B, too.
+    has_transfers = format == "compute_comms" or any(actions_of(rows, TRANSFERS))
 
     @transforming
     def transform(program: Program) -> Program:
@@ -168,3 +179,112 @@ def _torch_waits() -> bool:
     from torch.torch_version import TorchVersion
 
     return TorchVersion(torch.__version__) >= "2.15"
+
+
+def runtime(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> ProgramRuntime:
+    """A program on torch's own `_PipelineScheduleRuntime`: its table, and stages made of the same model.
+
+    Every process calls `runtime.step(inputs, target=target)`; inputs that are a tuple are spread, `step(*inputs)`, and
+    a dict goes as keywords. `runtime.stages` are this process's, and `grads(runtime.stages)` what they have added up.
+    As ever in torch, gradients add up over steps until somebody sets them to None.
+
+    Args:
+        program: an order that torch has cells for, merged: one rank a stage, equal microbatches of rows.
+        model: a plain chain of stages that hand on a tensor, or a tuple of two or more.
+        params: one pytree of tensors per stage; the entries of other processes' stages may be None.
+        group: the processes that run the ranks; by default all.
+        device: where the stages run; by default where their parameters are.
+
+    Returns:
+        Torch's runtime. Its loss is the model's, times the microbatch's weight 1/m where that is a mean, and
+        `scale_grads` is False, so gradients are those of `fpipe.build`. They are bitwise these where each stage's B or
+        W come in ascending microbatches: torch adds a gradient as soon as it is there, so another order of them, or a
+        parameter that a W reaches on several ways, rounds otherwise. `losses=` gets the weighted losses.
+
+    Raises:
+        ProgramError: an op, an order or a result that torch's runtime has not, by its cell.
+        ValueError: a model that asks for more than torch's runtime hands to a stage; a process group of another size.
+
+    Source: torch.distributed.pipelining.schedules, `_PipelineScheduleRuntime`.
+
+    >>> import fpipe, torch
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> order = fpipe.schedules.from_table("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
+    >>> program = fpipe.chain(fpipe.split(2), order, fpipe.merge())(fpipe.program(model))
+    >>> batch = torch.randn(6, 2), torch.randn(6, 1)
+    >>> torchs = runtime(program, model, params)
+    >>> outputs = torchs.step(batch[0], target=batch[1])
+    >>> ours = fpipe.build(program, model)(params, batch)
+    >>> all(torch.equal(grad, ours.grads[0][name]) for name, grad in grads(torchs.stages)[0].items())
+    True
+    >>> [name for stage in torchs.stages for name, _ in stage.submod.named_parameters()]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> dist.destroy_process_group()
+    """
+    from fpipe.interop import _torch_runtime
+
+    _torch_runtime.refuse(the_program(program), model)
+    tables = to_csv(program), to_csv(program, format="compute_comms")
+    return _torch_runtime.runtime(program, model, params, tables, group, device)
+
+
+def stages(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> list[PipelineStage]:
+    """The stages of this process for torch's own schedules, such as `ScheduleInterleaved1F1B(stages, 8, loss_fn=f)`.
+
+    Each `stage.submod` is a module whose parameters share memory with `params`, under their names in the net's
+    state_dict, or in a stage's pytree, and whose forward is the model's stage function.
+
+    Args:
+        program: where the stages are, as a schedule places them.
+        model, params, group, device: as for `runtime`.
+
+    Raises:
+        ProgramError, ValueError: as for `runtime`.
+
+    >>> import fpipe, torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.pipelining import ScheduleGPipe
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
+    >>> (stage,) = stages(fpipe.program(model), model, ({"w": torch.tensor(3.0)},))
+    >>> outputs = ScheduleGPipe(stage, 2, model.loss).step(torch.tensor([1.0, 2.0]), target=torch.zeros(2))
+    >>> grads([stage])
+    ({'w': tensor(15.)},)
+    >>> dist.destroy_process_group()
+    """
+    from fpipe.interop import _torch_runtime, _torch_stages
+
+    _torch_runtime.refuse_order(the_program(program), model)
+    return _torch_stages.stages(model, params, _torch_runtime.placement(program), group, device)
+
+
+def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
+    """The gradients that torch's runtime has left in stages, as a step of ours returns them on one rank.
+
+    Args:
+        stages: those of this process, as `stages` or `runtime` made them.
+
+    Returns:
+        One entry a stage of the model, in the containers of its params; None for stages of other processes, for frozen
+        leaves, and for a leaf that no backward has come to.
+    """
+    from fpipe.interop import _torch_runtime
+
+    return _torch_runtime.grads(stages)

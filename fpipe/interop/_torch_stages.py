@@ -1,0 +1,201 @@
+"""A stage of a model as torch's pipeline runtime runs it: a module whose forward is the pure stage function.
+
+    f({"1.weight": w}, x)    -->    module.get_parameter("1.weight") is w,    module(x) = f({"1.weight": w}, x)
+
+What such a module cannot be told, or what nobody would carry from one to the next, is refused before there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+
+from fpipe import tree
+from fpipe.model import Model, Stage, check_params, same_keys, trained, who_draws
+
+OURS = 'or run the program on fpipe.build(runtime="distributed").'
+
+
+class StageModule(nn.Module):
+    """One stage with its parameters, registered by their names.
+
+    Args:
+        stage: what it runs.
+        who: how errors call it.
+        params: its parameters, a pytree; the module has aliases of them.
+        trains: for each leaf whether it has a gradient.
+        first: whether it takes the batch.
+    """
+
+    def __init__(self, stage: Stage, who: str, params: Any, trains: Sequence[bool], first: bool) -> None:
+        super().__init__()
+        leaves, self._containers = tree.flatten(params)
+        self._stage, self._who, self._first = stage, who, first
+        self._leaves = [
+            nn.Parameter(leaf, requires_grad=one) if isinstance(leaf, Tensor) else leaf
+            for leaf, one in zip(leaves, trains, strict=True)
+        ]
+        for path, leaf in zip(self._containers.paths(), self._leaves, strict=True):
+            if isinstance(leaf, nn.Parameter):
+                _register(self, ".".join(map(str, path)) or "params", leaf)
+
+    def params(self) -> Any:
+        """The parameters as the stage function takes them."""
+        return tree.unflatten(self._containers, self._leaves)
+
+    def grads(self) -> Any:
+        """What autograd has added up for them, in the containers of the params; None for a leaf without."""
+        return tree.unflatten(self._containers, [getattr(leaf, "grad", None) for leaf in self._leaves])
+
+    def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
+        """The stage's output; keywords are the inputs of a batch that is a dict, and all stages of a rank get them."""
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        if self._first and keywords:
+            if inputs:
+                raise TypeError("the inputs of a batch are one or several tensors, or a dict as keywords; found both.")
+            x = keywords
+        y = self._stage.forward(self.params(), x)
+        if isinstance(y, Tensor) or (type(y) is tuple and len(y) > 1 and all(isinstance(leaf, Tensor) for leaf in y)):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return y  # pyright: ignore[reportUnknownVariableType]
+        raise TypeError(
+            f"{self._who} returns {_described(y)}; torch's runtime hands on a tensor, or a tuple of two or more. "
+            "Return these, and put them together in the stage after."
+        )
+
+    def backward(self, what: Callable[[], Any]) -> Any:
+        """Run a backward pass of the stage, with its parameters in the place of a module's own where it needs that."""
+        within = self._stage.within
+        return what() if within is None else within(self.params(), what)
+
+
+class _PipelineStage(PipelineStage):
+    """Torch's stage, whose backward may compute something again, as torch.utils.checkpoint does."""
+
+    submod: StageModule
+
+    def backward_maybe_with_nosync(self, *args: Any, **given: Any) -> Any:
+        return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **given))
+
+
+def stages(
+    model: Model, params: Sequence[Any], placement: Sequence[int], group: ProcessGroup | None, device: Any
+) -> list[PipelineStage]:
+    """The stages of this process, in order."""
+    refuse_model(model)
+    rank = _rank_in(group, 1 + max(placement))
+    here = [number for number, home in enumerate(placement) if home == rank]
+    own = _own(model, params, here)
+    modules = {
+        number: StageModule(
+            model.stages[number], model.who(number), own[number], trained(model, number, 0, own[number]), number == 0
+        )
+        for number in here
+    }
+    where = _device(modules, device)
+    return [_PipelineStage(module, number, len(placement), where, group=group) for number, module in modules.items()]
+
+
+def refuse_model(model: Model) -> None:
+    """Torch's modules are handed tensors of the stage before, and nothing else.
+
+    Raises:
+        ValueError: a model that asks for more, by stage.
+    """
+    for number in range(len(model.stages)):
+        wanted = number - 1 if number else "batch"
+        if model.inputs[number] != wanted:
+            raise ValueError(
+                f"{model.who(number)} takes {model.inputs[number]!r}; torch's runtime hands a stage what the one "
+                "before it returns, and the first the batch. Let the stages between hand on what a later one reads, "
+                f"in a tuple, {OURS}"
+            )
+    for uses in model.tied_uses:
+        one, other = uses[0], uses[1]
+        raise ValueError(
+            f"leaf {one.name!r} of stage {one.stage} is tied to {other.name!r} of stage {other.stage}; torch's runtime "
+            f"adds up no gradients of two stages. Cut the model so that one stage has both uses, {OURS}"
+        )
+    for number, stage in enumerate(model.stages):
+        who = model.who(number)
+        if stage.update is not None or "state" in stage.asks:
+            raise ValueError(
+                f"{who} has module state; torch's runtime runs stages on uninitialised memory once, to learn shapes, "
+                f"and that would be in it. Call eval() on what remembers before the net is cut, {OURS}"
+            )
+        if stage.asks:
+            raise ValueError(
+                f"{who} asks for {', '.join(map(repr, sorted(stage.asks)))}; torch's runtime hands a stage its input "
+                f"and nothing else. Write it without, {OURS}"
+            )
+        if getattr(stage.forward, "drawing", list[str])():
+            raise ValueError(
+                f"{who_draws(model, number)} draws random numbers; torch's runtime has no key to draw them with. "
+                f"Set its probability to 0 or call eval() on it, {OURS}"
+            )
+        if stage.aux_loss:
+            raise ValueError(
+                f"{who} returns a loss of its own; torch's runtime has the loss of the last stage only. Hand it on in "
+                f"a tuple and add it there, {OURS}"
+            )
+
+
+def _rank_in(group: ProcessGroup | None, ranks: int) -> int:
+    """Which rank of a program this process is."""
+    if not dist.is_initialized():
+        raise ValueError("torch's stages are for processes that torch.distributed.init_process_group has joined.")
+    size = dist.get_world_size(group)
+    if size != ranks:
+        raise ValueError(f"the program has {ranks} ranks and the process group {size} processes; they must be as many.")
+    return dist.get_rank(group)
+
+
+def _own(model: Model, params: Any, here: Sequence[int]) -> Sequence[Any]:
+    """The parameters, checked as far as they are this process's."""
+    if isinstance(params, tuple | list) and len(params) == len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
+        missing = next((number for number in here if params[number] is None), None)
+        if missing is not None:
+            raise ValueError(f"params of stage {missing} is None, and this process runs the stage: hand them in.")
+        params = tuple({} if one is None else one for one in params)  # pyright: ignore[reportUnknownVariableType]
+        model = replace(model, frozen=frozenset(leaf for leaf in model.frozen if leaf[0] in here))
+    found = check_params(model, params)
+    for number in here:
+        names = model.stages[number].names
+        if names is not None:
+            same_keys(found[number], [leaf[0] for leaf in names], f"params of stage {number}")
+    return found
+
+
+def _device(modules: dict[int, StageModule], device: Any) -> torch.device:
+    """Where the stages run: where their parameters are."""
+    held = [(number, name, leaf) for number, one in modules.items() for name, leaf in one.named_parameters()]
+    where = torch.device(device) if device is not None else held[0][2].device if held else torch.device("cpu")
+    for number, name, leaf in held:
+        if leaf.device.type != where.type or where.index not in (None, leaf.device.index):
+            raise ValueError(
+                f"{name!r} of stage {number} is on {leaf.device}, and the stages run on {where}: move the net there "
+                "before it is cut, or the params before they are handed in."
+            )
+    return where
+
+
+def _register(module: nn.Module, name: str, leaf: nn.Parameter) -> None:
+    """A parameter under a name with dots, as a net has it in its children."""
+    *path, last = name.split(".")
+    for word in path:
+        if word not in dict(module.named_children()):
+            module.add_module(word, nn.Module())
+        module = module.get_submodule(word)
+    module.register_parameter(last, leaf)
+
+
+def _described(y: Any) -> str:
+    if type(y) is not tuple:
+        return f"one {type(y).__name__}"
+    return f"a tuple of {', '.join(type(leaf).__name__ for leaf in y) or 'nothing'}"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

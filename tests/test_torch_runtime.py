@@ -1,0 +1,504 @@
+"""Programs of ours on torch's own pipeline runtime, its tables on ours, and what cannot go over, in its sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torchs
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fpipe
+from fpipe.interop import torch_pipelining
+from fpipe.program import Program, ProgramError, parts_of
+from tests.processes import Processes
+
+MSE = nn.functional.mse_loss
+WIDTH, MICROBATCHES = 6, 4
+STAGES = {"gpipe": 2, "one_f_one_b": 2, "zb_h1": 2}
+OURS = ["gpipe", "one_f_one_b", "interleaved", "interleaved_zb", "zbv", "dualpipev", "zb_h1", "looped_bfs"]
+in_two_processes = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="gloo refuses what torch 2.11 sends to itself"
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Processes]:
+    made = Processes(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net_of(stages: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
+
+
+def batch_of(rows: int = 3 * MICROBATCHES) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+
+def chained(model: Any, schedule: Any, *more: Any, microbatches: int = MICROBATCHES) -> Program:
+    return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
+
+
+def by_hand(forward: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Plain autograd, one microbatch after the other, each with its weight: the losses, gradients are where they go."""
+    losses: list[Tensor] = []
+    for x, target in zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True):
+        losses.append(MSE(forward(x), target) * (1 / MICROBATCHES))
+        losses[-1].backward()
+    return [loss.detach() for loss in losses]
+
+
+def summed_in_order(program: Program) -> bool:
+    """Whether each stage's weight gradients come in ascending microbatches, which is how torch adds them up."""
+    orders: dict[int | None, list[Any]] = {}
+    for op in parts_of(program.ops):
+        if op.kind in ("B", "W"):
+            orders.setdefault(op.stage, []).append(op.microbatch)
+    return all(order == sorted(order) for order in orders.values())
+
+
+def differ(found: dict[str, Tensor], right: dict[str, Tensor], *, bitwise: bool) -> list[str]:
+    """The gradients that are wrong. In another order the sums over microbatches round otherwise, and nothing else."""
+    assert found.keys() == right.keys()
+    same = torch.equal if bitwise else lambda a, b: torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+    return [name for name in right if not same(found[name], right[name])]
+
+
+def ours_on_torchs(rank: int, name: str) -> tuple[list[str], bool]:
+    """One of our schedules on torch's runtime, twice, against autograd on the net that the stages were made of."""
+    net = net_of(STAGES.get(name, 4))
+    model, params, _ = fpipe.from_sequential(net, stages=len(net), loss=MSE)
+    program = chained(model, fpipe.schedules.get(name)(2))
+    runtime = torch_pipelining.runtime(program, model, fpipe.local_params(program, params, rank))
+    x, target = batch_of()
+    for _ in range(2):
+        losses: list[Tensor] = []
+        for stage in runtime.stages:
+            stage.submod.zero_grad()
+        runtime.step(x, target=target, losses=losses)
+    right = by_hand(net, (x, target))
+    held = {key: leaf for stage in runtime.stages for key, leaf in stage.submod.named_parameters()}
+    grads = {key: net.get_parameter(key).grad for key in held}
+    odd = differ({key: leaf.grad for key, leaf in held.items()}, grads, bitwise=summed_in_order(program))
+    odd += [key for key, leaf in held.items() if leaf.data_ptr() != net.get_parameter(key).data_ptr()]
+    if losses and not torch.equal(torch.stack(losses), torch.stack(right)):
+        odd.append("losses")
+    mine = torch_pipelining.grads(runtime.stages)
+    assert [one is None for one in mine] == [home != rank for home in program.placement]
+    return odd, summed_in_order(program)
+
+
+@in_two_processes
+@pytest.mark.parametrize("name", OURS)
+def test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd(pair: Processes, name: str):
+    in_order = name != "looped_bfs"
+    assert pair.each(ours_on_torchs, name) == [([], in_order), ([], in_order)]
+
+
+def functions() -> tuple[fpipe.Model, Any]:
+    """Stages with nested params, a frozen leaf, a skip carried along, rules of their own, and an int on the way."""
+
+    def first(p: Any, x: Tensor) -> Any:
+        return torch.tanh(x @ p["in"]["w"] + p["in"]["b"]), x, torch.arange(len(x))
+
+    def second(p: Any, x: Any) -> Any:
+        h, kept, rows = x
+        return h @ p[0] + p[1], kept, rows
+
+    def third(p: Any, x: Any) -> Any:
+        h, kept, rows = x
+        return torch.tanh(h * p["w"]) + kept * p["w"] + rows[:, None]
+
+    scaled = fpipe.custom_stage(
+        lambda p, x: (x * p["s"], x),
+        lambda p, res, dy: (dy * p["s"], (res, dy)),
+        lambda p, wres: {"s": (wres[0] * wres[1]).sum(0)},
+    )
+    torch.manual_seed(2)
+    params = (
+        {"in": {"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)}},
+        [torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)],
+        {"w": torch.randn(WIDTH)},
+        {"s": torch.randn(WIDTH)},
+    )
+    return fpipe.freeze(fpipe.from_functions([first, second, third, scaled], MSE), (3, "s")), params
+
+
+def of_functions(rank: int, name: str) -> list[str]:
+    model, params = functions()
+    program = chained(model, fpipe.schedules.get(name)(2))
+    runtime = torch_pipelining.runtime(program, model, params)
+    x, target = batch_of()
+    runtime.step(x, target=target)
+    leaves = fpipe.tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params[:3])
+    (first,), (w, b), (last,) = (tuple(one.values()) if isinstance(one, dict) else one for one in leaves)
+
+    def forward(x: Tensor) -> Tensor:
+        h = torch.tanh(x @ first["w"] + first["b"]) @ w + b
+        return (torch.tanh(h * last) + x * last + torch.arange(len(x))[:, None]) * params[3]["s"]
+
+    by_hand(forward, (x, target))
+    right = [
+        {"in.w": first["w"].grad, "in.b": first["b"].grad},
+        {"0": w.grad, "1": b.grad},
+        {"w": last.grad},
+        {"s": None},
+    ]
+    odd: list[str] = []
+    for stage in runtime.stages:
+        found = {key: leaf.grad for key, leaf in stage.submod.named_parameters()}
+        wanted = right[stage.stage_index]
+        if stage.stage_index == 3:
+            odd += [] if found == wanted else ["frozen"]
+        else:
+            odd += differ(found, wanted, bitwise=True)
+    return odd
+
+
+@in_two_processes
+@pytest.mark.parametrize("name", ["interleaved", "zbv"])
+def test_stages_of_functions_run_on_torchs_runtime(pair: Processes, name: str):
+    assert pair.each(of_functions, name) == [[], []]
+
+
+TORCHS = {
+    "GPipe": "gpipe",
+    "1F1B": "one_f_one_b",
+    "LoopedBFS": "looped_bfs",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved_zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+
+
+def torchs_on_ours(rank: int, name: str) -> list[str]:
+    """Torch's own schedule, run by torch on stages of ours, and its table run by us: both against autograd."""
+    alike = TORCHS[name]
+    net = net_of(STAGES.get(alike, 4))
+    model, params, _ = fpipe.from_sequential(net, stages=len(net), loss=MSE)
+    placed = chained(model, fpipe.schedules.get(alike)(2))
+    stages = torch_pipelining.stages(placed, model, fpipe.local_params(placed, params, rank))
+    kind = torchs.get_schedule_class(name)
+    single = issubclass(kind, torchs.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=MSE)
+    x, target = batch_of()
+    schedule.step(*([x] if stages[0].is_first else []), target=target)
+    by_hand(net, (x, target))
+    right = {key: net.get_parameter(key).grad for stage in stages for key in names(stage)}
+    odd = differ({key: leaf.grad for stage in stages for key, leaf in names(stage).items()}, right, bitwise=False)
+
+    if name == "1F1B":  # its own table, which torch only draws, has no forward of microbatch 0 on the last rank
+        order = torchs.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=MSE).pipeline_order
+    else:
+        order = schedule._get_pipeline_order() if single else schedule.pipeline_order
+    program = chained(model, torch_pipelining.schedule(order))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, (x, target)))
+    grads = step(fpipe.local_params(program, params, rank), (x, target)).grads
+    found = {key: leaf for stage in grads if stage is not None for key, leaf in stage.items()}
+    return odd + differ(found, right, bitwise=True)
+
+
+def names(stage: Any) -> dict[str, Tensor]:
+    return dict(stage.submod.named_parameters())
+
+
+@in_two_processes
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours(pair: Processes, name: str):
+    assert pair.each(torchs_on_ours, name) == [[], []]
+
+
+def chain_of(*fns: Any, **given: Any) -> fpipe.Model:
+    return fpipe.from_functions([*fns], **{"loss": MSE} | given)
+
+
+def plain(p: Any, x: Any) -> Any:
+    return x * p["w"]
+
+
+def asking(p: Any, x: Any, *, microbatch: int) -> Any:
+    return x * p["w"] * microbatch
+
+
+def layered(*layers: nn.Module) -> fpipe.Model:
+    return fpipe.from_sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers), sizes=[1, len(layers)], loss=MSE)[0]
+
+
+def in_two(model: Any, *more: Any, schedule: Any = None, split: Any = None) -> Program:
+    chain = (split or fpipe.split(2), schedule or fpipe.schedules.one_f_one_b(2), *more, fpipe.merge())
+    return fpipe.chain(*chain)(fpipe.program(model))
+
+
+PLAIN = chain_of(plain, plain)
+WAY = 'or run the program on fpipe.build(runtime="distributed").'
+MODELS: dict[str, tuple[Callable[[], fpipe.Model], str]] = {
+    "a skip": (
+        lambda: chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1, 0))),
+        "stage 2 (<lambda>) takes (1, 0); torch's runtime hands a stage what the one before it returns, and the first "
+        f"the batch. Let the stages between hand on what a later one reads, in a tuple, {WAY}",
+    ),
+    "the batch twice": (
+        lambda: chain_of(plain, lambda p, x: x[0] + x[1], inputs=("batch", (0, "batch"))),
+        "stage 1 (<lambda>) takes (0, 'batch'); torch's runtime hands a stage what the one before it returns",
+    ),
+    "a tie": (
+        lambda: chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]),
+        "leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime adds up no gradients of two stages. Cut the "
+        f"model so that one stage has both uses, {WAY}",
+    ),
+    "state": (
+        lambda: layered(nn.BatchNorm1d(WIDTH)),
+        "stage 1 (1) has module state; torch's runtime runs stages on uninitialised memory once, to learn shapes, and "
+        f"that would be in it. Call eval() on what remembers before the net is cut, {WAY}",
+    ),
+    "state that outputs read": (
+        lambda: layered(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
+        "stage 1 (1) has module state; torch's runtime",
+    ),
+    "a microbatch's number": (
+        lambda: chain_of(plain, asking),
+        "stage 1 (asking) asks for 'microbatch'; torch's runtime hands a stage its input and nothing else. Write it "
+        f"without, {WAY}",
+    ),
+    "dropout": (
+        lambda: layered(nn.Dropout(0.5)),
+        "stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key to draw them with. Set its "
+        f"probability to 0 or call eval() on it, {WAY}",
+    ),
+    "a loss of its own": (
+        lambda: chain_of(lambda p, x: (x, x.sum()), plain, aux_losses=[0]),
+        "stage 0 (<lambda>) returns a loss of its own; torch's runtime has the loss of the last stage only. Hand it on "
+        f"in a tuple and add it there, {WAY}",
+    ),
+    "no loss": (
+        lambda: chain_of(plain, plain, loss=None),
+        "this model has no loss=, and torch's runtime computes one from the last output and a target. Say loss=lambda "
+        f"y, target: y where the last stage returns the loss, {WAY}",
+    ),
+    "a count": (
+        lambda: chain_of(plain, plain, loss=lambda y, t: (y.sum(), len(t)), reduction="count"),
+        "the loss returns a count, which all gradients are divided by at the end, beside it; torch's runtime takes a "
+        f"loss alone. Write one that returns no more, {WAY}",
+    ),
+    "metrics": (
+        lambda: chain_of(plain, plain, loss=lambda y, t: (y.sum(), y), aux=True),
+        "the loss returns auxiliary results beside it; torch's runtime takes a loss alone.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "sentence"), MODELS.values(), ids=MODELS.keys())
+def test_a_model_that_torchs_runtime_cannot_carry_is_refused_before_anything_runs(
+    model: Callable[[], fpipe.Model], sentence: str
+):
+    """There is not even a process group."""
+    made = model()
+    program = in_two(made, schedule=fpipe.place([min(stage, 1) for stage in range(len(made.stages))]))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        torch_pipelining.runtime(program, made, [{}] * len(made.stages))
+
+
+BOTH_WAYS = fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True)
+PROGRAMS: dict[str, tuple[Callable[[], Program], str]] = {
+    "recompute": (
+        lambda: in_two(PLAIN, fpipe.checkpoint("always")),
+        "0R0: torch's tables have no recompute. Write the program without fpipe.checkpoint(), and wrap the stages' "
+        "modules in torch.utils.checkpoint.",
+    ),
+    "slices": (
+        lambda: in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0, 1])),
+        "SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.",
+    ),
+    "several homes": (
+        lambda: in_two(PLAIN, schedule=BOTH_WAYS),
+        "stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.",
+    ),
+    "parameters elsewhere": (
+        lambda: in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})),
+        "params[0] has its home on ranks (1,) and its stage on rank 0; torch's runtime moves no parameters. Leave out "
+        f"place(homes=), {WAY}",
+    ),
+    "offload": (
+        lambda: in_two(PLAIN, fpipe.offload(lambda stage, microbatch: True)),
+        "torch's tables have no OFFLOAD; they know F, B, I, W and transfers.",
+    ),
+    "a size": (
+        lambda: in_two(PLAIN, split=fpipe.split(size=4, rows=8)),
+        "SPLIT(x[0,0]) has size=4; torch's runtime cuts rows of dim 0 into equal microbatches. Say fpipe.split(2) and "
+        f"no more, {WAY}",
+    ),
+    "another dimension": (
+        lambda: in_two(PLAIN, split=fpipe.split(2, fpipe.Chunk(1))),
+        "SPLIT(x[0,0]) has spec='Chunk(dim=1)'; torch's runtime cuts rows of dim 0 into equal microbatches.",
+    ),
+    "a cast": (
+        lambda: in_two(PLAIN, fpipe.communicate(cast=torch.bfloat16)),
+        "SEND(y[0,0]>1) casts to bfloat16 on the way; torch's runtime sends what there is. Leave out "
+        f"communicate(cast=), {WAY}",
+    ),
+    "no sums": (
+        lambda: fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(PLAIN)),
+        "this program does not add its gradients up over microbatches, as torch's runtime does; put fpipe.merge() "
+        "behind the schedule.",
+    ),
+    "gradients of inputs": (
+        lambda: fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(
+            fpipe.program(PLAIN, input_grads=True)
+        ),
+        "this program also gives input_grads; torch's runtime gives losses, outputs and gradients. Write it without, "
+        f"{WAY}",
+    ),
+    "losses out of order": (
+        lambda: in_two(PLAIN, schedule=fpipe.schedules.from_table("0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0")),
+        "1F0 comes after a later microbatch's; torch's runtime takes the losses of the last stage for those of "
+        f"microbatches 0, 1, 2. Put its forwards in this order, {WAY}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "sentence"), PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_a_program_that_torchs_runtime_cannot_carry_out_is_refused_before_anything_runs(
+    program: Callable[[], Program], sentence: str
+):
+    made = program()
+    with pytest.raises(ProgramError, match=re.escape(sentence)):
+        torch_pipelining.runtime(made, PLAIN, ({"w": torch.ones(())},) * 2)
+
+
+def test_a_program_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="the program has 2 stages and the model 1"):
+        torch_pipelining.runtime(in_two(PLAIN), chain_of(plain), ({"w": torch.ones(())},))
+
+
+def test_without_processes_it_says_so():
+    with pytest.raises(
+        ValueError, match=re.escape("for processes that torch.distributed.init_process_group has joined.")
+    ):
+        torch_pipelining.runtime(in_two(PLAIN), PLAIN, ({"w": torch.ones(())},) * 2)
+
+
+ONE = fpipe.place([0, 0])
+WEIGHTS = ({"w": torch.ones(WIDTH)}, {"w": torch.ones(WIDTH)})
+
+
+@pytest.mark.parametrize(
+    ("params", "more", "sentence"),
+    [
+        (WEIGHTS, {"schedule": fpipe.place([0, 1])}, "the program has 2 ranks and the process group 1 processes"),
+        (WEIGHTS[:1], {}, "params is a tuple with one pytree for each of the 2 stages, found 1 of them."),
+        ((*WEIGHTS[:1], None), {}, "params of stage 1 is None, and this process runs the stage: hand them in."),
+    ],
+)
+def test_what_a_process_is_handed_is_checked(alone: None, params: Any, more: Any, sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        torch_pipelining.runtime(in_two(PLAIN, **{"schedule": ONE} | more), PLAIN, params)
+
+
+def test_parameters_on_another_device_are_refused(alone: None):
+    sentence = (
+        "'w' of stage 0 is on cpu, and the stages run on meta: move the net there before it is cut, or the params"
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
+
+
+def test_a_name_that_a_stage_of_a_net_has_not_is_refused(alone: None):
+    model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
+    with pytest.raises(ValueError, match=re.escape("params of stage 1 must have '1.0.weight', which is missing.")):
+        torch_pipelining.stages(in_two(model, schedule=ONE), model, (params[0], {}))
+
+
+def test_uneven_microbatches_are_refused_by_their_rows(alone: None):
+    """Torch would receive the second into the buffer of the first."""
+    runtime = torch_pipelining.runtime(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS)
+    sentence = (
+        "5 rows make uneven microbatches, 2 of them; torch's runtime has buffers of one size. Hand in a multiple of 2 "
+        f"rows, {WAY}"
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        runtime.step(torch.ones(5, WIDTH), target=torch.ones(4, WIDTH))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        runtime.step(torch.ones(4, WIDTH), target=torch.ones(5, WIDTH))
+
+
+def test_a_target_is_one_tensor(alone: None):
+    runtime = torch_pipelining.runtime(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS)
+    sentence = "torch's runtime cuts a target that is one tensor; found dict on the last stage's rank."
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        runtime.step(torch.ones(4, WIDTH), target={"t": torch.ones(4, WIDTH)})
+
+
+@pytest.mark.parametrize(
+    ("y", "found"),
+    [({}, "one dict"), ((torch.ones(2),), "a tuple of Tensor"), ((torch.ones(2), 3), "a tuple of Tensor, int")],
+)
+def test_what_a_stage_hands_on_is_tensors(alone: None, y: Any, found: str):
+    model = chain_of(lambda p, x: y, plain)
+    runtime = torch_pipelining.runtime(in_two(model, schedule=ONE), model, WEIGHTS)
+    sentence = (
+        f"stage 0 (<lambda>) returns {found}; torch's runtime hands on a tensor, or a tuple of two or more. Return "
+        "these, and put them together in the stage after."
+    )
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        runtime.step(torch.ones(4, WIDTH), target=torch.ones(4, WIDTH))
+
+
+def test_inputs_that_are_a_dict_go_as_keywords(alone: None):
+    model = chain_of(lambda p, x: x["a"] * p["w"] + x["b"], plain)
+    program = in_two(model, schedule=ONE)
+    runtime = torch_pipelining.runtime(program, model, WEIGHTS)
+    x, target = batch_of()
+    runtime.step(a=x, b=target, target=target)
+    ours = fpipe.build(program, model)(WEIGHTS, ({"a": x, "b": target}, target)).grads
+    found = torch_pipelining.grads(runtime.stages)
+    assert differ({"0": found[0]["w"], "1": found[1]["w"]}, {"0": ours[0]["w"], "1": ours[1]["w"]}, bitwise=True) == []
+    with pytest.raises(RuntimeError) as refused:
+        runtime.step(x, a=x, b=target, target=target)
+    assert str(refused.value.__cause__).startswith("the inputs of a batch are one or several tensors, or a dict as")
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch_checkpoint(lambda x: self.inner(x).tanh(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0W0 1I1 1W1 0I1 0W1"]
+)
+def test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed(alone: None, schedule: str):
+    """The net has other weights by then."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed())
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    params = tuple({name: leaf + 1 for name, leaf in stage.items()} for stage in params)
+    program = in_two(model, schedule=fpipe.schedules.from_table(schedule))
+    runtime = torch_pipelining.runtime(program, model, params)
+    x, target = batch_of()
+    runtime.step(x, target=target)
+    net.load_state_dict(fpipe.join_params(model, params))
+    for part in zip(x.tensor_split(2), target.tensor_split(2), strict=True):
+        (MSE(net(part[0]), part[1]) * 0.5).backward()
+    held = {name: leaf.grad for stage in runtime.stages for name, leaf in names(stage).items()}
+    assert differ(held, {name: leaf.grad for name, leaf in net.named_parameters()}, bitwise=True) == []
