@@ -267,7 +267,7 @@ MODELS: dict[str, tuple[Callable[[], fpipe.Model], str]] = {
     ),
     "state": (
         lambda: layered(nn.BatchNorm1d(WIDTH)),
-        "stage 1 (1) has module state; torch's runtime runs stages on uninitialised memory once, to learn shapes, and "
+        "stage 1 (1) has module state; torch's runtime runs a stage once more than a step does, to learn shapes, and "
         f"that would be in it. Call eval() on what remembers before the net is cut, {WAY}",
     ),
     "state that outputs read": (
@@ -474,6 +474,22 @@ def test_inputs_that_are_a_dict_go_as_keywords(alone: None):
     with pytest.raises(RuntimeError) as refused:
         runtime.step(x, a=x, b=target, target=target)
     assert str(refused.value.__cause__).startswith("the inputs of a batch are one or several tensors, or a dict as")
+
+
+def test_a_later_stage_may_look_up_what_it_was_handed(alone: None):
+    """Torch learns shapes on memory that nobody wrote, whose numbers are in no table."""
+    model = chain_of(lambda p, x: (x[0] * p["w"], x[1]), lambda p, x: x[0] + p["table"][x[1]])
+    program = in_two(model, schedule=ONE)
+    params = ({"w": torch.ones(WIDTH)}, {"table": torch.randn(3, WIDTH)})
+    (x, target), rows = batch_of(), torch.arange(12) % 3
+    torch.use_deterministic_algorithms(True)  # fills such memory with the largest numbers
+    try:
+        runtime = torch_pipelining.runtime(program, model, params)
+        runtime.step(x, rows, target=target)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    ours = fpipe.build(program, model)(params, ((x, rows), target)).grads
+    assert torch.allclose(torch_pipelining.grads(runtime.stages)[1]["table"], ours[1]["table"], rtol=1e-6)
 
 
 class Recomputed(nn.Module):

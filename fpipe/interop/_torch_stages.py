@@ -76,9 +76,15 @@ class StageModule(nn.Module):
 
 
 class _PipelineStage(PipelineStage):
-    """Torch's stage, whose backward may compute something again, as torch.utils.checkpoint does."""
+    """Torch's stage, for stages that look numbers up in a table, or compute something again in their backward."""
 
     submod: StageModule
+
+    def _to_tensor(self, arg: Any) -> Tensor:
+        """What torch learns the shapes with: zeros, where it has memory that nobody wrote."""
+        made = super()._to_tensor(arg)
+        with torch.no_grad():
+            return made if isinstance(arg, Tensor) else made.zero_()
 
     def backward_maybe_with_nosync(self, *args: Any, **given: Any) -> Any:
         return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **given))
@@ -126,7 +132,7 @@ def refuse_model(model: Model) -> None:
         who = model.who(number)
         if stage.update is not None or "state" in stage.asks:
             raise ValueError(
-                f"{who} has module state; torch's runtime runs stages on uninitialised memory once, to learn shapes, "
+                f"{who} has module state; torch's runtime runs a stage once more than a step does, to learn shapes, "
                 f"and that would be in it. Call eval() on what remembers before the net is cut, {OURS}"
             )
         if stage.asks:
