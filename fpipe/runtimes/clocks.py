@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.recorder import Recorder
+from fpipe.runtimes.recorder import Held, Notes, Recorder
 
 _PINGS = 10
 
@@ -44,16 +44,17 @@ def ahead_of_rank_0(group: ProcessGroup, rank: int) -> float:
     return 0.0 if rank == 0 else found
 
 
-def put_together(recorder: Recorder, group: ProcessGroup, rank: int, ahead: float) -> None:
-    """Add to what this rank recorded what all others did; all ranks call it."""
-    began = recorder.began - ahead
-    mine = began, recorder.ran, recorder.account.peak[rank], [one for one in recorder.steps if one[2] == rank]
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, mine, group=group)
-    first = min(started for started, *_ in every)
-    recorder.ran = [
-        (op, start + (started - first), end + (started - first)) for started, ran, *_ in every for op, start, end in ran
-    ]
-    recorder.ran.sort(key=lambda event: event[1])
-    recorder.account.peak = [peak for _, _, peak, _ in every]
-    recorder.steps = [(when + (started - first), *rest) for started, *_, steps in every for when, *rest in steps]
+def put_together(recorder: Recorder, notes: Notes, group: ProcessGroup, rank: int, ahead: float) -> None:
+    """Add to what this rank noted what all others did, in the first step also what they hold; all ranks call it."""
+    if recorder.held is None:
+        own = recorder.counted(notes)
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, own, group=group)
+        changes = [one for other, found in enumerate(every) for one in found.changes if one[1] == other]
+        recorder.held = Held(tuple(found.peak[other] for other, found in enumerate(every)), changes)
+    began = [notes.began - ahead if other == rank else 0.0 for other in range(group.size())]
+    own_times = [now - ahead if now else 0.0 for now in notes.times]  # each row is of one rank: a sum has them all
+    both = torch.tensor([*own_times, *began], dtype=torch.float64)
+    dist.all_reduce(both, group=group)
+    (*notes.times,) = both[: len(own_times)].tolist()
+    notes.began = both[len(own_times) :].min().item()

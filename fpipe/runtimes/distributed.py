@@ -161,9 +161,9 @@ class OnRank(Prepared):
         except BaseException as error:
             self.transfers.fail(self._told(error), broken=isinstance(error, LostRank))
             raise
-        if watch is not None and watch.recorder is not None:
+        if watch is not None and watch.notes is not None and self.recorder is not None:
             self.ahead = ahead_of_rank_0(self.group, self.rank) if self.ahead is None else self.ahead
-            put_together(watch.recorder, self.group, self.rank, self.ahead)
+            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():
             slots[slot] = own[place]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.recorder import Recorder
+from fpipe.runtimes.recorder import Notes
 from fpipe.runtimes.walk import place_of, refuse_infinite
 
 Leaves = list[Any]
@@ -25,9 +25,9 @@ See = Callable[[Value, Any], None]
 
 
 class Watch(NamedTuple):
-    """Who looks at what instructions write: a recorder, whoever refuses numbers that are not finite, and `see`."""
+    """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`."""
 
-    recorder: Recorder | None
+    notes: Notes | None
     check_finite: bool
     see: See | None
 
@@ -38,10 +38,18 @@ class Part:
     Attributes:
         begins: the slots, as the whole program numbers them, of what is there before the first instruction.
         at: for each slot of the whole program that this part has, its own number of it.
+        rows: the number of each instruction among all of the whole program.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], model: Model, at: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        model: Model,
+        at: dict[int, int] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.instructions, self.model, self.at = instructions, model, at or {}
+        self.rows = range(len(instructions)) if rows is None else rows
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
 
@@ -57,27 +65,26 @@ class Part:
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
 
-    def _run_watched(self, slots: Slots, recorder: Recorder | None, check_finite: bool, see: See | None) -> None:
+    def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
         """The same, looking at what each instruction writes."""
-        for instruction in self.instructions:
+        for instruction, row, (function, taken) in zip(self.instructions, self.rows, self._code, strict=True):
             try:
                 started = time.perf_counter()
-                shared = instruction.shared
-                lists = [slots[k][:] if at in shared else slots[k] for at, k in enumerate(instruction.reads)]
-                written = [*zip(instruction.written, instruction.run(*lists), strict=True)]
+                made = function(*taken(slots))
                 for op in instruction.ops if check_finite else ():
-                    refuse_infinite(op, (pair for pair in written if pair[0] in op.writes))
+                    pairs = zip(instruction.written, made, strict=True)
+                    refuse_infinite(op, (pair for pair in pairs if pair[0] in op.writes))
             except Exception as error:
                 self._add_place(error, instruction)
                 raise
-            for value, made in written if see else ():
-                assert see is not None
-                see(value, made)
-            if recorder:
+            if see is not None:
+                for value, leaves in zip(instruction.written, made, strict=True):
+                    see(value, leaves)
+            if notes is not None:
                 if instruction.ops[0].kind == "RECV":  # what it waited for is no work
                     started = time.perf_counter()
-                recorder.note(instruction.ops, written, instruction.dead, started)
-            slots.extend(made for _, made in written)
+                notes.note(row, made, started)
+            slots.extend(made)
 
     def _add_place(self, error: Exception, instruction: Instruction) -> None:
         op = instruction.ops[0]
@@ -100,14 +107,14 @@ def of_rank(
         send: for a SEND, and what it makes of the lists of leaves that it reads, the function that sends this.
         receive: for a RECV the function that waits for what was sent, and gives it.
     """
-    own = [one for one in instructions if one.ops[0].rank == rank]
+    here = {row: one for row, one in enumerate(instructions) if one.ops[0].rank == rank}
     own = [
         one._replace(run=send(one.ops[0], one.run), writes=(), written=())
         if one.ops[0].kind == "SEND"
         else one._replace(run=receive(one.ops[0]), reads=(), shared=())
         if one.ops[0].kind == "RECV"
         else one
-        for one in own
+        for one in here.values()
     ]
     written = [slot for one in own for slot in one.writes]
     begins = sorted({slot for one in own for slot in one.reads}.difference(written))
@@ -116,7 +123,7 @@ def of_rank(
         one._replace(reads=tuple(at[slot] for slot in one.reads), writes=tuple(at[slot] for slot in one.writes))
         for one in own
     ]
-    return Part(moved, model, at)
+    return Part(moved, model, at, [*here])
 
 
 def flights(instructions: Iterable[Instruction]) -> list[Value]:

@@ -25,7 +25,7 @@ from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.meaning import batch_of
 from fpipe.runtimes.microbatch import streams
 from fpipe.runtimes.part import Part, See, Slots, Watch
-from fpipe.runtimes.recorder import Recorder
+from fpipe.runtimes.recorder import Recorder, Row
 from fpipe.runtimes.result import Result
 
 
@@ -91,6 +91,7 @@ class Prepared:
         self.asked = slots.get(Value("key"))
         self.prepare = [*lowered.prepare]
         self.part = Part(self.instructions, model)
+        self.recorder: Recorder | None = None
         self.results = self._results(self._asked(program), params, whole, state, {*self.given})
 
     def run(
@@ -124,14 +125,17 @@ class Prepared:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
             own += [leaf for leaves in self.lowered.constants.values() for leaf in leaves]
-            recorder = Recorder(record, [*leaves, *own]) if record else None
-            self._execute(slots, Watch(recorder, check_finite, see) if recorder or check_finite or see else None)
+            if record and self.recorder is None:
+                rows = [Row(one.ops, one.written, one.dead) for one in self.instructions]
+                self.recorder = Recorder(record, rows)
+            notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
+            self._execute(slots, Watch(notes, check_finite, see) if notes or check_finite or see else None)
             containers, found, untouched = self.results
             whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
         if untouched:
             assert state is not None
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
-        return Result(**whole, timeline=recorder.timeline() if recorder else None)
+        return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """All instructions."""

@@ -1,66 +1,114 @@
-"""Record a step as it runs: when each op did, and the bytes of distinct storages on each rank, the caller's aside."""
+"""Record a step as it runs: when each op did, and the bytes of distinct storages on each rank, the caller's aside.
+
+    row 0: 0F0    from 0.1 to 3.2    + y, res        --> timeline -->        0F0 from 0.1 to 3.2, rank 0 holds 8192
+
+A step only notes times. What is held is counted in the first one: the next run the same rows for the same shapes.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.program import Op, Program, Value
-from fpipe.timing.memory import Account, HeldChanges
+from fpipe.timing.memory import Account
 from fpipe.timing.timeline import Timeline
 
 Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
 
 
+class Row(NamedTuple):
+    """What runs as one: its ops, the values that it writes, and those that nobody reads after it."""
+
+    ops: Sequence[Op]
+    written: Sequence[Value]
+    dead: Sequence[Value]
+
+
+class Held(NamedTuple):
+    """The most bytes on each rank, and every change: at which time (the start of row n is 2n, its end 2n + 1), on which
+    rank, and by how much."""
+
+    peak: tuple[float, ...]
+    changes: list[tuple[int, int, int]]
+
+
+class Notes:
+    """What is noted of one step: for each row when it started and ended, side by side, and, if asked, the storages that
+    it wrote, where those that were `given` do not count."""
+
+    def __init__(self, rows: int, devices: Iterable[torch.device], given: Iterable[Tensor] | None) -> None:
+        self.times = [0.0] * (2 * rows)
+        self.devices = devices
+        self.given = None if given is None else storages(given)
+        self.seen: list[list[Storages]] = [[]] * rows
+        self.began = time.perf_counter()
+
+    def note(self, row: int, written: Iterable[Iterable[Any]], started: float) -> None:
+        """A row that has just run, and the leaves of each value that it wrote."""
+        for device in self.devices:  # an op is over when its work is
+            torch.accelerator.synchronize(device)
+        self.times[2 * row : 2 * row + 2] = started, time.perf_counter()
+        if self.given is not None:
+            self.seen[row] = [*map(storages, written)]
+
+
 class Recorder:
-    """When each op of a program ran, and what each rank held.
+    """What a program tells of the steps that run rows, and, after the first one, what they hold.
 
     What runs is that program `with_transfers`, so that a copy counts on its rank whether its RECV is an op or not;
     SENDs and RECVs that it has not are not told.
     """
 
-    def __init__(self, program: Program, given: Iterable[Any]) -> None:
+    def __init__(self, program: Program, rows: Sequence[Row]) -> None:
+        self.rows, self.ranks = rows, program.ranks
+        every = (*program.ops, *(part for op in program.ops for part in op.parts))
+        told = {(op.kind, value): op for op in every for value in op.writes}
+        found = [
+            (known[0], number)
+            for number, row in enumerate(rows)
+            for op in row.ops
+            if (known := [told[op.kind, value] for value in op.writes if (op.kind, value) in told])
+        ]
+        self.ops = tuple(op for op, _ in found)
+        self._numbers = [number for _, number in found]
+        self._devices: set[torch.device] = set()
+        self.held: Held | None = None
+
+    def begin(self, given: Iterable[Any]) -> Notes:
+        """A step starts, with the leaves that it was given."""
+        if self.held is not None:
+            return Notes(len(self.rows), self._devices, None)
         leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        self.account = Account(program.ranks, storages(leaves))
-        told = (*program.ops, *(part for op in program.ops for part in op.parts))
-        self.told = {(op.kind, value): op for op in told for value in op.writes}
-        self.devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
-        self.ran: list[tuple[Op, float, float]] = []
-        self.rows, self.lock = 0, threading.Lock()
-        self.steps = HeldChanges()
-        self.began = time.perf_counter()
+        self._devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
+        return Notes(len(self.rows), self._devices, leaves)
 
-    def note(
-        self, ops: Sequence[Op], written: Iterable[tuple[Value, Iterable[Any]]], dead: Sequence[Value], started: float
-    ) -> None:
-        """What one op did, or several that ran as one, since it `started`."""
-        for device in self.devices:  # an op is over when its work is
-            torch.accelerator.synchronize(device)
-        span = started - self.began, time.perf_counter() - self.began
-        with self.lock:
-            for op in ops:
-                same = [self.told[op.kind, value] for value in op.writes if (op.kind, value) in self.told]
-                self.ran += [(known, *span) for known in same[:1]]
-            found = [(value, storages(leaves)) for value, leaves in written]
-            self.rows += 1
-            row = self.rows
-            added, gone = self.account.note(ops[0].rank, found, dead)
-            self.steps += [(span[0], row, where, size) for where, size in added]
-            self.steps += [(span[1], row + 0.5, where, -size) for where, size in gone]
+    def counted(self, notes: Notes) -> Held:
+        """What is held, in the order of the rows."""
+        if self.held is None:
+            account, changes = Account(self.ranks, notes.given or ()), list[tuple[int, int, int]]()
+            for number, (row, seen) in enumerate(zip(self.rows, notes.seen, strict=True)):
+                if seen or row.dead:
+                    pairs = zip(row.written, seen, strict=False)  # another rank's row has written nothing here
+                    both = account.note(row.ops[0].rank, pairs, row.dead)
+                    changes += [(2 * number + at, rank, (size, -size)[at]) for at in (0, 1) for rank, size in both[at]]
+            self.held = Held(tuple(map(float, account.peak)), changes)
+        return self.held
 
-    def timeline(self) -> Timeline:
-        """When each op ran, and the most bytes each rank held."""
-        peak = tuple(map(float, self.account.peak))
-        ops = tuple(op for op, _, _ in self.ran)
-        starts, ends = (tuple(span[at] for _, *span in self.ran) for at in (0, 1))
-        return Timeline(ops, starts, ends, len(peak), peak, peak, steps=self.steps)
+    def timeline(self, notes: Notes) -> Timeline:
+        """When each op ran, in the order of the program, and the most bytes each rank held."""
+        peak, changes = self.counted(notes)
+        times = [now - notes.began for now in notes.times]
+        starts = tuple(times[2 * number] for number in self._numbers)
+        ends = tuple(times[2 * number + 1] for number in self._numbers)
+        steps = [(times[at], float(at), rank, float(size)) for at, rank, size in changes]
+        return Timeline(self.ops, starts, ends, self.ranks, peak, peak, steps=steps)
 
 
 def storages(leaves: Iterable[Any]) -> Storages:

@@ -17,7 +17,7 @@ from fpipe.program import Op, Program, Value
 from fpipe.runtimes.by_autograd import Inputs, Residuals, StepContext
 from fpipe.runtimes.ends import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.meaning import RULES, batch_of
-from fpipe.runtimes.recorder import Recorder, storages
+from fpipe.runtimes.recorder import Recorder, Row, storages
 from fpipe.runtimes.result import Result
 from fpipe.transforms.free import last_uses
 
@@ -41,6 +41,7 @@ def walk(
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
     drops = _drops(program)
+    rows = [Row((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
     wanted = taken_gradients(model, program.ops)
 
     def step(
@@ -56,8 +57,9 @@ def walk(
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
         values = bind_inputs(program, model, params, batch, state, key)
-        recorder = Recorder(record, tree.leaves([*values.values()])) if record else None
-        for op, dead in zip(program.ops, drops, strict=True):
+        recorder = Recorder(record, rows) if record else None
+        notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
+        for number, (op, dead) in enumerate(zip(program.ops, drops, strict=True)):
             try:
                 started = time.perf_counter()
                 made = RULES[op.kind](op, [values[value] for value in op.reads], context)
@@ -70,14 +72,13 @@ def walk(
             if see:
                 for value in op.writes:
                     see(value, values[value])
-            if recorder:
-                written = [(value, leaves_of(values[value])) for value in op.writes]
-                recorder.note([op], written, dead, started)
+            if notes:
+                notes.note(number, [leaves_of(values[value]) for value in op.writes], started)
             for value in dead:
                 del values[value]
         taken = {*storages(tree.leaves((params, batch, state)))}
         whole = collect_results(program, model, params, batch, state, values, partial(own_leaf, taken))
-        return Result(**whole, timeline=recorder.timeline() if recorder else None)
+        return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
 
     return step
 
