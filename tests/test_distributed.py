@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes, result
+from tests.test_profile import NAPS, napping
 
 MSE = nn.functional.mse_loss
 STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
@@ -200,6 +201,19 @@ def test_all_ranks_get_one_timeline(pair: Processes):
     assert first[1:] == second[1:]
     assert first[1]
     assert all(peak > 0 for peak in first[2])
+
+
+def profiled(rank: int) -> list[Any]:
+    costs: Any = fpipe.profile(*napping("gpipe", NAPS), repeats=1, runtime="distributed")
+    return [costs.forward, costs.backward, costs.backward_weight, costs.transfer]
+
+
+def test_a_profile_of_all_ranks_is_the_same_on_all(pair: Processes):
+    first, second = pair.each(profiled)
+    assert first == second
+    assert all(least <= found for least, found in zip(NAPS, first[0], strict=True))
+    assert first[0][0] < first[0][1]
+    assert first[3] > 0
 
 
 def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:

@@ -1,12 +1,15 @@
 """profile: seconds and bytes measured, and nothing left changed."""
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fpipe
+from fpipe.timing.measured import kept, on_the_way
 
 M, ROWS, WIDTH = 4, 8, 16
 
@@ -140,3 +143,88 @@ def test_a_whole_backward_may_cost_other_than_its_halves():
     costs = fpipe.Costs(1, 2, 3, backward=4)
     assert fpipe.simulate(fpipe.program(1), costs).makespan == 5
     assert fpipe.simulate(fpipe.split_backward()(fpipe.program(1)), costs).makespan == 6
+
+
+@torch.library.custom_op("fpipe_tests::nap", mutates_args=())
+def nap(x: Tensor, seconds: float) -> Tensor:
+    """An op that takes the time it is told, however busy the machine is."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+nap.register_fake(lambda x, seconds: torch.empty_like(x))
+nap.register_autograd(
+    lambda ctx, dy: (nap(dy, 2 * ctx.seconds), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "seconds", inputs[1]),
+)
+
+
+def napping(schedule: str, seconds: tuple[float, ...]) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
+    def stage(own: float) -> Any:
+        return lambda p, x: nap(x @ p["w"], own)
+
+    model = fpipe.from_functions([stage(own) for own in seconds], nn.functional.mse_loss)
+    params = tuple({"w": torch.eye(4)} for _ in seconds)
+    pipeline = fpipe.chain(fpipe.split(M), fpipe.schedules.get(schedule)(2), fpipe.merge())
+    return pipeline(fpipe.program(model)), model, params, (torch.ones(ROWS, 4), torch.ones(ROWS, 4))
+
+
+NAPS = 0.004, 0.008
+
+
+def test_ranks_that_run_together_are_timed_without_their_waits():
+    """Rank 0 waits for the slower rank 1 about as long as it works."""
+    costs: Any = fpipe.profile(*napping("gpipe", NAPS), repeats=2, runtime="threads")
+    for seconds, own in zip((costs.forward, costs.backward), (NAPS, [2 * each for each in NAPS]), strict=True):
+        assert all(least <= found for found, least in zip(seconds, own, strict=True))
+    assert costs.forward[0] < costs.forward[1]
+    assert costs.backward[0] < costs.backward[1]
+    assert 0 < costs.transfer < min(costs.forward)
+
+
+COSTS = fpipe.Costs([1, 2, 3, 1], [3, 1, 2, 2], [1, 4, 1, 2], transfer=0.5)
+
+
+def as_measured(timeline: fpipe.Timeline) -> fpipe.Timeline:
+    """A rank takes what it receives in its turn, as a process does."""
+    free = [0.0] * timeline.ranks
+    starts, ends = list[float](), list[float]()
+    for op, start, end in timeline.events:
+        late = max(0.0, free[op.rank] - start) if op.kind != "SEND" else 0.0
+        starts.append(start + late)
+        ends.append(end + late)
+        free[op.rank] = max(free[op.rank], end + late)
+    return replace(timeline, starts=tuple(starts), ends=tuple(ends))
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zb", "zbv", "gpipe"])
+def test_a_timeline_tells_what_its_ops_cost(schedule: str):
+    """The costs of a simulated timeline are those that it was simulated with."""
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())(fpipe.program(4))
+    timeline = as_measured(fpipe.simulate(fpipe.communicate()(program), COSTS))
+    expected = {op.cell: COSTS.seconds(op) for op in program.ops if op.kind in "FBIW"}
+    assert {op.cell: seconds for op, seconds in kept(timeline)} == expected
+    assert on_the_way([timeline]) == 0.5
+
+
+def test_what_a_receive_waits_for_is_no_ones_time():
+    """1F0 keeps its rank for 3 s, the SPLIT behind it and half a second until 1F1 begins, not while RECV waits."""
+    program = fpipe.communicate()(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2)))
+    ops = {op.cell if op.kind in "FB" else str(op.writes[0]): op for op in program.ops}
+    rows = [("0F0", 0, 2), ("y[0,0]>1", 2, 3), ("0F1", 3, 8.5), ("y[0,1]>1", 8.5, 9)]
+    rows += [("y[0,0]@1", 3.5, 3.5), ("1F0", 3.5, 6.5), ("t[1,1]", 6.5, 7), ("y[0,1]@1", 9.5, 9.5), ("1F1", 10, 12)]
+    columns = (tuple(ops[name] for name, *_ in rows), tuple(s for _, s, _ in rows), tuple(e for *_, e in rows))
+    timeline = fpipe.Timeline(*columns, 2, (0, 0), (0, 0))
+    assert {op.cell: seconds for op, seconds in kept(timeline)} == {"0F0": 3, "0F1": 6, "1F0": 4, "1F1": 2}
+    assert on_the_way([timeline]) == 0.5
+
+
+def test_a_profile_on_threads_has_every_kind_and_the_same_bytes():
+    model, params, state, batch = made(2)
+    program = fpipe.chain(fpipe.split(M), fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(model))
+    alone = fpipe.profile(program, model, params, batch, state=state, repeats=1)
+    together = fpipe.profile(program, model, params, batch, state=state, repeats=1, runtime="threads")
+    fused = fpipe.schedules.one_f_one_b(2)(program)
+    assert fpipe.simulate(fused, alone).peak == fpipe.simulate(fused, together).peak
+    kinds: Any = together.forward, together.backward_input, together.backward_weight, together.recompute
+    assert all(second > 0 for seconds in (*kinds, together.backward) for second in seconds)

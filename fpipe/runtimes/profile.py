@@ -1,27 +1,35 @@
 """Measure what a program's ops cost: seconds for each stage and kind, and the bytes of its values.
 
 The ops run one after the other in this process, as often as asked; of each the least time counts, since whatever else
-the machine does can only add to it. What the program has no op of is measured all the same: its backward whole and cut
-in two, its residuals recomputed. So the costs serve schedules that it was not made with.
+the machine does can only add to it. Or the ranks run together, as they will: then of each the median counts, since what
+they take from one another is part of it. What the program has no op of is measured all the same: its backward whole and
+cut in two, its residuals recomputed. So the costs serve schedules that it was not made with.
 """
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model
 from fpipe.program import Op, Program, parts_of, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.sizes import Sizes, sizes
 from fpipe.timing.costs import Costs
+from fpipe.timing.measured import kept, on_the_way
+from fpipe.timing.timeline import Timeline
 from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.communicate import communicate, without_frees
 from fpipe.transforms.split_backward import split_backward
 
-Least = dict[tuple[str, int], dict[tuple[int | None, int | None], float]]
-"""For a kind and a stage, the least seconds of each microbatch (and slice)."""
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Runs = dict[tuple[str, int], dict[tuple[int | None, int | None], list[float]]]
+"""For a kind and a stage, the seconds of each microbatch (and slice), run by run."""
 
 
 def profile(
@@ -34,23 +42,32 @@ def profile(
     key: int | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], None] | None = None,
+    runtime: Literal["local", "threads", "distributed"] = "local",
+    mesh: DeviceMesh | None = None,
 ) -> Costs:
     """What the ops of a program take, measured here, and what its values weigh.
 
-    Parameters, buffers, random numbers and modes are as they were afterwards. Only one thread runs at a time, so an op
-    that shares its machine with others may take longer in a pipeline than it is said to here.
+    Parameters, buffers, random numbers and modes are as they were afterwards.
 
     Args:
-        program: how the batch is split; its ranks, order and transfers do not matter.
+        program: how the batch is split; its ranks and order matter only where they run together.
         model, params, batch, state, key: as a step takes them.
-        repeats: how often each op is timed, after a first run that is not; its least time counts.
+        repeats: how often each op is timed, after a first run that is not.
         progress: called as `progress(done, all)` before the first and after each run of the whole program.
+        runtime: "local" runs one op at a time, and the least time of each counts: a machine that the op has for itself.
+            "threads" and "distributed" run the ranks together, as `build` does, and the median counts, with what an
+            op's rank does until its next: add up, send, and whatever the other ranks and the runtime take. So one
+            schedule, say `gpipe`, tells the times of others with the same stages on the same ranks.
+        mesh: of runtime="distributed", as `build` takes it. All processes call this alike and get the same costs.
+            params are those of all ranks; meta tensors will do for stages of others.
 
     Returns:
         Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on
         one rank; 0 where there is no such op. A W takes the time of adding its gradients up, where it does that. The
         bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a stage cannot be
-        traced. Transfers are free: add `dataclasses.replace(costs, transfer=..., bandwidth=...)`.
+        traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs, transfer=...,
+        bandwidth=...)`; of ranks that run together `transfer` is the time from the end of a send to that of its
+        receive.
 
     Raises:
         ValueError: repeats below 1, or what `build` and its step refuse.
@@ -70,39 +87,54 @@ def profile(
         raise ValueError(f"repeats is how often each op is timed, at least 1; found {repeats!r}.")
     if progress is not None and not callable(progress):  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(f"progress is called as progress(done, all), found {progress!r}.")
-    halves = split_backward()(_alone(the_program(program)))
+    alone = runtime == "local"
+    halves = split_backward()((_alone if alone else _together)(the_program(program)))
     plain = _plain(halves)
-    variants = dict.fromkeys((_joined(plain), checkpoint()(plain)))
-    least: Least = defaultdict(dict)
-    done, runs = 0, len(variants) * (repeats + 1)
+    variants = [*dict.fromkeys((_joined(plain), checkpoint()(plain)))]
+    runs: Runs = {}
+    timelines: list[Timeline] = []
+    done, every = 0, len(variants) * (repeats + 1)
     if progress:
-        progress(done, runs)
+        progress(done, every)
     for variant in variants:
-        step = build(variant, model, record=True)
+        told = variant if alone else communicate()(variant)
+        how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": _example(params, batch, state)}
+        step = build(told, model, record=True, **how)
+        found: Runs = defaultdict(lambda: defaultdict(list))
         for turn in range(repeats + 1):
             timeline = step(params, batch, state=state, key=key).timeline
             if turn:
-                for op, start, end in timeline.events:
-                    times = least[op.kind, op.stage or 0]
-                    place = op.microbatch, op.slice
-                    times[place] = min(end - start, times.get(place, end - start))
+                timelines.append(timeline)
+                for op, took in _lasting(timeline) if alone else kept(timeline):
+                    found[op.kind, op.stage or 0][op.microbatch, op.slice].append(took)
             done += 1
             if progress:
-                progress(done, runs)
+                progress(done, every)
+        runs = {**found, **runs}  # a forward that leaves residuals comes before one that does not
+    typical = min if alone else statistics.median
 
     def seconds(kind: str) -> list[float]:
-        found = [[*least[kind, stage].values()] for stage in range(program.stages)]
+        found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
         return [sum(times) / max(1, len(times)) for times in found]
 
-    whole = any(least["B", stage] for stage in range(program.stages))
+    whole = any(("B", stage) in runs for stage in range(program.stages))
     return Costs(
         forward=seconds("F"),
         backward_input=seconds("I"),
         backward_weight=seconds("W"),
         recompute=seconds("R"),
         backward=seconds("B") if whole else None,
+        transfer=0 if alone else on_the_way(timelines),
         bytes=_bytes(halves, model, params, batch, state),
     )
+
+
+def _lasting(timeline: Timeline) -> Iterable[tuple[Op, float]]:
+    return ((op, end - start) for op, start, end in timeline.events)
+
+
+def _example(params: Any, batch: Any, state: Any) -> tuple[Any, ...]:
+    return (params, batch) if state is None else (params, batch, state)
 
 
 def _bytes(program: Program, model: Model, params: Any, batch: Any, state: Any) -> Sizes | None:
@@ -119,6 +151,11 @@ def _alone(program: Program) -> Program:
     ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
     outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
     return Program.trusted(program.inputs, tuple(ops), outputs)
+
+
+def _together(program: Program) -> Program:
+    """The same ops on the same ranks, each by itself."""
+    return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
 
 
 def _at_home(op: Op) -> Op:
