@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,16 +20,19 @@ LIMIT = 45
 
 
 class Processes:
-    """So many of them; `each` calls a function of a module in all, as `function(rank, *args)`."""
+    """So many of them; `each` calls a function of a module in all, as `function(rank, *args)`.
 
-    def __init__(self, size: int, timeout: float = 40) -> None:
+    Their store is a file, or with `tcp` kept by rank 0, as where ranks are started by hand.
+    """
+
+    def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "fpipe.runtimes.distributed", "torch._dynamo", "tests.processes"])
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
-        file = Path(self.folder.name, "group").as_uri()
+        at = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
         self.all = [
-            context.Process(target=serve, args=(rank, size, file, end, timeout), daemon=True)
+            context.Process(target=serve, args=(rank, size, at, end, timeout), daemon=True)
             for rank, end in enumerate(ends)
         ]
         for one, end in zip(self.all, ends, strict=True):
@@ -60,6 +64,12 @@ class Processes:
         self.folder.cleanup()
 
 
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
 def result(pipe: Connection) -> Any:
     try:
         if not pipe.poll(LIMIT):
@@ -73,11 +83,11 @@ def result(pipe: Connection) -> Any:
     return found
 
 
-def serve(rank: int, size: int, file: str, pipe: Connection, timeout: float) -> None:
+def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             function, args = pipe.recv()

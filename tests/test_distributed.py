@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -374,6 +376,15 @@ def hang() -> None:
     time.sleep(60)
 
 
+def hang_in_c() -> None:
+    """With the lock that Python holds, so that no other thread of the process runs either."""
+    ctypes.PyDLL(None).sleep(60)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def raising() -> None:
     raise MemoryError("out of memory")
 
@@ -430,14 +441,14 @@ def test_a_rank_that_is_killed_is_named_by_all_others(who: int):
     assert not any(one.is_alive() for one in three.all)
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int):
+@pytest.mark.parametrize(("who", "how"), [(0, hang), (1, hang_in_c), (2, stop)])
+def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int, how: Any):
     three = Processes(3)
     try:
-        three.start(one_in_trouble, who, hang, 1.0)
+        three.start(one_in_trouble, who, how, 2.0)
         for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
             assert f"rank {who} did not" in told[0]
-            assert told[1] < 1 + 2
+            assert told[1] < 2 + 2
     finally:
         three.all[who].kill()
         three.close()

@@ -8,8 +8,10 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.meeting import Meeting
+from fpipe.runtimes.message import Layout
 from fpipe.runtimes.part import Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.rank_error import LostRank, RankError
@@ -57,20 +61,43 @@ def distributed(
     program = with_transfers(_everywhere(program) if broadcast else program)
     shapes: Given = tree.tree_map(_without_data, example)
     signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
-    lost, started = list[LostRank](), list[int | None]()
-    of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    lost, of_nets = list[LostRank](), [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
+    meeting = Meeting(group, rank, timeout)
+    transfers = Transfers(messages(program), rank, group, timeout, meeting)
+    numbers = count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
-            made = OnRank(rank, group, timeout, program, model, *given, key, Untraced(), loss_scale)
+            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), loss_scale)
         except Untraceable as error:
+            if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
+                raise error.__cause__ from None
             raise ValueError(
                 f"{error}. What cannot be traced runs where the whole program is: write the stage without what stops "
                 "the trace, or say runtime='threads' or 'local'."
             ) from error
-        _agree(group, rank, {"model or example": made.digest, "key": key})
-        started.append(key)
+
+    def agreed(where: str, made: OnRank, key: int | None) -> OnRank:
+        meeting.agree(where, {"model or example": made.digest, "key": key})
+        made.number = made.number or transfers.know(made.layouts)
         return made
+
+    def one_step(number: int, own: Given, more: Sequence[Any], key: int | None) -> Result:
+        refuse_odd_modes()
+        check_call(more, key)
+        if any(stage.moved() for stage in of_nets):
+            check_params(model, _filled(own[0], shapes[0]))
+        given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
+        leaves, containers = tree.flatten(given)
+        signature = signatures.of(leaves, containers, example=True)
+        made = known.get(signature)
+        if made is None or number == 1:  # at the first step the key is new
+            made = made or prepared(given, key)
+            transfers.meet()
+            known[signature] = agreed(f"step {number}", made, key)
+        made.step = number
+        result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
+        return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
 
     def step(
         params: Sequence[Any],
@@ -79,34 +106,47 @@ def distributed(
         state: Sequence[Any] | None = None,
         key: int | None = None,
     ) -> Result:
-        refuse_odd_modes()
-        check_call(more, key)
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
-        if any(stage.moved() for stage in of_nets):
-            check_params(model, _filled(params, shapes[0]))
-        own = params, batch, state
-        given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
-        leaves, containers = tree.flatten(given)
-        signature = signatures.of(leaves, containers, example=True)
-        made = known.get(signature)
-        if made is None:
-            made = known[signature] = prepared(given, key)
-        if len(started) == 1:  # the first step, where the example is what it was traced for
-            _agree(group, rank, {"key": key})
-            started.append(key)
+        number = next(numbers)
+        transfers.begin()
         try:
-            result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
-        except LostRank as error:
-            lost.append(error)
+            return one_step(number, (params, batch, state), more, key)
+        except BaseException as error:
+            # What goes wrong is told to the others, in place of what they wait for.
+            said = _told(rank, error)
+            meeting.refuse(f"step {number}", said)
+            if record:
+                meeting.refuse(_end_of(number), said)
+            transfers.fail(said, broken=isinstance(error, LostRank))
+            if isinstance(error, LostRank):
+                lost.append(error)
             raise
-        return result if state is None else replace(result, state=_own(result.state, state))
 
     about = {"program": _digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
-    _agree(group, rank, about | {"autocast or other settings": _digest(ambient())})
-    first = prepared(shapes, None)
+    meeting.agree("building the step", about | {"autocast or other settings": _digest(ambient())})
+    try:
+        first = agreed(_TRACED, prepared(shapes, None), None)
+    except Exception as error:
+        meeting.refuse(_TRACED, _told(rank, error))
+        raise
     known[signatures.of(*tree.flatten(shapes), example=True)] = first
     return step
+
+
+_TRACED = "building the step, after the trace"
+
+
+def _end_of(number: int) -> str:
+    return f"the end of step {number}"
+
+
+def _told(rank: int, error: BaseException) -> str:
+    """An error in words for other ranks; one that came from another rank is passed on."""
+    if isinstance(error, RankError):
+        return str(error)
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+    return f"rank {rank} failed {notes[-1] if notes else 'outside of its ops'}: {type(error).__name__}: {error}"
 
 
 _MOST = 128
@@ -115,15 +155,17 @@ _MOST = 128
 class OnRank(Prepared):
     """A program lowered for one signature, of which this process runs one rank."""
 
-    def __init__(self, rank: int, group: ProcessGroup, timeout: float | None, *args: Any) -> None:
-        self.rank, self.group, self.ahead = rank, group, None
+    def __init__(self, rank: int, group: ProcessGroup, transfers: Transfers, *args: Any) -> None:
+        self.rank, self.group, self.transfers, self.ahead = rank, group, transfers, None
+        self.number = self.step = 0
         super().__init__(*args)
-        every = messages(self.instructions, self.trees)
-        self.transfers = Transfers(every, rank, group, timeout)
-        self.part = of_rank(self.instructions, self.model, rank, self.transfers.send, self.transfers.receive)
+        sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
+        self.layouts = {value: Layout(self.trees[value].leaves) for value in sent}
+        both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
+        self.part = of_rank(self.instructions, self.model, rank, *both)
         self.prepare = [one for one in self.prepare if one[2] in self.part.at]
         self.results = self._here(*self.results)
-        about = [(str(one.value), one.source, one.target, one.layout.size) for one in every]
+        about: list[Any] = [(str(value), layout.size) for value, layout in self.layouts.items()]
         about += [(str(value), *map(_looks, self.trees[value].leaves)) for value, _ in self.program.inputs]
         self.digest = _digest(about)
 
@@ -152,28 +194,18 @@ class OnRank(Prepared):
         return spec, leaves, untouched
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
-        """This rank's instructions. What goes wrong is told to the others, in place of what they wait for."""
+        """This rank's instructions."""
         own = [slots[slot] for slot in self.part.begins]
-        self.transfers.begin()
-        try:
-            self.part.run(own, watch)
-            self.transfers.end()
-        except BaseException as error:
-            self.transfers.fail(self._told(error), broken=isinstance(error, LostRank))
-            raise
+        self.transfers.start(self.step, self.number)
+        self.part.run(own, watch)
+        self.transfers.end()
         if watch is not None and watch.notes is not None and self.recorder is not None:
+            self.transfers.meeting.agree(_end_of(self.step), {})  # one that failed does not come to what follows
             self.ahead = ahead_of_rank_0(self.group, self.rank) if self.ahead is None else self.ahead
             put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():
             slots[slot] = own[place]
-
-    def _told(self, error: BaseException) -> str:
-        """An error in words for other ranks; one that came from another rank is passed on."""
-        if isinstance(error, RankError):
-            return str(error)
-        where = getattr(error, "__notes__", [f"on rank {self.rank}"])[0]
-        return f"rank {self.rank} failed {where}: {type(error).__name__}: {error}"
 
 
 def _names(program: Program) -> list[Value]:
@@ -217,28 +249,6 @@ def _group_of(mesh: DeviceMesh | None, ranks: int) -> tuple[ProcessGroup, int]:
             f"the program has {ranks} ranks and the process group {group.size()} processes; they must be as many."
         )
     return group, group.rank()
-
-
-def _agree(group: ProcessGroup, rank: int, told: Mapping[str, object]) -> None:
-    """All ranks must be about to do the same.
-
-    Raises:
-        ValueError: they are not; who differs from rank 0, and in what.
-    """
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, dict(told), group=group)
-    for other, said in enumerate(every):
-        odd = [name for name in told if said[name] != every[0][name]]
-        if odd:
-            raise ValueError(
-                f"rank {other} differs from rank 0 in its {' and '.join(odd)}: "
-                + "; ".join(f"{name} {_short(every[0][name])} there, {_short(said[name])} here" for name in odd)
-                + f". This is rank {rank}; all ranks build the same step."
-            )
-
-
-def _short(what: object) -> str:
-    return str(what)[:80]
 
 
 def _digest(what: object) -> str:

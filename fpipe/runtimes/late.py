@@ -12,26 +12,56 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+T = TypeVar("T")
 _PATIENCE = 1.0
 _TICK = 0.02
 
 
-def who_is_late(store: Store, rank: int, other: int, words: str) -> str:
+class Board:
+    """The store of a group, where ranks leave word for one another. Who keeps it may be the one that is lost.
+
+    Args:
+        store: it.
+        host: who keeps it, in words to go behind an error if it does not answer.
+    """
+
+    def __init__(self, store: Store, host: str) -> None:
+        self.store, self.host, self._silent = store, host, False
+
+    def ask(self, ask: Callable[[], T], seconds: float) -> T | None:
+        """What asking the store gives; None if that fails or takes longer, and from then on."""
+        found: list[T] = []
+
+        def asking() -> None:
+            with suppress(RuntimeError):
+                found.append(ask())
+
+        if not self._silent:
+            thread = threading.Thread(target=asking, daemon=True)
+            thread.start()
+            thread.join(seconds)
+            self._silent = not found
+        return found[0] if found else None
+
+
+def who_is_late(board: Board, rank: int, other: int, words: str) -> str:
     """What is said of the rank at the end of the chain of those that wait.
 
     Args:
-        store: where all ranks leave whom they wait for.
+        board: where all ranks leave whom they wait for.
         rank: this one.
         other: the one it waited for.
         words: what to say of that.
     """
 
-    def follow(found: list[str]) -> None:
+    def follow() -> str:
+        store = board.store
         store.set(_waiting(rank), f"{other} {words}")
-        last, seen, ends = other, {rank}, time.monotonic() + _PATIENCE
+        last, seen, told, ends = other, {rank}, words, time.monotonic() + _PATIENCE
         while last not in seen and time.monotonic() < ends:
             if not store.check([_waiting(last)]):
                 time.sleep(_TICK)
@@ -39,28 +69,18 @@ def who_is_late(store: Store, rank: int, other: int, words: str) -> str:
             seen.add(last)
             following, _, told = store.get(_waiting(last)).decode().partition(" ")
             last = int(following)
-            found.append(told)
+        return store.compare_set(_LOST, "", told).decode()
 
-    return first_told(store, _asked(follow, words))
+    return board.ask(follow, _PATIENCE + 0.2) or words + board.host
 
 
-def first_told(store: Store, words: str) -> str:
+def first_told(board: Board, words: str) -> str:
     """What the first rank to notice said; `words` if this is it, or if nobody can be asked."""
-    return _asked(lambda found: found.append(store.compare_set("lost", "", words).decode()), words)
+    told = board.ask(lambda: board.store.compare_set(_LOST, "", words).decode(), _PATIENCE)
+    return told or words + board.host
 
 
-def _asked(ask: Callable[[list[str]], None], words: str) -> str:
-    """What the store says last within a second and a half. Its host may be the rank that hangs, and never answer."""
-    found = [words]
-
-    def asking() -> None:
-        with suppress(RuntimeError):
-            ask(found)
-
-    thread = threading.Thread(target=asking, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE + 0.2)
-    return found[-1]
+_LOST = "lost"
 
 
 def _waiting(rank: int) -> str:

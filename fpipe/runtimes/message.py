@@ -18,6 +18,7 @@ from fpipe.runtimes.lowering.abstract_tree import fills
 
 _ALIGNED = 64
 HEADER = 256
+FAILED, LOST, MEETS, MARKS = range(4)
 
 
 class _Place(NamedTuple):
@@ -44,7 +45,7 @@ class Layout:
         ValueError: a leaf is on another device.
 
     >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, torch.device("cpu")), 0, 12), None])
-    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None]))[0].stride()
+    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], MARKS))[0].stride()
     (0, 1)
     """
 
@@ -55,20 +56,13 @@ class Layout:
             self._places.append(place)
             self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
 
-    def pack(self, leaves: Sequence[Any]) -> Tensor:
-        """The message; the first byte of its header is 0."""
+    def pack(self, leaves: Sequence[Any], mark: int) -> Tensor:
+        """The message; the first byte of its header is the mark of the step."""
         message = torch.empty(self.size, dtype=torch.uint8)
-        message[0] = 0
+        message[0] = mark
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:
                 _sent(message, place).copy_(leaf.as_strided(place.shape, place.stride))
-        return message
-
-    def pack_error(self, text: str, final: bool) -> Tensor:
-        """A message that says in its place what went wrong, and whether no step can follow."""
-        message = torch.zeros(self.size, dtype=torch.uint8)
-        said = bytes([1 + final]) + text.encode()[: HEADER - 1]
-        message[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         return message
 
     def unpack(self, message: Tensor) -> list[Any]:
@@ -79,12 +73,20 @@ class Layout:
         ]
 
 
-def error_in(message: Tensor) -> tuple[str, bool] | None:
-    """What a message says that went wrong, if it does, and whether no step can follow."""
-    kind = int(message[0].item())
-    if not kind:
-        return None
-    return bytes(message[1:HEADER].tolist()).rstrip(b"\0").decode(errors="ignore"), kind > 1
+def word(kind: int, text: str) -> Tensor:
+    """A message that has only a header: what takes the place of a value."""
+    said = bytes([kind]) + text.encode()[: HEADER - 1]
+    return torch.frombuffer(bytearray(said.ljust(HEADER, b"\0")), dtype=torch.uint8)
+
+
+def kind_of(message: Tensor) -> int:
+    """The first byte: `FAILED`, `LOST`, `MEETS`, or from `MARKS` on the mark of a step."""
+    return int(message[0].item())
+
+
+def text_of(message: Tensor) -> str:
+    """The text of a `word`."""
+    return bytes(message[1:HEADER].tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _placed(known: Aval, start: int) -> _Place:

@@ -61,7 +61,7 @@ class Part:
         try:
             for function, taken in left:
                 extend(function(*taken(slots)))
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
 
@@ -74,7 +74,7 @@ class Part:
                 for op in instruction.ops if check_finite else ():
                     pairs = zip(instruction.written, made, strict=True)
                     refuse_infinite(op, (pair for pair in pairs if pair[0] in op.writes))
-            except Exception as error:
+            except BaseException as error:
                 self._add_place(error, instruction)
                 raise
             if see is not None:
@@ -86,7 +86,7 @@ class Part:
                 notes.note(row, made, started)
             slots.extend(made)
 
-    def _add_place(self, error: Exception, instruction: Instruction) -> None:
+    def _add_place(self, error: BaseException, instruction: Instruction) -> None:
         op = instruction.ops[0]
         error.add_note(f"in {op.cell}: {place_of(op, self.model)}")
 

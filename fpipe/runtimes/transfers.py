@@ -10,32 +10,26 @@ values: so all of them end, with the reason, and what is under way stays in orde
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
 
-from fpipe.program import Op, Value
+from fpipe.program import Op, Program, Value
 from fpipe.runtimes.late import first_told, who_is_late
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.message import Layout, error_in
+from fpipe.runtimes.meeting import Meeting
+from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
 
 Leaves = list[Any]
 _AHEAD = 2
 
 
-class _Message(NamedTuple):
+class Message(NamedTuple):
     """A value that one rank sends another: its number among all, who wrote it, and which it is of those on its way."""
 
     number: int
@@ -44,27 +38,20 @@ class _Message(NamedTuple):
     source: int
     target: int
     place: int
-    layout: Layout
 
 
-def messages(instructions: Iterable[Instruction], trees: Mapping[Value, AbstractTree]) -> list[_Message]:
-    """All messages of a step, in the order of the program. Each rank finds the same."""
-    sends = [
-        (one.ops[0], *pair)
-        for one in instructions
-        if one.ops[0].kind == "SEND"
-        for pair in zip(one.ops[0].reads, one.ops[0].writes, strict=True)
-    ]
-    cells = {value: op.cell for one in instructions for op in one.ops for value in op.writes}
-    targets = {
-        value: one.ops[0].rank for one in instructions if one.ops[0].kind == "RECV" for value in one.ops[0].reads
-    }
+def messages(program: Program) -> list[Message]:
+    """All messages of a step of a program with transfers, in its order. Each rank finds the same."""
+    ops = [part for op in program.ops for part in op.parts or (op,)]
+    cells = {value: op.cell for op in ops for value in op.writes}
+    targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
     places: defaultdict[tuple[int, int], int] = defaultdict(int)
-    found: list[_Message] = []
-    for number, (op, read, value) in enumerate(sends):
-        way, cell = (op.rank, targets[value]), cells.get(read, op.cell)
-        found.append(_Message(number, value, cell, *way, places[way], Layout(trees[value].leaves)))
-        places[way] += 1
+    found: list[Message] = []
+    for op in ops:
+        for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
+            way = op.rank, targets[value]
+            found.append(Message(len(found), value, cells.get(read, op.cell), *way, places[way]))
+            places[way] += 1
     return found
 
 
@@ -76,85 +63,145 @@ class Transfers:
         rank: this rank's number in the group.
         group: whose `send` and `recv` carry them.
         timeout: seconds to wait for one; without it the group's own.
+        meeting: where ranks leave whom they wait for, and find who is to blame.
     """
 
-    def __init__(self, every: Sequence[_Message], rank: int, group: ProcessGroup, timeout: float | None) -> None:
+    def __init__(
+        self, every: Sequence[Message], rank: int, group: ProcessGroup, timeout: float | None, meeting: Meeting
+    ) -> None:
         self._group: Any = group
-        ranks = dist.get_process_group_ranks(group)  # other groups of a mesh have losses of their own
-        self._rank, self._store = rank, PrefixStore(f"fpipe/{ranks}", _get_default_store())
+        self._rank, self.meeting = rank, meeting
         self._timeout = () if timeout is None else (timedelta(seconds=timeout),)
         self._by_value = {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
-        self._incoming: defaultdict[int, list[_Message]] = defaultdict(list)
+        self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
         for one in every:
             if one.target == rank:
                 self._incoming[one.source].append(one)
+        self._room = {one.value: HEADER for one in every}
+        self._signatures = 0
         self.begin()
 
     def begin(self) -> None:
-        """A step starts."""
+        """Nothing of a step is sent or received."""
+        self._over, self._mark = False, MARKS
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[Value, tuple[Tensor, Any]] = {}
         self._sent: dict[Value, tuple[Tensor, Any]] = {}
 
-    def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
+    def know(self, layouts: Mapping[Value, Layout]) -> int:
+        """Make room for what another signature sends, and number it. A rank that is handed other arguments than the
+        rest then hears of it: a message that is too large for its memory would end the process."""
+        for value, layout in layouts.items():
+            self._room[value] = max(self._room[value], layout.size)
+        self._signatures += 1
+        return self._signatures
+
+    def meet(self) -> None:
+        """Tell all neighbours that this rank is about to agree on something, and hear it of them.
+
+        Raises:
+            RankError: one is not, but runs its step.
+        """
+        for one in self._outgoing:
+            if not one.place:
+                self._send(one, word(MEETS, ""))
+        for source, row in self._incoming.items():
+            self._post(source, 1)
+            message = self._arrived(row[0])
+            kind = kind_of(message)
+            if kind != MEETS:
+                raise self._told(message, source)
+        for value in self._sent:
+            self._over_at(value)
+
+    def start(self, step: int, signature: int) -> None:
+        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it."""
+        self.begin()
+        self._mark = MARKS + (step + signature) % (256 - MARKS)
+
+    def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
-        ways = [self._by_value[value] for value in op.writes]
+        ways = [(self._by_value[value], layouts[value]) for value in op.writes]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
-            for one, leaves in zip(ways, made_of(*lists), strict=True):
-                self._send(one, one.layout.pack(leaves))
+            for (one, layout), leaves in zip(ways, made_of(*lists), strict=True):
+                self._send(one, layout.pack(leaves, self._mark))
             return ()
 
         return send
 
-    def receive(self, op: Op) -> Callable[..., Any]:
+    def receive(self, layouts: Mapping[Value, Layout], op: Op) -> Callable[..., Any]:
         """The function of a RECV."""
-        ways = [self._by_value[value] for value in op.reads]
-        return lambda: [self._receive(one) for one in ways]
+        ways = [(self._by_value[value], layouts[value]) for value in op.reads]
+        return lambda: [layout.unpack(self._receive(one)) for one, layout in ways]
 
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
-        for value, (_, work) in self._sent.items():
-            one = self._by_value[value]
-            self._wait(work, one.target, f"did not receive what {one.cell} of rank {self._rank} writes")
-        self._sent.clear()
+        for value in self._sent:
+            self._over_at(value)
+        self.begin()
+        self._over = True
 
     def fail(self, said: str, broken: bool) -> None:
         """Tell all others, in what they still wait for. Unless the group is broken, nothing is left under way; if it
         is, nothing is waited for, and what was said stays until it is taken."""
+        if self._over:  # all have what they wait for
+            return
         for one in self._outgoing:
             if one.value not in self._sent:
-                with suppress(RankError):
-                    self._send(one, one.layout.pack_error(said, broken))
+                with suppress(RuntimeError):
+                    self._put(one, word(LOST if broken else FAILED, said))
         if broken:
             return
         with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
             for source, row in self._incoming.items():
                 self._post(source, len(row))
             for _, work in (*self._sent.values(), *self._arriving.values()):
-                work.wait(*self._timeout)
+                if work is not None:
+                    work.wait(*self._timeout)
         self.begin()
 
-    def _send(self, one: _Message, message: Tensor) -> None:
+    def _send(self, one: Message, message: Tensor) -> None:
         try:
-            self._sent[one.value] = message, self._group.send([message], one.target, one.number)
+            self._put(one, message)
         except RuntimeError as error:
             raise self._gone(one.target, error) from None
 
-    def _receive(self, one: _Message) -> Leaves:
+    def _put(self, one: Message, message: Tensor) -> None:
+        self._sent[one.value] = message, self._group.send([message], one.target, one.number)
+
+    def _receive(self, one: Message) -> Tensor:
         self._post(one.source, one.place + 1 + _AHEAD)
+        message = self._arrived(one)
+        if kind_of(message) != self._mark:
+            raise self._told(message, one.source)
+        return message
+
+    def _told(self, message: Tensor, source: int) -> RankError:
+        """What a message says that came in place of what is waited for."""
+        kind = kind_of(message)
+        if kind in (FAILED, LOST):
+            return (LostRank if kind == LOST else RankError)(text_of(message))
+        return RankError(
+            f"rank {source} and rank {self._rank} are not in the same step: they were handed arguments of different "
+            "structures, shapes or dtypes. All ranks pass batches of the same sizes."
+        )
+
+    def _arrived(self, one: Message) -> Tensor:
         message, work = self._arriving.pop(one.value)
         self._wait(work, one.source, f"did not send what its {one.cell} writes")
-        told = error_in(message)
-        if told is not None:
-            raise (LostRank if told[1] else RankError)(told[0])
-        return one.layout.unpack(message)
+        return message
+
+    def _over_at(self, value: Value) -> None:
+        one, (message, work) = self._by_value[value], self._sent[value]
+        self._wait(work, one.target, f"did not receive what {one.cell} of rank {self._rank} writes")
+        self._sent[value] = message, None  # waited for twice, it would never come
 
     def _post(self, source: int, until: int) -> None:
         row = self._incoming[source]
         for one in row[self._posted[source] : until]:
-            message = torch.empty(one.layout.size, dtype=torch.uint8)
+            message = torch.empty(self._room[one.value], dtype=torch.uint8)
             try:
                 self._arriving[one.value] = message, self._group.recv([message], source, one.number)
             except RuntimeError as error:
@@ -168,11 +215,11 @@ class Transfers:
             if "imed out" not in str(error):
                 raise self._gone(rank, error) from None
             words = f"rank {rank} {what} in time"
-            raise LostRank(who_is_late(self._store, self._rank, rank, words)) from None
+            raise LostRank(who_is_late(self.meeting.board, self._rank, rank, words)) from None
 
     def _gone(self, rank: int, error: Exception) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        return LostRank(first_told(self._store, f"rank {rank} is gone: {_first_line(error)}"))
+        return LostRank(first_told(self.meeting.board, f"rank {rank} is gone: {_first_line(error)}"))
 
 
 def _first_line(error: Exception) -> str:

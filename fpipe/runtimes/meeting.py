@@ -1,0 +1,133 @@
+"""Let the ranks of a step agree on what they are about to do, through the store of their group.
+
+    rank 0: program a     rank 1: program b     rank 2 never comes        -->        rank 2 did not come to building ..
+
+What is left in a store waits for nobody. So a rank that never comes is named, and one that cannot go on says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
+
+from fpipe.runtimes.late import Board, who_is_late
+from fpipe.runtimes.rank_error import LostRank, RankError
+
+_TICKS = 0.001, 0.02
+_BRIEFLY = 0.5
+
+
+class Meeting:
+    """Where the ranks of a step leave word for one another.
+
+    Args:
+        group: theirs.
+        rank: this one's number in it.
+        timeout: seconds to wait for another rank; without it the group's own.
+
+    Attributes:
+        board: what of the group's store is of this build alone.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, timeout: float | None) -> None:
+        ranks, default = dist.get_process_group_ranks(group), _get_default_store()
+        self._rank, self._ranks = rank, range(group.size())
+        self._seconds = _default_timeout(group) if timeout is None else timeout
+        # The name tells this group from one that was there before; other groups of a mesh have the same name.
+        store = PrefixStore(f"fpipe/{group.group_name}/{ranks}", default)
+        board = Board(store, _host(default, ranks))
+        built = board.ask(lambda: store.add(f"built/{rank}", 1), self._seconds)
+        if built is None:
+            raise LostRank(f"the store of the process group does not answer{board.host}")
+        self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
+
+    def agree(self, where: str, about: Mapping[str, object]) -> None:
+        """All ranks must be about to do the same, and each come to say so.
+
+        Args:
+            where: what all come to, such as "building the step".
+            about: what is to be the same, by name.
+
+        Raises:
+            ValueError: it is not; who differs from rank 0, and in what.
+            RankError: a rank has said instead why it cannot go on.
+            LostRank: a rank has not come in time.
+        """
+        said = self._gathered(where, {name: str(of) for name, of in about.items()})
+        missing = [rank for rank in self._ranks if rank not in said]
+        refused = next((of for of in said.values() if isinstance(of, str)), None)
+        if refused is not None:
+            raise RankError(refused)
+        if missing:
+            who = f"rank{'s' * (len(missing) > 1)} {' and '.join(map(str, missing))}"
+            words = f"{who} did not come to {where} in {self._seconds:g} s"
+            raise LostRank(who_is_late(self.board, self._rank, missing[0], words))
+        for rank in self._ranks:
+            odd = [name for name in about if said[rank][name] != said[0][name]]
+            if odd:
+                raise ValueError(
+                    f"rank {rank} differs from rank 0 in its {' and '.join(odd)}: "
+                    + "; ".join(f"{name} {said[0][name][:80]} there, {said[rank][name][:80]} here" for name in odd)
+                    + f". This is rank {self._rank}; all ranks build the same step."
+                )
+
+    def refuse(self, where: str, words: str) -> None:
+        """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
+        key = _key(where, self._rank)
+        self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
+
+    def _gathered(self, where: str, mine: Mapping[str, str]) -> dict[int, Any]:
+        """What each rank that came in time has left; at once if one refuses."""
+        found, store = dict[int, Any](), self.board.store
+
+        def gather() -> bool:
+            store.set(_key(where, self._rank), json.dumps(dict(mine)))
+            ends, tick = time.monotonic() + self._seconds, _TICKS[0]
+            while True:
+                for rank in self._ranks:
+                    if rank not in found and store.check([_key(where, rank)]):
+                        found[rank] = json.loads(store.get(_key(where, rank)))
+                refused = any(isinstance(said, str) for said in found.values())
+                if refused or time.monotonic() > ends:
+                    return True
+                if len(found) == len(self._ranks):
+                    if self._before:  # all have come here, so all have read that
+                        store.delete_key(self._before)
+                    self._before = _key(where, self._rank)
+                    return True
+                time.sleep(tick)
+                tick = min(tick * 1.5, _TICKS[1])
+
+        if self.board.ask(gather, self._seconds + _BRIEFLY) is None:
+            raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
+        return found
+
+
+def _key(where: str, rank: int) -> str:
+    return f"{where}/{rank}"
+
+
+def _default_timeout(group: ProcessGroup) -> float:
+    backend: Any = group._get_backend(group._device_types[0])  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()
+
+
+def _host(store: Any, ranks: Sequence[int]) -> str:
+    """Words on who keeps a store; none where nobody does, or the launcher."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return ""
+    who = f"rank {ranks.index(0)}" if 0 in ranks else "process 0"
+    return f"; nor does the store of the group answer, which {who} keeps: it may be the first that was lost"

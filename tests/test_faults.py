@@ -1,0 +1,215 @@
+"""What goes wrong on one of several processes ends all of them in time, with who is to blame; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from tests.processes import Processes, result
+from tests.test_distributed import (
+    MSE,
+    TROUBLE,
+    blocks,
+    chained,
+    differs,
+    kill,
+    one_in_trouble,
+    own,
+    rows,
+    stop,
+    troubled,
+)
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Processes]:
+    made = Processes(3)
+    yield made
+    made.close()
+
+
+def caught(call: Callable[[], Any]) -> tuple[str, bool]:
+    """What a call raises, and whether it took less than two seconds."""
+    started, said = time.perf_counter(), "worked"
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.perf_counter() - started < 2
+
+
+def three_stages(**how: Any) -> tuple[fpipe.Program, Any, Any, Any]:
+    model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
+    program = chained(model, fpipe.schedules.zb_h1(3))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), **how)
+    return program, fpipe.build(program, model), step, params
+
+
+def refusing(rank: int, who: int) -> list[Any]:
+    """A rank that refuses what it alone is handed, in the first step and later; each time the next step works."""
+    program, alone, step, params = three_stages()
+    mine, whole = own(program, rank, params), alone(params, rows())
+    calls = {
+        "parameters": lambda: step(({}, {}, {}), rows()),
+        "key": lambda: step(mine, rows(), key="seven"),
+        "rows": lambda: step(mine, rows(3)),
+    }
+    told: list[Any] = []
+    for call in calls.values():
+        told.append(caught(call if rank == who else lambda: step(mine, rows())))
+        told.append(differs(rank, program, step(mine, rows()), whole))
+    told.append(caught(calls["key"] if rank == who else lambda: step(mine, rows(7))))  # others trace for it
+    return [*told, differs(rank, program, step(mine, rows(7)), alone(params, rows(7)))]
+
+
+KEY = "TypeError: a key is a whole number"
+WHY = ["params", KEY, "ValueError: 3 rows cannot fill 4 microbatches", KEY]
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_arguments_that_one_rank_refuses_end_all_and_the_next_step_works(trio: Processes, who: int):
+    for rank, told in enumerate(trio.each(refusing, who)):
+        assert told[1::2] == [[]] * 4
+        assert all(soon for _, soon in told[:-2:2])  # at last, the others trace first
+        for (said, _), why in zip(told[::2], WHY, strict=True):
+            assert why in said
+            assert said.startswith(f"RankError: rank {who} failed outside of its ops: ") == (rank != who)
+
+
+def of_other_sizes(rank: int, who: int) -> list[Any]:
+    """One rank is handed more rows than the others, or fewer: first sizes that are new, and then known ones."""
+    program, alone, step, params = three_stages()
+    mine, told = own(program, rank, params), list[Any]()
+    step(mine, rows())
+    for _ in range(2):
+        told += [caught(lambda n=n: step(mine, rows(n if rank == who else 10))) for n in (24, 4)]
+        told += [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (24, 4, 10)]
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_batches_of_different_sizes_end_all_ranks_and_the_next_step_works(trio: Processes, who: int):
+    """A message too large for the memory that waits for it would end the process: gloo throws where nobody catches."""
+    for told in trio.each(of_other_sizes, who):
+        assert [one for one in told if isinstance(one, list)] == [[]] * 6
+        ends = [one for one in told if isinstance(one, tuple)]
+        assert all(soon for _, soon in ends[2:])  # what is new is traced first
+        for said, _ in ends:
+            assert said.startswith("RankError: rank ")
+            assert "they were handed arguments of different structures, shapes or dtypes" in said
+
+
+def late(rank: int) -> list[str]:
+    time.sleep(0.3 * rank)
+    program, alone, step, params = three_stages(timeout=20)
+    time.sleep(0.3 * (2 - rank))
+    return differs(rank, program, step(own(program, rank, params), rows()), alone(params, rows()))
+
+
+def test_a_rank_that_starts_late_is_waited_for(trio: Processes):
+    assert trio.each(late) == [[]] * 3
+
+
+def recording(rank: int) -> list[Any]:
+    """What goes wrong on one rank when another is over with its part, and waits to put a timeline together."""
+    program, model, params, batch = troubled()
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch), record=True)
+    step(own(program, rank, params), batch)
+    broken = own(program, rank, params)
+    if rank == 0:  # what comes last: the gradient of the last microbatch on rank 0
+        TROUBLE["what"] = None
+        broken = ({"w": torch.eye(5)}, None, None)
+    return [caught(lambda: step(broken, batch)), step(own(program, rank, params), batch).timeline is not None]
+
+
+def test_a_rank_that_fails_while_others_record(trio: Processes):
+    for rank, ((said, soon), next_works) in enumerate(trio.each(recording)):
+        assert soon
+        assert next_works
+        assert ("rank 0 failed" in said) == (rank > 0)
+
+
+def interrupt(*pids: int) -> Callable[[], None]:
+    def now() -> None:
+        for pid in pids or (os.getpid(),):
+            os.kill(pid, signal.SIGINT)
+        time.sleep(1)
+
+    return now
+
+
+def interrupted(rank: int, who: int, pids: tuple[int, ...]) -> list[Any]:
+    program, model, params, batch = troubled()
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
+    mine = own(program, rank, params)
+    step(mine, batch)
+    TROUBLE["what"] = interrupt(*pids) if rank == who else None
+    return [caught(lambda: step(mine, batch)), caught(lambda: step(mine, batch))]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ctrl_c_on_one_rank_ends_all(trio: Processes, who: int):
+    for rank, ((said, soon), after) in enumerate(trio.each(interrupted, who, ())):
+        assert soon
+        assert after[0] == "worked"
+        assert said.startswith("KeyboardInterrupt" if rank == who else f"RankError: rank {who} failed in {who}F3: ")
+
+
+def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
+    """As a terminal sends it; who waits in C hears of it from the others."""
+    pids = tuple(trio.all[rank].pid for rank in (0, 2, 1))  # itself last
+    for (said, soon), after in trio.each(interrupted, 1, pids):
+        assert soon
+        assert said.startswith("KeyboardInterrupt")
+        assert after[0] == "worked"
+
+
+def never(rank: int, how: str) -> Any:
+    if rank == 1 and how == "building":
+        return None
+    program, _, step, params = three_stages(timeout=1.5)
+    if rank == 1:
+        return None
+    started = time.perf_counter()
+    return *caught(lambda: step(own(program, rank, params), rows())), time.perf_counter() - started
+
+
+def test_a_rank_that_never_comes_is_named():
+    three = Processes(3)
+    try:
+        for rank, told in enumerate(three.each(never, "step")):
+            if rank != 1:
+                assert told[0].startswith("LostRank: rank 1 did not send what its 1")
+                assert told[2] < 1.5 + 2
+        started = time.perf_counter()
+        three.start(never, "building")
+        for rank, said in enumerate(three.results()):
+            if rank != 1:
+                assert str(said) == "rank 1 did not come to building the step in 1.5 s"
+        assert time.perf_counter() - started < 1.5 + 2
+    finally:
+        three.close()
+
+
+@pytest.mark.parametrize("how", [kill, stop])
+def test_the_rank_that_keeps_the_store_is_named(how: Any):
+    """Who is to blame is found through the store, which is gone with it."""
+    three = Processes(3, tcp=True)
+    try:
+        three.start(one_in_trouble, 0, how, 2.0)
+        for told in [result(pipe) for pipe in three.pipes[1:]]:
+            assert told[0].startswith("LostRank: rank ")
+            assert "rank 0" in told[0]
+            assert told[1] < (2 if how is kill else 2 + 2)
+            assert "start all ranks again" in told[2]
+    finally:
+        three.all[0].kill()
+        three.close()
+    assert not any(one.is_alive() for one in three.all)
