@@ -172,6 +172,7 @@ def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
 
 
 def never(rank: int, how: str) -> Any:
+    three_stages()  # what is traced already takes no time of the others
     if rank == 1 and how == "building":
         return None
     program, _, step, params = three_stages(timeout=1.5)
