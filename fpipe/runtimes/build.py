@@ -21,6 +21,7 @@ def build(
     model: Model,
     *,
     runtime: Literal["local", "threads", "distributed"] = "local",
+    compile: bool = False,
     trace: bool = True,
     example: tuple[Any, ...] | None = None,
     record: bool = False,
@@ -39,6 +40,9 @@ def build(
             each with as many intra-op threads as the caller has, so `torch.set_num_threads(cores // ranks)` is a good
             number, and stages that run under autograd, without a trace, take turns; "distributed" one rank in this
             process, and the others in those of a gloo group of torch.distributed, with tensors on the CPU.
+        compile: let torch's inductor make machine code of each stage's F, R, B, I and W: gradients are the same to
+            rounding, and no longer the same bits. Equal stages are compiled once, and what was compiled is kept in
+            inductor's cache on disk. A line on stderr says how long it took. Needs a C++ compiler on the CPU.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
             computes what W hands over. False runs every stage so.
@@ -60,6 +64,7 @@ def build(
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
 
     Raises:
+        RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime is not
             known, or the loss scale is no number above 0. Of runtime="distributed" also: there is no group of that
             size, a stage cannot be traced, or the ranks are about to do different things.
@@ -76,6 +81,8 @@ def build(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     if runtime != "local" and not trace:
         raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
+    if compile and not trace:
+        raise ValueError("compile=True compiles traces; say trace=True.")
     if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
         raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
     if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -100,6 +107,7 @@ def build(
             record=record,
             check_finite=check_finite,
             loss_scale=loss_scale,
+            compile=compile,
         )
     workers = Workers(program.ranks) if runtime == "threads" else None
     return local(
@@ -110,5 +118,6 @@ def build(
         record=record,
         check_finite=check_finite,
         loss_scale=loss_scale,
+        compile=compile,
         workers=workers,
     )

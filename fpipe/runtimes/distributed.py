@@ -54,6 +54,7 @@ def distributed(
     record: bool,
     check_finite: bool,
     loss_scale: float,
+    compile: bool,
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike."""
     group, rank = _group_of(mesh, program.ranks)
@@ -68,7 +69,7 @@ def distributed(
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
-            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), loss_scale)
+            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), loss_scale, compile)
         except Untraceable as error:
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
@@ -79,6 +80,14 @@ def distributed(
 
     def agreed(where: str, made: OnRank, key: int | None) -> OnRank:
         meeting.agree(where, {"model or example": made.digest, "key": key})
+        if compile:
+            compiled = f"{where}, compiled"
+            try:
+                made.compile()
+            except BaseException as error:
+                meeting.refuse(compiled, _told(rank, error))
+                raise
+            meeting.agree(compiled, {}, patience=_COMPILING)
         made.number = made.number or transfers.know(made.layouts)
         return made
 
@@ -135,6 +144,7 @@ def distributed(
 
 
 _TRACED = "building the step, after the trace"
+_COMPILING = 1800.0
 
 
 def _end_of(number: int) -> str:

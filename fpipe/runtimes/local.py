@@ -37,6 +37,7 @@ def local(
     record: bool = False,
     check_finite: bool = False,
     loss_scale: float = 1.0,
+    compile: bool = False,
     workers: Workers | None = None,
     see: Callable[[Value, Any], None] | None = None,
 ) -> Step:
@@ -54,7 +55,8 @@ def local(
 
     if example is not None:
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
-            made = prepare(program, model, *example, None, Untraced(), loss_scale)
+            made = prepare(program, model, *example, None, Untraced(), loss_scale, compile)
+            made.compile()
             known[signatures.of(*tree.flatten(example), example=True)] = made
 
     def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
@@ -96,8 +98,10 @@ def local(
                     lowered = known[signature] = None  # a step without data has nothing to win
                 if lowered is _NEW:
                     began = time.perf_counter()
-                    prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale)
+                    prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale, compile=compile)
                     result, lowered = _first(partial(first, given, key), prepared)
+                    if lowered is not None:
+                        lowered.compile()
                     known[signature] = lowered
                     signatures.count(signature, given, time.perf_counter() - began)
                     if result is not None:

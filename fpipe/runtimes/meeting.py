@@ -52,26 +52,28 @@ class Meeting:
             raise LostRank(f"the store of the process group does not answer{board.host}")
         self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
 
-    def agree(self, where: str, about: Mapping[str, object]) -> None:
+    def agree(self, where: str, about: Mapping[str, object], patience: float = 0.0) -> None:
         """All ranks must be about to do the same, and each come to say so.
 
         Args:
             where: what all come to, such as "building the step".
             about: what is to be the same, by name.
+            patience: seconds to wait for the others beyond the timeout.
 
         Raises:
             ValueError: it is not; who differs from rank 0, and in what.
             RankError: a rank has said instead why it cannot go on.
             LostRank: a rank has not come in time.
         """
-        said = self._gathered(where, {name: str(of) for name, of in about.items()})
+        seconds = self._seconds + patience
+        said = self._gathered(where, {name: str(of) for name, of in about.items()}, seconds)
         missing = [rank for rank in self._ranks if rank not in said]
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {' and '.join(map(str, missing))}"
-            words = f"{who} did not come to {where} in {self._seconds:g} s"
+            words = f"{who} did not come to {where} in {seconds:g} s"
             raise LostRank(who_is_late(self.board, self._rank, missing[0], words))
         for rank in self._ranks:
             odd = [name for name in about if said[rank][name] != said[0][name]]
@@ -87,13 +89,13 @@ class Meeting:
         key = _key(where, self._rank)
         self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
 
-    def _gathered(self, where: str, mine: Mapping[str, str]) -> dict[int, Any]:
+    def _gathered(self, where: str, mine: Mapping[str, str], seconds: float) -> dict[int, Any]:
         """What each rank that came in time has left; at once if one refuses."""
         found, store = dict[int, Any](), self.board.store
 
         def gather() -> bool:
             store.set(_key(where, self._rank), json.dumps(dict(mine)))
-            ends, tick = time.monotonic() + self._seconds, _TICKS[0]
+            ends, tick = time.monotonic() + seconds, _TICKS[0]
             while True:
                 for rank in self._ranks:
                     if rank not in found and store.check([_key(where, rank)]):
@@ -109,7 +111,7 @@ class Meeting:
                 time.sleep(tick)
                 tick = min(tick * 1.5, _TICKS[1])
 
-        if self.board.ask(gather, self._seconds + _BRIEFLY) is None:
+        if self.board.ask(gather, seconds + _BRIEFLY) is None:
             raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
         return found
 

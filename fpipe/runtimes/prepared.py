@@ -14,6 +14,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, raw_ops
 from fpipe.graphs.graph import Fact, fact, is_strided, layout_of
+from fpipe.graphs.inductor import compile_all
 from fpipe.graphs.keys import needs_key
 from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
@@ -49,6 +50,7 @@ class Prepared:
         key: int | None,
         untraced: Untraced,
         loss_scale: float = 1.0,
+        compile: bool = False,
     ) -> None:
         check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
@@ -78,7 +80,7 @@ class Prepared:
             trees[value] = AbstractTree(tuple(_fact(leaf, storages) for leaf in stage.constants()))
         wanted = taken_gradients(model, program.ops)
         context = StepContext(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
-        lowered = self.lowered = lower(program, context, trees, untraced)
+        lowered = self.lowered = lower(program, context, trees, untraced, compile)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program = model, program
         slots = self.lowered.slots
@@ -93,6 +95,12 @@ class Prepared:
         self.part = Part(self.instructions, model)
         self.recorder: Recorder | None = None
         self.results = self._results(self._asked(program), params, whole, state, {*self.given})
+
+    def compile(self) -> None:
+        """Compile what this process runs of it."""
+        compile_all(
+            self.lowered.kernels[one.ops[0]] for one in self.part.instructions if one.ops[0] in self.lowered.kernels
+        )
 
     def run(
         self,

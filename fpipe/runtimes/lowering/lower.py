@@ -22,6 +22,7 @@ from fpipe.graphs.ambient import casts, kernels
 from fpipe.graphs.code import compiled
 from fpipe.graphs.cut import Cut, prepared
 from fpipe.graphs.graph import Fact, Graph
+from fpipe.graphs.inductor import Kernel
 from fpipe.graphs.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.outputs import scaled
 from fpipe.graphs.update import FACTOR, NEW, OLD, updating
@@ -79,6 +80,7 @@ class Lowered:
         given: storages that are not the step's own: of the caller, and of what stages hold on to.
         key: the slot of the step's key, if a stage draws random numbers.
         drawing: a forward of each stage that does.
+        kernels: by their first op, the instructions that are to be compiled before they run.
     """
 
     slots: Mapping[Any, int]
@@ -89,10 +91,18 @@ class Lowered:
     given: frozenset[int]
     key: int | None
     drawing: tuple[Op, ...]
+    kernels: Mapping[Op, Kernel]
 
 
-def lower(program: Program, context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced) -> Lowered:
-    """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd.
+def lower(
+    program: Program,
+    context: StepContext,
+    given: Mapping[Value, AbstractTree],
+    untraced: Untraced,
+    compile: bool = False,
+) -> Lowered:
+    """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd; `compile`
+    leaves graphs to be compiled by inductor.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
@@ -106,7 +116,7 @@ def lower(program: Program, context: StepContext, given: Mapping[Value, Abstract
             shapes.follow(op)
         shapes.note()
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
-        return _Writer(program, ops, shapes, mine | shapes.constant).write()
+        return _Writer(program, ops, shapes, mine | shapes.constant, compile).write()
 
 
 def _without_carry(op: Op) -> Op:
@@ -120,7 +130,7 @@ def _without_carry(op: Op) -> Op:
 class _Writer:
     """Writes the instructions of a program down, now that all shapes are known."""
 
-    def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int]) -> None:
+    def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int], compile: bool) -> None:
         self.program, self.ops, self.shapes, self.trees = program, ops, shapes, shapes.trees
         self.given = frozenset(given)
         self.kernels, self.casts = kernels(), casts()
@@ -128,6 +138,7 @@ class _Writer:
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
+        self.compile, self.to_compile = compile, dict[Op, Kernel]()
         self.kept = {end.value for end in program.outputs}
         self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given)
         self.adds = self.sums.adds
@@ -159,6 +170,7 @@ class _Writer:
             self.given,
             slots.get(KEY),
             tuple(self.drawing.values()),
+            self.to_compile,
         )
 
     def slot(self, value: Any) -> int:
@@ -213,8 +225,21 @@ class _Writer:
         adding_to = tuple(map(label_of, adds))
         how = None if update is None else update[1:]
         landed = any(value.name == "params" and value in self.shapes.origin for value in op.reads)
-        key = (cut, op.kind if op.kind in "BIW" else "F", labels, adding_to, copied, how, landed, self.kernels)
-        first, run, graph = cut.graph.once(key, lambda: _code(cut, op.kind, labels, adding_to, copied, update, landed))
+        key = (
+            cut,
+            op.kind if op.kind in "BIW" else "F",
+            labels,
+            adding_to,
+            copied,
+            how,
+            landed,
+            self.kernels,
+            self.compile,
+        )
+        how_made = labels, adding_to, copied, update, landed
+        first, run, graph = cut.graph.once(key, lambda: _code(cut, op, *how_made, self.compile))
+        if isinstance(run, Kernel):
+            self.to_compile[op] = run
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
         named = self.shapes.labels(op) | {label: add.reads[0] for label, add in totals.items()}
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
@@ -331,15 +356,17 @@ def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
 
 def _code(
     cut: Cut,
-    kind: str,
+    op: Op,
     labels: tuple[str, ...],
     adds: tuple[str, ...],
     copied: tuple[tuple[str, int], ...],
     update: Update | None,
     landed: bool,
+    compile: bool,
 ) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
     """The function of one kind of op: what it prepares of parameters, and the rest. Parameters that `landed` are not
     there when a step starts, so nothing is prepared of them."""
+    kind = op.kind
     if kind in ("F", "R"):
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
@@ -349,11 +376,11 @@ def _code(
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
     graph = adding(graph, adds) if adds else graph
+    first, rest = (graph, graph) if landed else prepared(graph)
+    run = Kernel(rest, f"{kind} of stage {op.stage}") if compile and rest.nodes else compiled(rest, kind)
     if landed:
-        run = compiled(graph, kind)
         return (run, graph), run, graph
-    first, rest = prepared(graph)
-    return (compiled(first, "prepare") if first.nodes else _picked(first), first), compiled(rest, kind), rest
+    return (compiled(first, "prepare") if first.nodes else _picked(first), first), run, rest
 
 
 def _unshared(graph: Graph) -> Graph:

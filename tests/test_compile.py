@@ -1,0 +1,128 @@
+"""Stages as machine code of torch's inductor: autograd's gradients to rounding, each equal stage compiled once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.graphs.code import compiled
+from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
+from fpipe.graphs.inductor import Kernel
+from fpipe.tree import leaves
+
+MSE = nn.functional.mse_loss
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on the CPU")
+ROWS = torch.linspace(-1, 1, 64).view(8, 8), torch.linspace(1, -2, 64).view(8, 8)
+
+
+def layers(count: int, middle: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *([middle] if middle else [])) for _ in range(count)]
+    return nn.Sequential(*blocks)
+
+
+def zero_bubble(model: fpipe.Model, ranks: int = 2) -> fpipe.Program:
+    return fpipe.chain(
+        fpipe.split(2), fpipe.checkpoint("always"), fpipe.split_backward(), fpipe.schedules.zb_h1(ranks), fpipe.merge()
+    )(fpipe.program(model))
+
+
+def close(found: fpipe.Result, expected: fpipe.Result) -> bool:
+    pairs = zip(leaves((found.loss, found.grads)), leaves((expected.loss, expected.grads)), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+
+
+def test_a_compiled_step_gives_the_gradients_of_autograd_to_rounding(capsys: pytest.CaptureFixture[str]):
+    whole = layers(1)
+    model, params, _ = fpipe.from_sequential(whole, stages=1, loss=MSE)
+    found = fpipe.build(fpipe.program(model), model, compile=True)(params, ROWS)
+    assert "fpipe compiled 2 graphs in" in capsys.readouterr().err
+    MSE(whole(ROWS[0]), ROWS[1]).backward()
+    for name, grad in fpipe.join_params(model, found.grads).items():
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.deep
+def test_split_backward_checkpoint_dropout_and_compile_go_together(capsys: pytest.CaptureFixture[str]):
+    """torch 2.13's own runtime refuses the first three with a compiled stage."""
+    whole = layers(2, nn.Dropout(0.5))
+    model, params, _ = fpipe.from_sequential(whole, stages=2, loss=MSE)
+    program = zero_bubble(model)
+    step = fpipe.build(program, model, compile=True)
+    expected = fpipe.build(program, model)(params, ROWS, key=3)
+    assert close(step(params, ROWS, key=3), expected)
+    assert "fpipe compiled" in capsys.readouterr().err
+    assert not torch.equal(step(params, ROWS, key=4).loss, expected.loss)
+    threads = fpipe.build(program, model, compile=True, runtime="threads")
+    assert close(threads(params, ROWS, key=3), expected)
+    assert "fpipe compiled" not in capsys.readouterr().err  # what is compiled is compiled
+
+
+@pytest.mark.deep
+def test_equal_stages_are_compiled_once(capsys: pytest.CaptureFixture[str]):
+    def told(count: int) -> str:
+        whole = layers(count)
+        model, params, _ = fpipe.from_sequential(whole, stages=count, loss=MSE)
+        found = fpipe.build(zero_bubble(model, count), model, compile=True)(params, ROWS)
+        for x, target in zip(ROWS[0].tensor_split(2), ROWS[1].tensor_split(2), strict=True):
+            (MSE(whole(x), target) * 0.5).backward()
+        for name, grad in fpipe.join_params(model, found.grads).items():
+            torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+        return capsys.readouterr().err.split(" in ")[0]
+
+    assert told(3) == told(5) != ""
+
+
+SCRIPT = """
+import torch, fpipe
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+model, params, _ = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()), stages=1,
+                                         loss=torch.nn.functional.mse_loss)
+fpipe.build(fpipe.program(model), model, compile=True)(params, (torch.ones(2, 3), torch.ones(2, 3)))
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.deep
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    def run() -> list[int]:
+        told = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": "."},
+        )
+        return [*map(int, told.stdout.split())]
+
+    misses, hits = run()
+    assert misses > 0 == hits
+    assert run() == [0, misses]
+
+
+def test_compiling_needs_traces():
+    model, *_ = fpipe.from_sequential(layers(1), stages=1, loss=MSE)
+    with pytest.raises(ValueError, match="compile=True compiles traces; say trace=True"):
+        fpipe.build(fpipe.program(model), model, compile=True, trace=False)
+
+
+def made(op: object, *numbers: float) -> Graph:
+    """One op that draws from a generator, of a matrix that the graph reads."""
+    x, y, rng = Name("x_0"), Name("y_0"), Name("rng_cpu")
+    facts = dict.fromkeys((x, y), in_own_storage(aval(torch.ones(2, 2))))
+    return Graph((Node(y, op, (x, *numbers), {"generator": rng}),), facts, {}, {"x": (x,), "rng": (rng,)}, {"y": (y,)})
+
+
+def test_numbers_that_depend_on_what_is_computed_are_not_compiled():
+    """No compiled code takes a generator, so all numbers are drawn before it runs."""
+    graph = made(torch.ops.aten.bernoulli.default)
+    with pytest.raises(RuntimeError, match="compile=True takes no bernoulli\\.default, whose random numbers depend"):
+        Kernel(graph, "F of stage 0").compile()
+    assert compiled(graph)([torch.ones(2, 2)], [torch.Generator()])[0][0].sum() == 4
