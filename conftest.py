@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        batches bounds cli compare_grads conformance counts demo digits distributed from_loss grain interop
+        batches bounds cli compare_grads conformance counts demo digits distributed from_loss from_pipe grain interop
         layers losses memory module_kinds offload peers random readme references schedules searched seq2seq
         signatures slices state testing threads ties_and_skips torch_runtime traces train_gpt unread_state verify
     """,

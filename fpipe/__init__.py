@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fpipe.models.freeze import freeze
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
+    from fpipe.models.from_pipe import from_pipe
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.grads import add_grads, assign_grads, global_norm
     from fpipe.models.params import join_params, local_params, split_params
@@ -72,6 +73,7 @@ _WITH_TORCH = {
     "models.freeze": ("freeze",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
+    "models.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
     "models.grads": ("add_grads", "assign_grads", "global_norm"),
     "models.params": ("join_params", "local_params", "split_params"),
@@ -150,6 +152,7 @@ __all__ = [
     "freeze",
     "from_functions",
     "from_loss",
+    "from_pipe",
     "from_sequential",
     "global_norm",
     "identity",

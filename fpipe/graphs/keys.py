@@ -120,7 +120,8 @@ def seeded(seed: int | None, who: str) -> Generator[None]:
                 generator.set_state(state)
     if seed is None and not all(map(torch.equal, before, now)):
         other = " Or another thread drew meanwhile: torch's own generator is one for all threads."
-        raise ValueError(needs_key(who) + other * (threading.active_count() > 1))
+        # Threads that only watch, as that of a progress bar, are daemons.
+        raise ValueError(needs_key(who) + other * (sum(not one.daemon for one in threading.enumerate()) > 1))
 
 
 def _torchs_generators() -> list[torch.Generator]:

@@ -68,7 +68,7 @@ class StageModule(PositionalStage):
         self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
         self.skips, self.state_of = skips or Skips(), dict[str, How](state or {})
         self.who = f"stage {number}"
-        self.bound = _Bound(children)
+        self.bound = self.bind()
         self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.caching = [
             m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
@@ -82,6 +82,10 @@ class StageModule(PositionalStage):
         taken = {place[1:] for place in self.held} | gone
         self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
         self.swapped = [[path for path, _, _ in self.places(leaf)] for leaf in names]
+
+    def bind(self) -> nn.Module:
+        """What is called in place of the modules, and has them under the names they have in the whole net."""
+        return _Bound(self.children)
 
     def _place_buffers(self) -> None:
         """Sort the buffers by who writes and reads them."""
