@@ -98,7 +98,8 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float) -> No
         except Exception as error:
             answer = None, plain(error), traceback.format_exc()
         pipe.send(answer)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def plain(error: Exception) -> Exception:

@@ -1,7 +1,9 @@
 """The command line: what each command prints, what a slip is answered with, and that it behaves in a pipe."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -9,6 +11,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import fpipe
@@ -16,6 +20,7 @@ from fpipe.__main__ import main
 from fpipe.cli.app import app
 from fpipe.cli.output import table
 from fpipe.interop import from_json, torch_pipelining
+from tests.processes import Processes
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MINE = """
@@ -145,6 +150,76 @@ def test_compare_writes_a_page_with_the_table_above_the_pictures(tmp_path: Path)
     assert "src=" not in table + pictures
 
 
+SMALL = ("--microbatches", "4", "--rounds", "2", "--width", "16", "--rows", "4")
+THREE = """
+import fpipe, torch
+
+def step():
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model, params, _ = fpipe.from_sequential(net, stages=3, loss=torch.nn.functional.mse_loss)
+    return model, params, (torch.ones(8, 8), torch.ones(8, 8))
+"""
+
+
+def test_bench_says_what_was_simulated_and_what_was_measured(tmp_path: Path):
+    page = tmp_path / "both.html"
+    threads = torch.get_num_threads()
+    lines = out("bench", "one_f_one_b", "interleaved:stages=4", *SMALL, "--file", str(page)).splitlines()
+    assert lines[0].split()[:5] == ["schedule", "simulated", "measured", "least", "off"]
+    assert [line.split()[0] for line in lines[1:3]] == ["one_f_one_b", "interleaved:stages=4"]
+    for line in lines[1:3]:
+        simulated, measured, least = map(float, line.split()[1:4])
+        assert 0 < least <= measured
+        assert line.split()[4] == f"{simulated / measured - 1:+.1%}" or measured < 10  # printed with two digits
+        assert line.split()[-1] == line.split()[-2]
+    assert lines[-1] == f"wrote {page}"
+    assert "interleaved:stages=4, measured" in page.read_text()
+    assert torch.get_num_threads() == threads
+
+
+def test_bench_runs_a_model_of_ones_own(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text(THREE)
+    own = ("--rounds", "1", "--model", f"{file}:step")
+    assert out("bench", "gpipe", "-p", "3", "-m", "2", *own).splitlines()[1].startswith("gpipe")
+    code, _, complaint = run("bench", "gpipe", "-p", "2", "-m", "2", *own)
+    assert code == 1
+    assert "error: --model returns a model of 3 stages, and a schedule wants 2; say behind its name" in complaint
+
+
+def as_of_torchrun(rank: int, port: int, typed: list[str]) -> tuple[int, str, str]:
+    """The command in a process that torchrun might have started."""
+    dist.destroy_process_group()
+    started = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    os.environ.update(started)
+    try:
+        return run(*typed)
+    finally:
+        for name in started:
+            del os.environ[name]
+
+
+def test_bench_on_processes(tmp_path: Path):
+    """Both are given the words; the first one prints, and draws."""
+    page = tmp_path / "both.svg"
+    typed = ["bench", "zb_h1", "--runtime", "distributed", *SMALL, "--file", str(page)]
+    pair = Processes(2)
+    try:
+        (code, printed, _), second = pair.each(as_of_torchrun, free_port(), typed)
+        assert code == 0
+        assert printed.splitlines()[1].startswith("zb_h1")
+        assert printed.splitlines()[-1] == f"wrote {page}"
+        assert second == (0, "", "")
+    finally:
+        pair.close()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
 def test_options_are_said_behind_a_name():
     assert "8 stages, 4 microbatches, 2 ranks" in out("show", "hanayo:waves=2", "-p", "2", "-m", "4")
     assert "8 stages, 4 microbatches, 2 ranks" in out("show", "hanayo", "-o", "waves=2", "-p", "2", "-m", "4")
@@ -210,6 +285,14 @@ def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: py
         (["show", "chimera", "-p", "3"], None, "error: chimera: "),
         (["compare", "chimera", "-p", "3"], None, "error: chimera: the number of ranks is even"),
         (["export", "chimera", "-m", "4"], None, "(--format table, json and text write any program.)"),
+        (["bench", "gpipe", "--file", "missing/a.svg"], None, "error: 'missing' is not a folder: make it before"),
+        (["bench", "chimera", "-p", "3"], None, "error: chimera: the number of ranks is even"),
+        (
+            ["bench", "gpipe", "--runtime", "distributed"],
+            None,
+            "error: --runtime distributed is for processes that torchrun starts: torchrun --standalone",
+        ),
+        (["bench", "gpipe", "--model", "fractions:Fraction"], None, "error: --model returns (model, params, batch)"),
         (["export", "gpipe", "-o", "waves=2"], None, "error: gpipe has no option 'waves'; it has: stages."),
     ],
 )
@@ -252,6 +335,17 @@ def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str |
         (["show", "gpipe", "--png", "a/x.svg"], "--png writes .png, found 'a/x.svg'; name it a/x.png."),
         (["compare", "gpipe", "--svg", "x"], "--svg writes .svg, found 'x'; name it x.svg."),
         (["show", "gpipe", "--perfetto", "x.html"], "--perfetto writes .json, found 'x.html'; name it x.json."),
+        (["bench"], "Missing argument 'NAME...'."),
+        (["bench", "gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
+        (["bench", "table.csv"], "bench takes schedules by name, found the file 'table.csv'."),
+        (["bench", "gpipe", "--runtime", "local"], "'local' is not one of 'threads', 'distributed'."),
+        (["bench", "gpipe", "--rounds", "0"], "--rounds"),
+        (["bench", "gpipe", "--file", "a.txt"], "--file writes .svg, .png, .pdf, .html or .json, found 'a.txt'."),
+        (["bench", "gpipe", "--model", "mine"], "a function reads mine.py:step or package.module:step, found 'mine'."),
+        (
+            ["bench", "gpipe", "--model", "fractions:Fraction", "--rows", "8"],
+            "--width and --rows are of the layers that run without --model.",
+        ),
         (["--import", "no_such_module", "schedules"], "No module named 'no_such_module'"),
         (["--import", "no_such.py", "schedules"], "there is no file 'no_such.py'."),
     ],
@@ -263,7 +357,7 @@ def test_what_is_typed_wrongly_ends_with_2_and_shows_the_usage(typed: list[str],
     assert sentence in " ".join(complaint.split())
 
 
-@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "export"])
+@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "bench", "export"])
 def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each example of the help, but for those that need another tool."""
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ ROOMS = {
     "pictures": {"root", "timing"},
     "interop": {"root", "transforms", "timing", "runtimes"},
     "testing": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures"},
-    "cli": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures", "interop"},
+    "cli": {"root", "transforms", "timing", "schedules", "runtimes", "models", "verification", "pictures", "interop"},
 }
 # Nobody imports these: the list of public names, and the command line's door.
 DOORS = ("fpipe", "fpipe.__main__")

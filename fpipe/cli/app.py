@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import check_grads, prove, see, write
+from fpipe.cli import bench, check_grads, prove, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -41,7 +41,7 @@ Version = Annotated[
 
 @app.callback()
 def start(imports: Imports = None, asked: Version = False) -> None:
-    """Pipeline schedules: list them, draw them, compare them, prove them, take them elsewhere.
+    """Pipeline schedules: list them, draw them, compare them, prove them, race them, take them elsewhere.
 
     \b
     Examples:
@@ -51,6 +51,7 @@ def start(imports: Imports = None, asked: Version = False) -> None:
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
+      python -m fpipe bench one_f_one_b zb_h1 --ranks 2
       python -m fpipe export one_f_one_b --format comms > schedule.csv
       python -m fpipe --import mine.py show my_schedule
 
@@ -77,5 +78,10 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (see.schedules, see.show, see.compare, prove.check, prove.verify, check_grads.check_grads, write.export):
+COMMANDS = (
+    *(see.schedules, see.show, see.compare, prove.check, prove.verify, check_grads.check_grads, bench.bench),
+    write.export,
+)
+
+for command in COMMANDS:
     app.command()(_refusing(command))

@@ -1,0 +1,200 @@
+"""Race schedules on this machine, and say how far simulation is from what they took."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fpipe.cli.check_grads import function, made_by
+from fpipe.cli.options import Microbatches, known, usage
+from fpipe.cli.output import table
+from fpipe.cli.what import is_file
+from fpipe.pictures.plot import plot
+
+if TYPE_CHECKING:
+    from fpipe.cli.measure import Made, Row
+
+
+class Runtime(StrEnum):
+    """Where ranks run together."""
+
+    threads = "threads"
+    distributed = "distributed"
+
+
+def _name(text: str) -> str:
+    if is_file(text):
+        raise ValueError(f"bench takes schedules by name, found the file {text!r}.")
+    return known(text)
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".svg", ".png", ".pdf", ".html", ".json"):
+        raise ValueError(f"--file writes .svg, .png, .pdf, .html or .json, found {text!r}.")
+    return Path(text)
+
+
+Names = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME...", parser=usage(_name), help="Schedules, with options behind a colon."),
+]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", "-p", min=1, help="Ranks; by default 2, or as many as torchrun started.")
+]
+Where = Annotated[Runtime, typer.Option("--runtime", "-r", help="threads, or distributed (under torchrun).")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each schedule runs.")]
+Function = Annotated[
+    Any,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        parser=usage(function),
+        help="A function, in a module or a .py file, that returns (model, params, batch) or (model, params, batch, "
+        "state), for schedules with as many stages; by default linear layers with ReLU, at least 8.",
+    ),
+]
+Width = Annotated[int, typer.Option(min=1, help="Of the layers.")]
+Rows = Annotated[int, typer.Option(min=1, help="Of a microbatch.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        parser=usage(_picture),
+        help="Draw simulated and measured on one time axis: .svg, .png, .pdf, .html, or .json for ui.perfetto.dev.",
+    ),
+]
+
+
+def bench(
+    typed: typer.Context,
+    what: Names,
+    ranks: Ranks = None,
+    microbatches: Microbatches = 8,
+    runtime: Where = Runtime.threads,
+    rounds: Rounds = 10,
+    model: Function = None,
+    width: Width = 512,
+    rows: Rows = 128,
+    file: Picture = None,
+) -> None:
+    """Profile, simulate and run schedules here, and say how far apart.
+
+    Costs are those of GPipe with as many stages, its ranks running together
+    (fpipe.profile). A round runs each schedule once.
+
+    \b
+    simulated  makespan in ms, of fpipe.simulate with these costs
+    measured   the median over rounds; least: the shortest round
+    off        how far simulated is from measured
+    bubble     idle share, simulated and measured
+    MiB        the most that a rank holds, told before and held
+    \b
+    Examples:
+      python -m fpipe bench one_f_one_b zb_h1 --ranks 2 --microbatches 4 --rounds 2 --width 64
+      python -m fpipe bench gpipe interleaved --rounds 2 --width 64 --rows 8 --file both.svg
+      torchrun --standalone --nproc-per-node 2 -m fpipe bench zbv --runtime distributed
+    """
+    if model is not None and not {"width", "rows"}.isdisjoint(
+        word
+        for word in ("width", "rows")
+        if typed.get_parameter_source(word).name != "DEFAULT"  # pyright: ignore[reportOptionalMemberAccess]
+    ):
+        raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
+    if file is not None and not file.parent.is_dir():
+        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
+    # The other commands start without torch, in a third of the time.
+    from fpipe.cli.measure import measure, perceptron, stages_of
+
+    with _all_ranks(runtime, ranks) as (rank, count), _progress(shown=rank == 0) as progress:
+        if model is None:
+            made = perceptron([stages_of(name, count) for name in what], microbatches, width, rows)
+        else:
+            made = _only(made_by(model))
+        found = measure(
+            what, made, ranks=count, microbatches=microbatches, runtime=runtime.value, rounds=rounds, progress=progress
+        )
+    if rank == 0:
+        _say(found)
+        if file is not None:
+            timelines = [one for row in found for one in (row.simulated, row.median)]
+            names = [f"{row.name}, {kind}" for row in found for kind in ("simulated", "measured")]
+            print(f"wrote {plot(*timelines, file=file, names=names)}")
+
+
+def _only(made: Made) -> Callable[[int], Made]:
+    """A model that has its number of stages, and no other."""
+
+    def made_for(stages: int) -> Made:
+        if stages != len(made[0].stages):
+            raise ValueError(
+                f"--model returns a model of {len(made[0].stages)} stages, and a schedule wants {stages}; say behind "
+                f"its name how many it has, as in interleaved:stages={len(made[0].stages)}, or leave it out."
+            )
+        return made
+
+    return made_for
+
+
+@contextmanager
+def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]]:
+    """This process's rank and how many there are; their share of the cores each."""
+    import torch
+
+    before = torch.get_num_threads()
+    if runtime is Runtime.threads:
+        count = ranks or 2
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+        try:
+            yield 0, count
+        finally:
+            torch.set_num_threads(before)
+        return
+    if "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "--runtime distributed is for processes that torchrun starts: torchrun --standalone --nproc-per-node "
+            f"{ranks or 2} -m fpipe bench NAME --runtime distributed."
+        )
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        if ranks not in (None, dist.get_world_size()):
+            raise ValueError(f"torchrun started {dist.get_world_size()} processes, and --ranks says {ranks}.")
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Generator[Callable[[int, int], None]]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("profile and run", total=None)
+        yield lambda done, every: bar.update(task, completed=done, total=every)
+
+
+def _say(rows: Sequence[Row]) -> None:
+    columns = ("schedule", "simulated", "measured", "least", "off", "bubble", "measured", "MiB", "held")
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        told, ran = row.simulated, row.median
+        seconds = [f"{1e3 * each:.2f}" for each in (told.makespan, ran.makespan, row.least)]
+        shares = [f"{each.bubble:.1%}" for each in (told, ran)]
+        held = [f"{max(each.peak) / 2**20:.1f}" for each in (told, ran)]
+        cells.append((row.name, *seconds, f"{row.off:+.1%}", *shares, *held))
+    table(columns, cells)
+    for one, other in permutations(rows, 2):
+        if one.median.makespan * 1.05 < other.median.makespan and one.simulated.makespan > other.simulated.makespan:
+            print(f"{other.name} was simulated to be shorter than {one.name}, and took longer.")
