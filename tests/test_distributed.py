@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -228,6 +229,32 @@ def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
     found, whole = step(own(program, place, params), batch), fpipe.build(program, model)(params, batch)
     norm, expected = fpipe.global_norm(found.grads, mesh=mesh), fpipe.global_norm(whole.grads)
     return [*differs(place, program, found, whole), *(["norm"] * (not torch.equal(norm, expected)))]
+
+
+def apart(rank: int, function: Any, *args: Any) -> Any:
+    """As on GPUs with NCCL, but for the carrier: a group each way, and messages that nobody looks at in the step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fpipe.runtimes.transfers.by_nccl", lambda group, device: True)
+        patch.setattr("fpipe.runtimes.ways._two", gloo_of_two)
+        return function(rank, *args)
+
+
+def gloo_of_two(store: Any, rank: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe"])
+def test_a_group_for_each_way_gives_the_same_bits(pair: Processes, name: str):
+    assert pair.each(apart, scheduled, name) == [[], []]
+
+
+def test_what_an_op_raises_is_told_at_the_end_of_a_step_that_looks_at_no_message(trio: Processes):
+    for rank, told in enumerate(trio.each(apart, one_in_trouble, 1, raising, None)):
+        assert told[2] == "worked"
+        if rank == 1:
+            assert told[0] == "MemoryError: out of memory"
+        else:
+            assert told[0].startswith("RankError: rank 1 failed in 1F3: stage 1 (stage), microbatch 3")
 
 
 def without_pp(rank: int) -> str:

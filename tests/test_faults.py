@@ -159,11 +159,13 @@ def test_ctrl_c_on_one_rank_ends_all(trio: Processes, who: int):
     for rank, ((said, soon), after) in enumerate(trio.each(interrupted, who, ())):
         assert soon
         assert after[0] == "worked"
-        assert said.startswith("KeyboardInterrupt" if rank == who else f"RankError: rank {who} failed in {who}F3: ")
+        assert said.startswith(
+            "KeyboardInterrupt" if rank == who else f"RankError: rank {who} failed in SEND(y[{who},3]>"
+        )
 
 
 def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
-    """As a terminal sends it; who waits in C hears of it from the others."""
+    """As a terminal sends it; who waits in C hears of it from the others. Cut off in a SEND, one would send twice."""
     pids = tuple(trio.all[rank].pid for rank in (0, 2, 1))  # itself last
     for (said, soon), after in trio.each(interrupted, 1, pids):
         assert soon
@@ -173,28 +175,27 @@ def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
 
 def never(rank: int, how: str) -> Any:
     three_stages()  # what is traced already takes no time of the others
+    started = time.perf_counter()
     if rank == 1 and how == "building":
         return None
-    program, _, step, params = three_stages(timeout=1.5)
-    if rank == 1:
-        return None
-    started = time.perf_counter()
-    return *caught(lambda: step(own(program, rank, params), rows())), time.perf_counter() - started
+    try:
+        program, _, step, params = three_stages(timeout=2)
+        started = time.perf_counter()
+        return None if rank == 1 else step(own(program, rank, params), rows())
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - started
 
 
 def test_a_rank_that_never_comes_is_named():
     three = Processes(3)
     try:
-        for rank, told in enumerate(three.each(never, "step")):
-            if rank != 1:
-                assert told[0].startswith("LostRank: rank 1 did not send what its 1")
-                assert told[2] < 1.5 + 2
-        started = time.perf_counter()
-        three.start(never, "building")
-        for rank, said in enumerate(three.results()):
-            if rank != 1:
-                assert str(said) == "rank 1 did not come to building the step in 1.5 s"
-        assert time.perf_counter() - started < 1.5 + 2
+        for how in ("step", "building"):
+            first, second, third = three.each(never, how)
+            assert second is None
+            for said, took in (first, third):
+                assert said.startswith("LostRank: rank 1 did not ")
+                assert took < 2 + 2
+        assert first[0] == third[0] == "LostRank: rank 1 did not come to building the step in 2 s"
     finally:
         three.close()
 

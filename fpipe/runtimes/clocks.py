@@ -17,11 +17,11 @@ from fpipe.runtimes.recorder import Held, Notes, Recorder
 _PINGS = 10
 
 
-def ahead_of_rank_0(group: ProcessGroup, rank: int) -> float:
+def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> float:
     """Seconds that this process's clock is ahead of rank 0's; all ranks call it. The answer that took least time is
     taken to have been on its way as long as the question."""
     carrier: Any = group
-    word = torch.zeros((), dtype=torch.float64)
+    word = torch.zeros((), dtype=torch.float64, device=device)
     found = 0.0
     for other in range(1, group.size()):
         best = float("inf")

@@ -35,8 +35,9 @@ from fpipe.runtimes.message import Layout
 from fpipe.runtimes.part import Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.rank_error import LostRank, RankError
+from fpipe.runtimes.rendezvous import check_transfers, messages
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.transfers import Transfers, messages
+from fpipe.runtimes.transfers import AHEAD, Transfers
 from fpipe.runtimes.walk import Step
 from fpipe.transforms.communicate import with_transfers
 
@@ -60,16 +61,22 @@ def distributed(
     group, rank = _group_of(mesh, program.ranks)
     told = program if record else None
     program = with_transfers(_everywhere(program) if broadcast else program)
+    check_transfers(program, AHEAD)
     shapes: Given = tree.tree_map(_without_data, example)
-    signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
+    device = next(
+        (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
+        torch.get_default_device(),
+    )
+    signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
     lost, of_nets = list[LostRank](), [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
     meeting = Meeting(group, rank, timeout)
-    transfers = Transfers(messages(program), rank, group, timeout, meeting)
+    transfers = Transfers(messages(program), rank, group, meeting, device)
     numbers = count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
-            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), loss_scale, compile)
+            more = loss_scale, compile, device
+            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), *more)
         except Untraceable as error:
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
@@ -119,18 +126,19 @@ def distributed(
             raise LostRank(f"{lost[0]}; start all ranks again.")
         number = next(numbers)
         transfers.begin()
-        try:
-            return one_step(number, (params, batch, state), more, key)
-        except BaseException as error:
-            # What goes wrong is told to the others, in place of what they wait for.
-            said = _told(rank, error)
-            meeting.refuse(f"step {number}", said)
-            if record:
-                meeting.refuse(_end_of(number), said)
-            transfers.fail(said, broken=isinstance(error, LostRank))
-            if isinstance(error, LostRank):
-                lost.append(error)
-            raise
+        with transfers.ctrl_c:
+            try:
+                return one_step(number, (params, batch, state), more, key)
+            except BaseException as error:
+                # What goes wrong is told to the others, in place of what they wait for.
+                said = _told(rank, error)
+                meeting.refuse(f"step {number}", said)
+                if record:
+                    meeting.refuse(_end_of(number), said)
+                transfers.fail(said, broken=isinstance(error, LostRank))
+                if isinstance(error, LostRank):
+                    lost.append(error)
+                raise
 
     about = {"program": _digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
     meeting.agree("building the step", about | {"autocast or other settings": _digest(ambient())})
@@ -169,8 +177,9 @@ class OnRank(Prepared):
         self.rank, self.group, self.transfers, self.ahead = rank, group, transfers, None
         self.number = self.step = 0
         super().__init__(*args)
+        device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
-        self.layouts = {value: Layout(self.trees[value].leaves) for value in sent}
+        self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
         self.part = of_rank(self.instructions, self.model, rank, *both)
         self.prepare = [one for one in self.prepare if one[2] in self.part.at]
@@ -211,7 +220,8 @@ class OnRank(Prepared):
         self.transfers.end()
         if watch is not None and watch.notes is not None and self.recorder is not None:
             self.transfers.meeting.agree(_end_of(self.step), {})  # one that failed does not come to what follows
-            self.ahead = ahead_of_rank_0(self.group, self.rank) if self.ahead is None else self.ahead
+            if self.ahead is None:
+                self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
             put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():

@@ -37,17 +37,18 @@ class Meeting:
         timeout: seconds to wait for another rank; without it the group's own.
 
     Attributes:
+        seconds: how long a rank waits for another.
         board: what of the group's store is of this build alone.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, timeout: float | None) -> None:
         ranks, default = dist.get_process_group_ranks(group), _get_default_store()
         self._rank, self._ranks = rank, range(group.size())
-        self._seconds = _default_timeout(group) if timeout is None else timeout
+        self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells this group from one that was there before; other groups of a mesh have the same name.
         store = PrefixStore(f"fpipe/{group.group_name}/{ranks}", default)
         board = Board(store, _host(default, ranks))
-        built = board.ask(lambda: store.add(f"built/{rank}", 1), self._seconds)
+        built = board.ask(lambda: store.add(f"built/{rank}", 1), self.seconds)
         if built is None:
             raise LostRank(f"the store of the process group does not answer{board.host}")
         self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
@@ -65,7 +66,7 @@ class Meeting:
             RankError: a rank has said instead why it cannot go on.
             LostRank: a rank has not come in time.
         """
-        seconds = self._seconds + patience
+        seconds = self.seconds + patience
         said = self._gathered(where, {name: str(of) for name, of in about.items()}, seconds)
         missing = [rank for rank in self._ranks if rank not in said]
         refused = next((of for of in said.values() if isinstance(of, str)), None)

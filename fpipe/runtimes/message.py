@@ -37,6 +37,7 @@ class Layout:
 
     Args:
         leaves: what is known of each: a fact, or what is no tensor, which is the same on every rank and not sent.
+        device: where they are.
 
     Attributes:
         size: bytes of the message.
@@ -44,22 +45,29 @@ class Layout:
     Raises:
         ValueError: a leaf is on another device.
 
-    >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, torch.device("cpu")), 0, 12), None])
-    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], MARKS))[0].stride()
+    >>> cpu = torch.device("cpu")
+    >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, cpu), 0, 12), None], cpu)
+    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], word(MARKS, ""), layout.size))[0].stride()
     (0, 1)
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
         self._leaves, self._places, self.size = [*leaves], list[_Place | None](), HEADER
+        self._device = device
         for leaf in leaves:
+            if isinstance(leaf, Fact) and leaf.aval.device != device:
+                raise ValueError(
+                    f"{leaf.aval} is on {leaf.aval.device}, and what this rank is handed first on {device}; what ranks "
+                    "send each other is on one device of each."
+                )
             place = _placed(leaf.aval, self.size) if isinstance(leaf, Fact) else None
             self._places.append(place)
             self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
 
-    def pack(self, leaves: Sequence[Any], mark: int) -> Tensor:
-        """The message; the first byte of its header is the mark of the step."""
-        message = torch.empty(self.size, dtype=torch.uint8)
-        message[0] = mark
+    def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
+        """The message of so many bytes; its header begins with the mark of the step."""
+        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        message[:HEADER] = head
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:
                 _sent(message, place).copy_(leaf.as_strided(place.shape, place.stride))
@@ -90,8 +98,6 @@ def text_of(message: Tensor) -> str:
 
 
 def _placed(known: Aval, start: int) -> _Place:
-    if known.device.type != "cpu":
-        raise ValueError(f"{known} is on {known.device}; runtime='distributed' sends tensors on the CPU.")
     once = [dim for dim, (n, step) in enumerate(zip(known.shape, known.stride, strict=True)) if step or n < 2]
     shape, stride = tuple(known.shape[dim] for dim in once), tuple(known.stride[dim] for dim in once)
     end = start + torch.Size(shape).numel() * known.dtype.itemsize
@@ -108,5 +114,5 @@ def _received(message: Tensor, place: _Place) -> Tensor:
     known = place.known
     if place.dense:
         return message[place.start : place.end].view(known.dtype).as_strided(known.shape, known.stride)
-    memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype)
+    memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
     return memory.copy_(_sent(message, place)).as_strided(known.shape, known.stride)

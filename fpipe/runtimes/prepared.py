@@ -51,7 +51,9 @@ class Prepared:
         untraced: Untraced,
         loss_scale: float = 1.0,
         compile: bool = False,
+        home: torch.device | None = None,
     ) -> None:
+        self.home = home  # of what has no data
         check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
         self.untraced = untraced
@@ -73,7 +75,7 @@ class Prepared:
             else:
                 train = [False] * len(found)
             pairs = zip(found, train, strict=True)
-            trees[value] = AbstractTree(tuple(_fact(leaves[leaf.at], storages, one) for leaf, one in pairs), spec)
+            trees[value] = AbstractTree(tuple(_fact(leaves[leaf.at], storages, one, home) for leaf, one in pairs), spec)
         cut = {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
         constants = {Value("const", number): stage for number, stage in cut.items() if stage.constants()}
         for value, stage in constants.items():
@@ -139,7 +141,7 @@ class Prepared:
             notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
             self._execute(slots, Watch(notes, check_finite, see) if notes or check_finite or see else None)
             containers, found, untouched = self.results
-            whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
+            whole = tree.unflatten(containers, [_result(leaf, slots, self.home) for leaf in found])
         if untouched:
             assert state is not None
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
@@ -179,24 +181,24 @@ class Prepared:
         return containers, found, untouched
 
 
-def _fact(leaf: Any, storages: dict[int, int], trains: bool = False) -> Any:
+def _fact(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
     """What is known of a leaf that a step is handed, and whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_strided(leaf):
         raise Untraceable(f"it is handed a {layout_of(leaf)}")
     known = fact(leaf, storages)
-    device = torch.get_default_device() if leaf.is_meta else leaf.device  # an example without data
+    device = (home or torch.get_default_device()) if leaf.is_meta else leaf.device  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
 
 
-def _result(leaf: Any, slots: Sequence[Any]) -> Any:
+def _result(leaf: Any, slots: Sequence[Any], home: torch.device | None) -> Any:
     """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
     if isinstance(leaf, _Leaf):
         made = slots[leaf.slot][leaf.at]
         return made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
     return (
-        torch.zeros_like(leaf, device=torch.get_default_device() if leaf.is_meta else None)
+        torch.zeros_like(leaf, device=(home or torch.get_default_device()) if leaf.is_meta else None)
         if isinstance(leaf, Tensor)
         else leaf
     )

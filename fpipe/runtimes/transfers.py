@@ -9,50 +9,30 @@ values: so all of them end, with the reason, and what is under way stays in orde
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.program import Op, Program, Value
+from fpipe.program import Op, Value
+from fpipe.runtimes.ctrl_c import CtrlC
 from fpipe.runtimes.late import first_told, who_is_late
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
+from fpipe.runtimes.rendezvous import Message
+from fpipe.runtimes.ways import by_nccl, each_way
 
 Leaves = list[Any]
-_AHEAD = 2
-
-
-class Message(NamedTuple):
-    """A value that one rank sends another: its number among all, who wrote it, and which it is of those on its way."""
-
-    number: int
-    value: Value
-    cell: str
-    source: int
-    target: int
-    place: int
-
-
-def messages(program: Program) -> list[Message]:
-    """All messages of a step of a program with transfers, in its order. Each rank finds the same."""
-    ops = [part for op in program.ops for part in op.parts or (op,)]
-    cells = {value: op.cell for op in ops for value in op.writes}
-    targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
-    places: defaultdict[tuple[int, int], int] = defaultdict(int)
-    found: list[Message] = []
-    for op in ops:
-        for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
-            way = op.rank, targets[value]
-            found.append(Message(len(found), value, cells.get(read, op.cell), *way, places[way]))
-            places[way] += 1
-    return found
+AHEAD = 2
+_TICK = 0.0002
+_UNSENT = "did not send what its {} writes"
 
 
 class Transfers:
@@ -62,16 +42,28 @@ class Transfers:
         every: the messages of all ranks.
         rank: this rank's number in the group.
         group: whose `send` and `recv` carry them.
-        timeout: seconds to wait for one; without it the group's own.
         meeting: where ranks leave whom they wait for, and find who is to blame.
+        device: where the values are, on this rank.
+
+    Attributes:
+        ctrl_c: what a step runs under.
+        carried: where messages are: on the host, or with NCCL on the GPU. Nobody looks at those there before the step
+            is over: that would wait for the GPU. What one says in place of a value is passed on until then.
     """
 
     def __init__(
-        self, every: Sequence[Message], rank: int, group: ProcessGroup, timeout: float | None, meeting: Meeting
+        self, every: Sequence[Message], rank: int, group: ProcessGroup, meeting: Meeting, device: torch.device
     ) -> None:
-        self._group: Any = group
-        self._rank, self.meeting = rank, meeting
-        self._timeout = () if timeout is None else (timedelta(seconds=timeout),)
+        self._rank, self.meeting, self.device = rank, meeting, device
+        self._timeout = timedelta(seconds=meeting.seconds)
+        ways = {(one.source, one.target) for one in every}
+        self._apart = by_nccl(group, device)
+        self.carried = device if self._apart else torch.device("cpu")
+        self._ways: dict[tuple[int, int], tuple[Any, int]]
+        if self._apart:
+            self._ways = each_way(ways, rank, meeting.board.store, device, self._timeout)
+        else:
+            self._ways = {way: (group, way[1] if way[0] == rank else way[0]) for way in ways}
         self._by_value = {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
         self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
@@ -79,12 +71,13 @@ class Transfers:
             if one.target == rank:
                 self._incoming[one.source].append(one)
         self._room = {one.value: HEADER for one in every}
-        self._signatures = 0
+        self._signatures, self.ctrl_c = 0, CtrlC()
         self.begin()
 
     def begin(self) -> None:
         """Nothing of a step is sent or received."""
         self._over, self._mark = False, MARKS
+        self._landed: list[tuple[Message, Any]] = []
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[Value, tuple[Tensor, Any]] = {}
         self._sent: dict[Value, tuple[Tensor, Any]] = {}
@@ -105,13 +98,13 @@ class Transfers:
         """
         for one in self._outgoing:
             if not one.place:
-                self._send(one, word(MEETS, ""))
+                self._send(one, self._word(one, MEETS, ""))
         for source, row in self._incoming.items():
             self._post(source, 1)
             message = self._arrived(row[0])
-            kind = kind_of(message)
-            if kind != MEETS:
-                raise self._told(message, source)
+            self._settle()
+            if kind_of(message) != MEETS:
+                raise self._told(message, f"rank {source}")
         for value in self._sent:
             self._over_at(value)
 
@@ -119,14 +112,17 @@ class Transfers:
         """The ranks agree, and a step starts: by its mark, what is left of another one is told from it."""
         self.begin()
         self._mark = MARKS + (step + signature) % (256 - MARKS)
+        self._head = word(self._mark, "").to(self.carried)
 
     def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
         ways = [(self._by_value[value], layouts[value]) for value in op.writes]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
+            self.ctrl_c.heed()
             for (one, layout), leaves in zip(ways, made_of(*lists), strict=True):
-                self._send(one, layout.pack(leaves, self._mark))
+                size = self._room[one.value] if self._apart else layout.size
+                self._send(one, layout.pack(leaves, self._head, size).to(self.carried))
             return ()
 
         return send
@@ -140,6 +136,10 @@ class Transfers:
         """Wait until all that was sent has arrived."""
         for value in self._sent:
             self._over_at(value)
+        if self._apart:
+            self._settle()
+            if kind_of(self._head) != self._mark:
+                raise self._told(self._head, "another rank")
         self.begin()
         self._over = True
 
@@ -151,7 +151,7 @@ class Transfers:
         for one in self._outgoing:
             if one.value not in self._sent:
                 with suppress(RuntimeError):
-                    self._put(one, word(LOST if broken else FAILED, said))
+                    self._put(one, self._word(one, LOST if broken else FAILED, said))
         if broken:
             return
         with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
@@ -159,7 +159,7 @@ class Transfers:
                 self._post(source, len(row))
             for _, work in (*self._sent.values(), *self._arriving.values()):
                 if work is not None:
-                    work.wait(*self._timeout)
+                    work.wait(self._timeout)
         self.begin()
 
     def _send(self, one: Message, message: Tensor) -> None:
@@ -169,29 +169,54 @@ class Transfers:
             raise self._gone(one.target, error) from None
 
     def _put(self, one: Message, message: Tensor) -> None:
-        self._sent[one.value] = message, self._group.send([message], one.target, one.number)
+        group, peer = self._ways[one.source, one.target]
+        self._sent[one.value] = message, group.send([message], peer, one.number)
+
+    def _word(self, one: Message, kind: int, text: str) -> Tensor:
+        """What takes the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
+        said = word(kind, text)
+        if not self._apart:
+            return said
+        message = torch.zeros(self._room[one.value], dtype=torch.uint8)
+        message[: len(said)] = said
+        return message.to(self.carried)
 
     def _receive(self, one: Message) -> Tensor:
-        self._post(one.source, one.place + 1 + _AHEAD)
+        self.ctrl_c.heed()
+        self._post(one.source, one.place + 1 + AHEAD)
         message = self._arrived(one)
-        if kind_of(message) != self._mark:
-            raise self._told(message, one.source)
-        return message
+        if self._apart:
+            self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
+        elif kind_of(message) != self._mark:
+            raise self._told(message, f"rank {one.source}")
+        return message.to(self.device)
 
-    def _told(self, message: Tensor, source: int) -> RankError:
+    def _told(self, message: Tensor, who: str) -> RankError:
         """What a message says that came in place of what is waited for."""
         kind = kind_of(message)
         if kind in (FAILED, LOST):
             return (LostRank if kind == LOST else RankError)(text_of(message))
         return RankError(
-            f"rank {source} and rank {self._rank} are not in the same step: they were handed arguments of different "
+            f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
             "structures, shapes or dtypes. All ranks pass batches of the same sizes."
         )
 
     def _arrived(self, one: Message) -> Tensor:
         message, work = self._arriving.pop(one.value)
-        self._wait(work, one.source, f"did not send what its {one.cell} writes")
+        self._wait(work, one.source, _UNSENT.format(one.cell))
+        if self._apart:
+            self._landed.append((one, work))
         return message
+
+    def _settle(self) -> None:
+        """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
+        ends = time.monotonic() + self.meeting.seconds
+        for one, work in self._landed:
+            while not work.is_completed():
+                if time.monotonic() > ends:
+                    raise self._late(one.source, _UNSENT.format(one.cell))
+                time.sleep(_TICK)
+        self._landed.clear()
 
     def _over_at(self, value: Value) -> None:
         one, (message, work) = self._by_value[value], self._sent[value]
@@ -201,21 +226,22 @@ class Transfers:
     def _post(self, source: int, until: int) -> None:
         row = self._incoming[source]
         for one in row[self._posted[source] : until]:
-            message = torch.empty(self._room[one.value], dtype=torch.uint8)
+            message = torch.empty(self._room[one.value], dtype=torch.uint8, device=self.carried)
+            group, peer = self._ways[source, self._rank]
             try:
-                self._arriving[one.value] = message, self._group.recv([message], source, one.number)
+                self._arriving[one.value] = message, group.recv([message], peer, one.number)
             except RuntimeError as error:
                 raise self._gone(source, error) from None
             self._posted[source] += 1
 
     def _wait(self, work: Any, rank: int, what: str) -> None:
         try:
-            work.wait(*self._timeout)
+            work.wait() if self._apart else work.wait(self._timeout)
         except RuntimeError as error:
-            if "imed out" not in str(error):
-                raise self._gone(rank, error) from None
-            words = f"rank {rank} {what} in time"
-            raise LostRank(who_is_late(self.meeting.board, self._rank, rank, words)) from None
+            raise (self._late(rank, what) if "imed out" in str(error) else self._gone(rank, error)) from None
+
+    def _late(self, rank: int, what: str) -> LostRank:
+        return LostRank(who_is_late(self.meeting.board, self._rank, rank, f"rank {rank} {what} in time"))
 
     def _gone(self, rank: int, error: Exception) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""

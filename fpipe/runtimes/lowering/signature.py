@@ -30,9 +30,11 @@ class Signature(tuple[Any, ...]):
 
 
 class Signatures:
-    """The signatures of what one step is handed."""
+    """The signatures of what one step is handed. An example without data stands for tensors at `home`, by default on
+    the default device."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, home: torch.device | None = None) -> None:
+        self._home = home
         self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
         self._new, self._said = 0, False
         self._last: Any = None
@@ -43,7 +45,7 @@ class Signatures:
 
         Args:
             leaves, containers: of what a step is handed.
-            example: whether they only show what it will be: those without data stand for tensors on the default device.
+            example: whether they only show what it will be: those without data stand for tensors at home.
 
         Raises:
             TypeError: a leaf cannot be compared.
@@ -53,7 +55,8 @@ class Signatures:
         own = [leaf for stage in self._stages for leaf in stage.constants()]
         known = [*map(_known, leaves), *map(_known, own)]
         if example:
-            known = [*map(_at_home, known)]
+            home = self._home or torch.get_default_device()
+            known = [_at_home(one, home) for one in known]
         found = (ambient(), modes, containers, tree.odd_keys(containers), *known)
         if found != now:
             now = Signature(found)
@@ -102,8 +105,8 @@ def _known(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 
-def _at_home(known: Any) -> Any:
-    return (*known[:3], torch.get_default_device()) if len(known) == 4 and known[3].type == "meta" else known
+def _at_home(known: Any, home: torch.device) -> Any:
+    return (*known[:3], home) if len(known) == 4 and known[3].type == "meta" else known
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:
