@@ -150,7 +150,7 @@ def test_compare_writes_a_page_with_the_table_above_the_pictures(tmp_path: Path)
     assert "src=" not in table + pictures
 
 
-SMALL = ("--microbatches", "4", "--rounds", "2", "--width", "16", "--rows", "4")
+SMALL = ("--microbatches", "4", "--rounds", "2", "--width", "64", "--rows", "128")
 THREE = """
 import fpipe, torch
 
@@ -208,6 +208,7 @@ def test_bench_on_processes(tmp_path: Path):
         (code, printed, _), second = pair.each(as_of_torchrun, free_port(), typed)
         assert code == 0
         assert printed.splitlines()[1].startswith("zb_h1")
+        assert printed.split()[-4] == printed.split()[-3]  # told and held, messages too
         assert printed.splitlines()[-1] == f"wrote {page}"
         assert second == (0, "", "")
     finally:

@@ -126,7 +126,7 @@ def test_batch_norm_and_dropout(pair: Processes):
     assert pair.each(remembering) == [[], []]
 
 
-def flowing(rank: int, chain: str) -> list[str]:
+def skipping() -> tuple[fpipe.Model, Any]:
     """Skips, a tie, None, an int, a mask, an expanded activation, and a cotangent with strides of 0."""
 
     def first(p: Any, x: Tensor) -> dict[str, Any]:
@@ -148,6 +148,11 @@ def flowing(rank: int, chain: str) -> list[str]:
     )
     torch.manual_seed(3)
     params = ({"w": torch.randn(8, 8), "b": torch.randn(8)}, {"w": torch.randn(8, 8)}, {})
+    return model, params
+
+
+def flowing(rank: int, chain: str) -> list[str]:
+    model, params = skipping()
     table = fpipe.schedules.from_table(TABLES[chain])
     more = (fpipe.checkpoint("always"),) if chain == "recomputed" else ()
     return both(rank, chained(model, table, *more, microbatches=3), model, params, rows())
@@ -204,6 +209,33 @@ def test_all_ranks_get_one_timeline(pair: Processes):
     assert first[1:] == second[1:]
     assert first[1]
     assert all(peak > 0 for peak in first[2])
+
+
+HELD = {
+    "1F1B": (2, fpipe.schedules.one_f_one_b(2)),
+    "split backward": (2, fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
+    "ZB-H1": (2, fpipe.schedules.zb_h1(2)),
+    "ZB-V": (4, fpipe.schedules.zbv(2)),
+    "recomputed": (4, fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
+    "skips and copies": (3, fpipe.schedules.from_table(TABLES["in order"])),
+}
+
+
+def held(rank: int, name: str) -> list[Any]:
+    """The most bytes of each rank, told before the step and counted in it."""
+    stages, *transforms = HELD[name]
+    model, params = skipping() if stages == 3 else fpipe.from_sequential(blocks(), stages=stages, loss=MSE)[:2]
+    program = fpipe.chain(fpipe.split(3), *transforms, fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows(20)), record=True)
+    counted = [step(own(program, rank, params), rows(20)).timeline.peak for _ in range(2)]
+    told = fpipe.sizes(program, model, params, rows(20), runtime="distributed").peak
+    return [*counted, tuple(map(float, told))]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_each_process_holds_the_bytes_that_sizes_told(pair: Processes, name: str):
+    for first, second, told in pair.each(held, name):
+        assert first == second == told
 
 
 def profiled(rank: int) -> list[Any]:

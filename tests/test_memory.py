@@ -121,3 +121,10 @@ def test_what_is_offloaded_is_not_held():
 def test_offloaded_bytes_are_not_held():
     costs = fpipe.Costs(bytes=lambda value: 100 if value.name == "res" else 0)
     assert fpipe.simulate(offloaded(), costs).peak == (100,)
+
+
+def test_sizes_of_an_unknown_runtime_are_refused():
+    model = fpipe.from_functions([tanh_stage], loss)
+    params, batch = ({"w": torch.eye(4)},), (torch.ones(2, 1, 4), torch.ones(2, 1, 4))
+    with pytest.raises(ValueError, match="runtime 'gpu' is not known; there are 'local', 'threads' and 'distributed'"):
+        fpipe.sizes(fpipe.program(model), model, params, batch, runtime="gpu")  # pyright: ignore[reportArgumentType]

@@ -192,7 +192,7 @@ def _say(rows: Sequence[Row]) -> None:
         told, ran = row.simulated, row.median
         seconds = [f"{1e3 * each:.2f}" for each in (told.makespan, ran.makespan, row.least)]
         shares = [f"{each.bubble:.1%}" for each in (told, ran)]
-        held = [f"{max(each.peak) / 2**20:.1f}" for each in (told, ran)]
+        held = [f"{each / 2**20:.1f}" for each in (row.told, max(ran.peak))]
         cells.append((row.name, *seconds, f"{row.off:+.1%}", *shares, *held))
     table(columns, cells)
     for one, other in permutations(rows, 2):

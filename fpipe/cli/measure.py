@@ -18,6 +18,7 @@ from fpipe.models.from_sequential import from_sequential
 from fpipe.program import Program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.profile import profile
+from fpipe.runtimes.sizes import sizes
 from fpipe.schedules.named import parse
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
@@ -34,10 +35,11 @@ LAYERS, REPEATS = 8, 5
 
 @dataclass(frozen=True)
 class Row:
-    """A program: its simulated timeline, and those of the rounds."""
+    """A program: its simulated timeline, the most bytes that a rank was told to hold, and those of the rounds."""
 
     name: str
     simulated: Timeline
+    told: int
     runs: Sequence[Timeline]
 
     @property
@@ -101,7 +103,12 @@ def measure(
                 runs[name].append(timeline)
             done += 1
             progress(done, every)
-    return [Row(name, simulate(programs[name], costs[stages_of(name, ranks)]), runs[name]) for name in names]
+    rows: list[Row] = []
+    for name, program in programs.items():
+        model, params, batch, state = models[name]
+        told = max(sizes(program, model, params, batch, state=state, runtime=runtime).peak)
+        rows.append(Row(name, simulate(program, costs[program.stages]), told, runs[name]))
+    return rows
 
 
 def scheduled(model: Model, name: str, ranks: int, microbatches: int) -> Program:

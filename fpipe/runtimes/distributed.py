@@ -182,6 +182,8 @@ class OnRank(Prepared):
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
         self.part = of_rank(self.instructions, self.model, rank, *both)
+        of_part = zip(self.part.rows, self.part.instructions, strict=True)
+        self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
         self.prepare = [one for one in self.prepare if one[2] in self.part.at]
         self.results = self._here(*self.results)
         about: list[Any] = [(str(value), layout.size) for value, layout in self.layouts.items()]
@@ -217,6 +219,9 @@ class OnRank(Prepared):
         own = [slots[slot] for slot in self.part.begins]
         self.transfers.start(self.step, self.number)
         self.part.run(own, watch)
+        if watch is not None and watch.notes is not None:
+            for row in self._sends:
+                watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
         self.transfers.end()
         if watch is not None and watch.notes is not None and self.recorder is not None:
             self.transfers.meeting.agree(_end_of(self.step), {})  # one that failed does not come to what follows

@@ -64,6 +64,11 @@ class Layout:
             self._places.append(place)
             self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
 
+    def copied(self, leaf: Fact) -> int:
+        """The bytes that a leaf needs beside the message, if it cannot lie in that as it is."""
+        place = _placed(leaf.aval, HEADER)
+        return 0 if place.dense else _extent(place) * leaf.aval.dtype.itemsize
+
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
         """The message of so many bytes; its header begins with the mark of the step."""
         message = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -116,3 +121,9 @@ def _received(message: Tensor, place: _Place) -> Tensor:
         return message[place.start : place.end].view(known.dtype).as_strided(known.shape, known.stride)
     memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
     return memory.copy_(_sent(message, place)).as_strided(known.shape, known.stride)
+
+
+def _extent(place: _Place) -> int:
+    """How many elements lie between the first and the last of a tensor, with both."""
+    last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+    return 1 + last if all(place.shape) else 0

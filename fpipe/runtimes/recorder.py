@@ -55,6 +55,10 @@ class Notes:
         for device in self.devices:  # an op is over when its work is
             torch.accelerator.synchronize(device)
         self.times[2 * row : 2 * row + 2] = started, time.perf_counter()
+        self.see(row, written)
+
+    def see(self, row: int, written: Iterable[Iterable[Any]]) -> None:
+        """What a row wrote, where that is counted."""
         if self.given is not None:
             self.seen[row] = [*map(storages, written)]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.match import check_match
+from fpipe.runtimes.message import Layout
 from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.recorder import Storages
 from fpipe.timing.memory import Account
@@ -59,7 +60,13 @@ class Sizes:
 
 
 def sizes(
-    program: Program, model: Model, params: Sequence[Any], batch: tuple[Any, Any], *, state: Sequence[Any] | None = None
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    *,
+    state: Sequence[Any] | None = None,
+    runtime: Literal["local", "threads", "distributed"] = "local",
 ) -> Sizes:
     """What a step would hold, from shapes alone: nothing is computed.
 
@@ -67,12 +74,16 @@ def sizes(
         program: what to do, in which order.
         model: the stages it is about.
         params, batch, state: as a step takes them; tensors may be on the meta device.
+        runtime: in one process ("local", "threads") a copy on another rank is the memory of its value. In processes
+            ("distributed") peaks count messages: one that is sent, beside its value, until the op that receives it, and
+            one that is received for as long as a value lies in it.
 
     Returns:
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
 
     Raises:
-        ValueError: a stage that cannot be traced, with the reason; a program that is not one of this model.
+        ValueError: a stage that cannot be traced, with the reason; a program that is not one of this model; a runtime
+            that is not known.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
@@ -83,6 +94,8 @@ def sizes(
     >>> found.bytes[fpipe.Value("y", 0, 0)]  # 256 rows, 256 wide, 4 bytes each
     262144
     """
+    if runtime not in ("local", "threads", "distributed"):
+        raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     check_match(program, model)
     try:
         lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced())
@@ -95,16 +108,52 @@ def sizes(
     own = {value: _storages(abstract.leaves, lowered.given, largest) for value, abstract in trees.items()}
     account = Account(program.ranks)
     where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
+    travelled = _Travelled() if runtime == "distributed" else None
     for instruction in lowered.instructions:
         written = {value: own[value] for value in instruction.written}
-        account.note(instruction.ops[0].rank, written.items(), instruction.dead)
         where.update(written)
+        if travelled:
+            known = {value: trees[value].leaves for value in written}
+            written = {
+                value: travelled.storages(instruction.ops[0], leaves, own[value]) for value, leaves in known.items()
+            }
+        account.note(instruction.ops[0].rank, written.items(), instruction.dead)
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
     wire.update((value, sum(map(_travelling, abstract.leaves))) for value, abstract in trees.items())
     sent = (op for op in program.ops if op.kind == "SEND" and op.how)
     wire.update((op.writes[0], _cast(op, trees[op.reads[0]].leaves)) for op in sent)
     return Sizes(known, tuple(account.peak), where, wire)
+
+
+class _Travelled:
+    """What lies in messages that a process has received, or in copies of what it cannot leave in them."""
+
+    def __init__(self) -> None:
+        self.received: dict[tuple[int, Hashable], tuple[Hashable, int]] = {}
+
+    def storages(self, op: Op, leaves: Sequence[Any], own: Storages) -> Storages:
+        """The storages on its rank of a value that an op writes."""
+        if op.kind == "SEND":
+            return {op.writes: _layout(leaves).size}
+        facts = [leaf for leaf in leaves if isinstance(leaf, Fact)]
+        if op.kind == "RECV":
+            layout = _layout(leaves)
+            for leaf in facts:
+                copied = layout.copied(leaf)
+                place = (op.writes, leaf.storage) if copied else op.writes
+                self.received[op.rank, leaf.storage] = place, copied or layout.size
+        here = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]
+        kept = {storage: size for storage, size in own.items() if (op.rank, storage) not in self.received}
+        return kept | dict(here)
+
+
+def _layout(leaves: Sequence[Any]) -> Layout:
+    """How a value travels, from whatever device it is on."""
+    return Layout(leaves, next((leaf.aval.device for leaf in leaves if isinstance(leaf, Fact)), _HOST))
+
+
+_HOST = torch.device("cpu")
 
 
 def _storages(leaves: Iterable[Any], given: Collection[int], largest: Storages) -> Storages:

@@ -132,6 +132,10 @@ class Transfers:
         ways = [(self._by_value[value], layouts[value]) for value in op.reads]
         return lambda: [layout.unpack(self._receive(one)) for one, layout in ways]
 
+    def sent(self, value: Value) -> Tensor:
+        """The message of a value that this step has sent."""
+        return self._sent[value][0]
+
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
         for value in self._sent:
