@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpipe
 from fpipe.tree import leaves, tree_map
+from tests.processes import Processes
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
 on_each = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -85,3 +90,63 @@ def test_random_numbers_are_refused(device: str):
 
 def drawn(device: str) -> tuple[dict[str, Tensor], Tensor]:
     return {"w": torch.randn(4, 4, device=device)}, torch.randn(3, 4, device=device)
+
+
+def on_gpus(rank: int, backend: str, how: str) -> list[bool]:
+    """A step of two ranks, each on a GPU of its own if there are two, beside the reference on this rank's."""
+    if backend == "nccl":
+        dist.destroy_process_group()
+        file = f"file://{how}"
+        dist.init_process_group(backend, init_method=file, rank=rank, world_size=2)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    model, params, batch = trained(str(device))
+    program = PIPELINE(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch), broadcast=True, timeout=30)
+    mine = fpipe.local_params(program, params, rank)
+    expected = fpipe.reference(model, params, batch, microbatches=3)
+    found = [step(mine, batch) for _ in range(2)][1]
+    grads = fpipe.local_params(program, expected.grads, rank)
+    right = same(replace(found, grads=()), replace(expected, grads=())), same_leaves(found.grads, grads)
+    try:
+        step(mine if rank else ({}, {}), batch)
+    except (RuntimeError, ValueError) as error:
+        return [*right, rank == 0 or "rank 0 failed" in str(error), same_leaves(step(mine, batch).grads, grads)]
+    return [False]
+
+
+def same_leaves(one: tuple, other: tuple) -> bool:
+    """Of what is this rank's; the rest is None."""
+    pairs = [(a, b) for a, b in zip(leaves(one), leaves(other), strict=True) if a is not None]
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_gloo_carries_tensors_of_a_gpu_through_the_host():
+    pair = Processes(2)
+    try:
+        assert pair.each(on_gpus, "gloo", "") == [[True] * 4] * 2
+    finally:
+        pair.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+def test_nccl_carries_tensors_between_two_gpus(tmp_path: Path):
+    pair = Processes(2)
+    try:
+        assert pair.each(on_gpus, "nccl", str(tmp_path / "group")) == [[True] * 4] * 2
+    finally:
+        pair.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_whole_step_as_one_cuda_graph_has_the_same_bits():
+    model, params, batch = trained("cuda")
+    step = fpipe.build(PIPELINE(fpipe.program(model)), model)
+    expected, _ = step(params, batch), step(params, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(params, batch)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(found, expected)

@@ -39,7 +39,7 @@ def build(
         runtime: "local" runs the program in this process, one op after the other; "threads" in a thread for each rank,
             each with as many intra-op threads as the caller has, so `torch.set_num_threads(cores // ranks)` is a good
             number, and stages that run under autograd, without a trace, take turns; "distributed" one rank in this
-            process, and the others in those of a gloo group of torch.distributed, with tensors on the CPU.
+            process, and the others in those of a gloo or NCCL group of torch.distributed.
         compile: let torch's inductor make machine code of each stage's F, R, B, I and W: gradients are the same to
             rounding, and no longer the same bits. Equal stages are compiled once, and what was compiled is kept in
             inductor's cache on disk. A line on stderr says how long it took. Needs a C++ compiler on the CPU.
