@@ -1,6 +1,7 @@
 """Train a byte-level GPT on several processes, one a rank of the pipeline: save, resume, and compare with one process.
 
 torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --check
+torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --check --replicas 2
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="how many steps the whole training has (%(default)s)")
     parser.add_argument("--stop", type=int, help="stop after this one of them")
+    parser.add_argument("--blocks", type=int, default=Sizes.blocks, help="how deep the GPT is (%(default)s)")
     parser.add_argument("--schedule", default="one_f_one_b", help="a schedule by name (%(default)s)")
     parser.add_argument("--stages-per-rank", type=int, default=1, help="2 for zbv, interleaved and the like")
+    parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train on rows of their own")
     parser.add_argument("--save", type=Path, help="a folder to save to after the last step")
-    parser.add_argument("--resume", type=Path, help="a folder to go on from, saved by any number of ranks")
+    parser.add_argument("--resume", type=Path, help="a folder to go on from, saved by any number of either")
     parser.add_argument("--check", action="store_true", help="rank 0 trains in one process too, to compare")
     return parser.parse_args(typed)
 
@@ -79,24 +82,24 @@ def main() -> None:
 
 def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
     """What one rank does. Returns how many steps it took, and at how many the loss was that of one process."""
-    rank, ranks, stop = dist.get_rank(), dist.get_world_size(), said.stop or said.steps
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+    replicas, ranks, stop = said.replicas, dist.get_world_size() // said.replicas, said.stop or said.steps
+    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+    replica, rank, shows = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), dist.get_rank() == 0
     torch.manual_seed(0)  # each process makes the whole net, and trains what is its own
-    sizes = Sizes(steps=said.steps)
+    sizes = Sizes(steps=said.steps, blocks=said.blocks)
     model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
     schedule = fpipe.schedules.get(said.schedule)(ranks)
-    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge())(fpipe.program(model))
-    data = batches(sizes)
-    first = next(batches(sizes))
-    step = fpipe.build(
-        program, model, runtime="distributed", mesh=mesh, example=(params, first), timeout=120, broadcast=True
-    )
+    program = pipeline(model, MICROBATCHES // replicas, schedule)
+    if replicas > 1:
+        program = fpipe.data_parallel("dp")(program)
+    example = params, rows_of(next(batches(sizes)), replica, replicas)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, timeout=120, broadcast=True)
     trainer = Trainer(step, fpipe.local_params(program, params, rank), mesh)
     alone = None
-    if said.check and rank == 0:
+    if said.check and shows:
         torch.manual_seed(0)
         same, whole, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
-        alone = Trainer(fpipe.build(program, same), whole)
+        alone = Trainer(fpipe.build(pipeline(same, MICROBATCHES, schedule), same), whole)
 
     done = 0
     if said.resume is not None:
@@ -106,21 +109,35 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
         done = int(counted)
 
     equal = 0
-    with Progress(console=console, transient=True, disable=rank > 0 or not console.is_terminal) as progress:
+    near = 0.0 if replicas == 1 else 1e-4  # replicas add up in another order
+    with Progress(console=console, transient=True, disable=not (shows and console.is_terminal)) as progress:
         bar = progress.add_task("training", total=stop, completed=done)
-        for number, batch in numbered(data, done, stop):
-            loss = trainer(number, said.steps, batch)
-            equal += alone is not None and loss == alone(number, said.steps, batch)
+        for number, batch in numbered(batches(sizes), done, stop):
+            loss = trainer(number, said.steps, rows_of(batch, replica, replicas))
+            equal += alone is not None and abs(loss - alone(number, said.steps, batch)) <= near * loss
             progress.advance(bar)
-            if rank == 0 and (number == 1 or number % max(1, said.steps // 6) == 0):
+            if shows and (number == 1 or number % max(1, said.steps // 6) == 0):
                 console.print(f"step {number:>4}   loss {loss:.6f}")
-    if said.save is not None:
-        dcp.save(trainer.state() | {"steps": torch.tensor(stop)}, checkpoint_id=said.save)
+    if said.save is not None and replica == 0:  # all replicas have the same
+        whole = trainer.state() | {"steps": torch.tensor(stop)}
+        dcp.save(whole, checkpoint_id=said.save, process_group=mesh.get_group("pp"))
     if alone is not None:
+        same = "bitwise equal" if replicas == 1 else "equal to rounding"
         console.print(
-            f"The losses of {ranks} processes and of one are bitwise equal at {equal} of {stop - done} steps."
+            f"The losses of {replicas * ranks} processes and of one are {same} at {equal} of {stop - done} steps."
         )
     return stop - done, equal
+
+
+def pipeline(model: fpipe.Model, microbatches: int, schedule: Any) -> fpipe.Program:
+    """The program of one replica."""
+    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge())(fpipe.program(model))
+
+
+def rows_of(batch: Batch, replica: int, replicas: int) -> Batch:
+    """A replica's rows: equally many, as a DistributedSampler gives them."""
+    inputs, target = batch
+    return inputs[replica::replicas].contiguous(), target[replica::replicas].contiguous()
 
 
 def numbered(data: Iterator[Batch], done: int, stop: int) -> Iterator[tuple[int, Batch]]:

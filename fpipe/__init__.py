@@ -22,6 +22,7 @@ from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate
+from fpipe.transforms.data_parallel import data_parallel
 from fpipe.transforms.forward_only import forward_only
 from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
@@ -145,6 +146,7 @@ __all__ = [
     "compare",
     "compare_grads",
     "custom_stage",
+    "data_parallel",
     "deferred_batch_norm",
     "fold_in",
     "forward_only",

@@ -171,6 +171,8 @@ def _odd(op: Op, whole: Op) -> str | None:
             return f"does not read {'a value and write it' if op.kind == 'SEND' else 'what is'} in flight"
         if op.kind == "SEND" and after.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
             return "sends to its own rank"
+    if op.kind == "REDUCE" and not (len(op.reads) == len(op.writes) == 1 and dict(op.how).get("axis")):
+        return "does not read one value and write its sum over {axis='...'}"
     if op.kind in ("OFFLOAD", "LOAD"):
         if len(op.reads) != 1 or len(op.writes) != 1 or op.reads[0][:5] != op.writes[0][:5]:
             return "does not move one value"

@@ -24,6 +24,7 @@ The names that the front doors use for values (any lower-case word is a value na
     res wres                            residuals: what B or I reads, and what I leaves for W
     dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
+    all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
     grads outputs                       result names, besides loss, count and state
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
@@ -183,9 +184,8 @@ KINDS: dict[str, Kind] = {
     "SPLIT": Kind("before"),
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
-    **dict.fromkeys(("ADD", "SCALE", "MERGE", "REDUCE", "U", "FREE"), Kind("after")),
-    "SEND": Kind("after", lane="copy"),
-    "OFFLOAD": Kind("after", lane="copy"),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE"), Kind("after")),
+    **dict.fromkeys(("SEND", "OFFLOAD", "REDUCE"), Kind("after", lane="copy")),
 }
 
 

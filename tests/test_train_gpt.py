@@ -61,3 +61,12 @@ def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Pat
     assert expected.keys() == found.keys()
     assert len(found) > 3 * 50
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_replicas_train_as_one_process_does_and_go_on_with_another_number_of_them(tmp_path: Path):
+    half, small = str(tmp_path / "half"), ["--steps", "4", "--blocks", "1", "--check"]
+    first = [*small, "--replicas", "2", "--stop", "2", "--save", half]
+    ran = on(4, first, [*small, "--replicas", "4", "--resume", half])
+    assert ran == [[(2, 2), (2, 0), (2, 0), (2, 0)]] * 2  # the first process compares
+    assert len(saved(tmp_path / "half")) > 3 * 12

@@ -54,9 +54,10 @@ def build(
         loss_scale: what the cotangent of the loss is multiplied by, so that small gradients do not vanish in float16.
             The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does. The loss
             itself stays as it is.
-        mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank; without it
-            torch.distributed's default group. Each process passes and gets only what is its own (`local_params`), and
-            None for other ranks' stages; all pass the batch, or None for the side of it that is at home elsewhere.
+        mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank, and that of
+            `data_parallel` one for each replica; without it torch.distributed's default group. Each process passes and
+            gets only what is its own (`local_params`), and None for other ranks' stages; all of a replica pass its
+            batch, or None for the side of it that is at home elsewhere.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
         broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
 

@@ -30,8 +30,9 @@ Leaves = list[Any]
 @dataclass
 class StepContext:
     """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
-    the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, and the
-    rows of each microbatch where the batch is cut already."""
+    the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, the rows of
+    each microbatch where the batch is cut already, and how many data-parallel replicas there are, of which this is one:
+    its microbatches are numbered from `first` among those of all."""
 
     model: Model
     rows: int
@@ -40,6 +41,17 @@ class StepContext:
     loss_scale: float = 1.0
     sizes: tuple[int, ...] = ()
     key: int | None = None
+    replicas: int = 1
+    first: int = 0
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of the batches of all replicas, which have equally many."""
+        return self.rows * self.replicas
+
+    def number(self, op: Op) -> int:
+        """The number of an op's microbatch among those of all replicas."""
+        return self.first + (op.microbatch or 0)
 
 
 Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]
@@ -98,8 +110,8 @@ class _Given:
         ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
-        said = {"microbatch": op.microbatch, "carry": self.carry}
-        self.seed = None if context.key is None else seed_of(context.key, number, op.microbatch or 0, op.slice)
+        said = {"microbatch": context.number(op), "carry": self.carry}
+        self.seed = None if context.key is None else seed_of(context.key, number, context.number(op), op.slice)
         said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
         self.said = {word: said[word] for word in self.stage.asks}
         self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]

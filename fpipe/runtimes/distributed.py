@@ -36,6 +36,7 @@ from fpipe.runtimes.part import Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
 from fpipe.runtimes.rank_error import LostRank, RankError
 from fpipe.runtimes.rendezvous import check_transfers, messages
+from fpipe.runtimes.replicas import Replicas, Sums, reduced_last, replicas_of
 from fpipe.runtimes.result import Result
 from fpipe.runtimes.transfers import AHEAD, Transfers
 from fpipe.runtimes.walk import Step
@@ -60,7 +61,7 @@ def distributed(
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike."""
     group, rank = _group_of(mesh, program.ranks)
     told = program if record else None
-    program = with_transfers(_everywhere(program) if broadcast else program)
+    program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
     check_transfers(program, AHEAD)
     shapes: Given = tree.tree_map(_without_data, example)
     device = next(
@@ -69,14 +70,16 @@ def distributed(
     )
     signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
     lost, of_nets = list[LostRank](), [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
-    meeting = Meeting(group, rank, timeout)
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout)
+    replicas = replicas_of(program, mesh, group, timeout, device)
+    everyone = meeting if replicas is None else replicas.meeting
     transfers = Transfers(messages(program), rank, group, meeting, device)
     numbers = count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
             more = loss_scale, compile, device
-            return OnRank(rank, group, transfers, program, model, *given, key, Untraced(), *more)
+            return OnRank(rank, group, transfers, replicas, program, model, *given, key, Untraced(), *more)
         except Untraceable as error:
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
@@ -111,6 +114,8 @@ def distributed(
             made = made or prepared(given, key)
             transfers.meet()
             known[signature] = agreed(f"step {number}", made, key)
+        if number == 1 and replicas is not None:
+            everyone.agree("step 1", {"key": key})
         made.step = number
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
@@ -126,27 +131,43 @@ def distributed(
             raise LostRank(f"{lost[0]}; start all ranks again.")
         number = next(numbers)
         transfers.begin()
+        if replicas is not None:
+            replicas.begin(sums)
         with transfers.ctrl_c:
             try:
                 return one_step(number, (params, batch, state), more, key)
             except BaseException as error:
                 # What goes wrong is told to the others, in place of what they wait for.
-                said = _told(rank, error)
-                meeting.refuse(f"step {number}", said)
+                said, broken = _told(rank, error), isinstance(error, LostRank)
+                if replicas is not None:
+                    said = replicas.first_told(said) if broken else replicas.named(said)
+                for each in {meeting, everyone}:
+                    each.refuse(f"step {number}", said)
                 if record:
                     meeting.refuse(_end_of(number), said)
-                transfers.fail(said, broken=isinstance(error, LostRank))
-                if isinstance(error, LostRank):
-                    lost.append(error)
+                if replicas is not None:
+                    replicas.owe()  # others of this replica may wait for those of another, which wait for these
+                transfers.fail(said, broken)
+                if replicas is not None:
+                    replicas.fail(said, broken)
+                if broken:
+                    lost.append(LostRank(said))
+                    raise lost[0] from None
                 raise
 
     about = {"program": _digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
-    meeting.agree("building the step", about | {"autocast or other settings": _digest(ambient())})
+    about |= {"autocast or other settings": _digest(ambient())}
+    about |= {"parameters": _digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
+    everyone.agree("building the step", about)
     try:
         first = agreed(_TRACED, prepared(shapes, None), None)
+        if replicas is not None:
+            everyone.agree(_TRACED, {}, patience=_COMPILING * compile)
     except Exception as error:
-        meeting.refuse(_TRACED, _told(rank, error))
+        for each in {meeting, everyone}:
+            each.refuse(_TRACED, _told(rank, error))
         raise
+    sums = first.sums
     known[signatures.of(*tree.flatten(shapes), example=True)] = first
     return step
 
@@ -173,13 +194,18 @@ _MOST = 128
 class OnRank(Prepared):
     """A program lowered for one signature, of which this process runs one rank."""
 
-    def __init__(self, rank: int, group: ProcessGroup, transfers: Transfers, *args: Any) -> None:
-        self.rank, self.group, self.transfers, self.ahead = rank, group, transfers, None
+    def __init__(
+        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any
+    ) -> None:
+        self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
-        super().__init__(*args)
+        super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
+        self.sums = Sums({}, 0)
+        if replicas is not None:
+            self.instructions, self.sums = replicas.starting(self.instructions, self.trees, self.weighed_rows)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
         self.part = of_rank(self.instructions, self.model, rank, *both)
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
@@ -218,11 +244,15 @@ class OnRank(Prepared):
         """This rank's instructions."""
         own = [slots[slot] for slot in self.part.begins]
         self.transfers.start(self.step, self.number)
+        if self.replicas is not None:
+            self.replicas.begin(self.sums, at_once=watch is not None and watch.check_finite)
         self.part.run(own, watch)
         if watch is not None and watch.notes is not None:
             for row in self._sends:
                 watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
         self.transfers.end()
+        if self.replicas is not None:
+            self.replicas.end()
         if watch is not None and watch.notes is not None and self.recorder is not None:
             self.transfers.meeting.agree(_end_of(self.step), {})  # one that failed does not come to what follows
             if self.ahead is None:
@@ -278,6 +308,10 @@ def _group_of(mesh: DeviceMesh | None, ranks: int) -> tuple[ProcessGroup, int]:
 
 def _digest(what: object) -> str:
     return hashlib.sha256(str(what).encode()).hexdigest()[:16]
+
+
+def _tensors(found: Any) -> list[tuple[str, Tensor]]:
+    return [(name, leaf) for name, leaf in tree.paths(found) if isinstance(leaf, Tensor)]
 
 
 def _without_data(leaf: Any) -> Any:

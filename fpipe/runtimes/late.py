@@ -48,7 +48,7 @@ class Board:
         return found[0] if found else None
 
 
-def who_is_late(board: Board, rank: int, other: int, words: str) -> str:
+def who_is_late(board: Board, rank: int, other: int, words: str, patience: float = _PATIENCE) -> str:
     """What is said of the rank at the end of the chain of those that wait.
 
     Args:
@@ -56,12 +56,13 @@ def who_is_late(board: Board, rank: int, other: int, words: str) -> str:
         rank: this one.
         other: the one it waited for.
         words: what to say of that.
+        patience: seconds to wait for what those say that are waited for.
     """
 
     def follow() -> str:
         store = board.store
         store.set(_waiting(rank), f"{other} {words}")
-        last, seen, told, ends = other, {rank}, words, time.monotonic() + _PATIENCE
+        last, seen, told, ends = other, {rank}, words, time.monotonic() + patience
         while last not in seen and time.monotonic() < ends:
             if not store.check([_waiting(last)]):
                 time.sleep(_TICK)
@@ -71,7 +72,12 @@ def who_is_late(board: Board, rank: int, other: int, words: str) -> str:
             last = int(following)
         return store.compare_set(_LOST, "", told).decode()
 
-    return board.ask(follow, _PATIENCE + 0.2) or words + board.host
+    return board.ask(follow, patience + 0.2) or words + board.host
+
+
+def who_is_gone(board: Board, rank: int, other: int, words: str) -> str:
+    """The same where a connection is closed: the other one may have left since it waited for a third in vain."""
+    return who_is_late(board, rank, other, words, _PATIENCE / 4)
 
 
 def first_told(board: Board, words: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.graph import is_strided
 from fpipe.graphs.keys import seeded
 from fpipe.graphs.outputs import copied
 from fpipe.graphs.pure import pure
@@ -55,7 +56,7 @@ def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[A
             dim, who = how.get("dim", 1), value.name
             part, share = cut_sequence(part, op.slice or 0, how["slices"], dim, along, row_spec=spec, what=who)
         made["x" if value.name == "inputs" else "t"] = part
-        made["w"] = size / context.rows * share
+        made["w"] = size / context.all_rows * share
     return [made[value.name] for value in op.writes]
 
 
@@ -99,6 +100,18 @@ def _or_one(count: Any) -> Any:
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
+def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """REDUCE in one process: of one replica itself, in memory of its own and contiguous, as it comes from several. A
+    count is a tensor then: what others add to it nobody knows before."""
+    return [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
+
+
+def _summand(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone(memory_format=torch.contiguous_format) if is_strided(leaf) else leaf
+    return None if leaf is None else torch.tensor(leaf)
+
+
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs."""
     how = dict(op.how)
@@ -111,17 +124,18 @@ def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     wanted = {value.name for value in op.writes}
     if "count" in named:
         made["count"] = sum(named["count"][1:], named["count"][0])
-    if "loss" in wanted:
+    if not wanted.isdisjoint({"loss", "total"}):
         losses = named["loss" if "loss" in named else "total"]
         losses = _weighed(losses, named["w"]) if context.model.reduction == "mean" else losses
-        loss = sum(losses[1:], losses[0])
-        made["loss"] = loss / _or_one(made["count"]) if "count" in made else loss
+        made["total"] = sum(losses[1:], losses[0])  # replicas add it up, and divide by the count of all
+        made["loss"] = made["total"] / _or_one(made["count"]) if "count" in made else made["total"]
     for name, parts, spec in (("outputs", named.get("y"), "spec"), ("aux", named.get("aux"), "aux")):
         if parts is not None:
             weights = named["w"]
             if "slices" in how and name == "outputs":
                 parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
-            sizes = [weight * context.rows if name == "aux" else round(weight * context.rows) for weight in weights]
+            sizes = [weight * context.all_rows for weight in weights]
+            sizes = sizes if name == "aux" else [*map(round, sizes)]
             made[name] = join(parts, sizes, spec=spec_of(how.get(spec)), what=name)
     return [made[value.name] for value in op.writes]
 
@@ -214,6 +228,7 @@ RULES: dict[str, Rule] = {
     "ADD": add,
     "SCALE": scale,
     "MERGE": merge_results,
+    "REDUCE": reduce_one,
     "U": update,
     "PAIR": both,
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
@@ -227,7 +242,10 @@ _OURS = frozenset(RULES)
 def register_meaning(kind: str, rule: Rule) -> None:
     """Say what an op of a kind of your own does: `rule(op, args, context)` gives what the op writes, in order.
 
-    >>> register_meaning("REDUCE", lambda op, args, context: args)  # of one replica: itself
+    >>> from fpipe.program import KINDS, Kind, register_kind
+    >>> register_kind("HALVE", Kind("after"))
+    >>> register_meaning("HALVE", lambda op, args, context: [[leaf / 2 for leaf in arg] for arg in args])
+    >>> _ = KINDS.pop("HALVE"), RULES.pop("HALVE")
     """
     kind_of(kind)
     if kind in _OURS or not callable(rule):

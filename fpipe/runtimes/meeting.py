@@ -29,11 +29,12 @@ _BRIEFLY = 0.5
 
 
 class Meeting:
-    """Where the ranks of a step leave word for one another.
+    """Where the ranks of a step, and its replicas if they come too, leave word for one another.
 
     Args:
-        group: theirs.
-        rank: this one's number in it.
+        processes: of each replica those of its ranks, as torch.distributed numbers them.
+        at: this process's place among all of them.
+        group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
 
     Attributes:
@@ -41,14 +42,19 @@ class Meeting:
         board: what of the group's store is of this build alone.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, timeout: float | None) -> None:
-        ranks, default = dist.get_process_group_ranks(group), _get_default_store()
-        self._rank, self._ranks = rank, range(group.size())
+    def __init__(self, processes: Sequence[Sequence[int]], at: int, group: ProcessGroup, timeout: float | None) -> None:
+        every, default = [one for each in processes for one in each], _get_default_store()
+        of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
+        self._names = [
+            f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
+        ]
+        self._at, self._all = at, range(len(every))
         self.seconds = _default_timeout(group) if timeout is None else timeout
-        # The name tells this group from one that was there before; other groups of a mesh have the same name.
-        store = PrefixStore(f"fpipe/{group.group_name}/{ranks}", default)
-        board = Board(store, _host(default, ranks))
-        built = board.ask(lambda: store.add(f"built/{rank}", 1), self.seconds)
+        # The name tells these from a group that was there before; other groups of a mesh have the same name.
+        name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+        store = PrefixStore(f"fpipe/{name}/{every}", default)
+        board = Board(store, _host(default, every))
+        built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
         if built is None:
             raise LostRank(f"the store of the process group does not answer{board.host}")
         self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
@@ -68,26 +74,26 @@ class Meeting:
         """
         seconds = self.seconds + patience
         said = self._gathered(where, {name: str(of) for name, of in about.items()}, seconds)
-        missing = [rank for rank in self._ranks if rank not in said]
+        missing = [at for at in self._all if at not in said]
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
         if missing:
-            who = f"rank{'s' * (len(missing) > 1)} {' and '.join(map(str, missing))}"
+            who = " and ".join(self._names[at] for at in missing)
             words = f"{who} did not come to {where} in {seconds:g} s"
-            raise LostRank(who_is_late(self.board, self._rank, missing[0], words))
-        for rank in self._ranks:
-            odd = [name for name in about if said[rank][name] != said[0][name]]
+            raise LostRank(who_is_late(self.board, self._at, missing[0], words))
+        for at, who in enumerate(self._names):
+            odd = [name for name in about if said[at][name] != said[0][name]]
             if odd:
                 raise ValueError(
-                    f"rank {rank} differs from rank 0 in its {' and '.join(odd)}: "
-                    + "; ".join(f"{name} {said[0][name][:80]} there, {said[rank][name][:80]} here" for name in odd)
-                    + f". This is rank {self._rank}; all ranks build the same step."
+                    f"{who} differs from {self._names[0]} in its {' and '.join(odd)}: "
+                    + "; ".join(f"{name} {said[0][name][:80]} there, {said[at][name][:80]} here" for name in odd)
+                    + f". This is {self._names[self._at]}; all ranks build the same step."
                 )
 
     def refuse(self, where: str, words: str) -> None:
         """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
-        key = _key(where, self._rank)
+        key = _key(where, self._at)
         self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
 
     def _gathered(self, where: str, mine: Mapping[str, str], seconds: float) -> dict[int, Any]:
@@ -95,19 +101,19 @@ class Meeting:
         found, store = dict[int, Any](), self.board.store
 
         def gather() -> bool:
-            store.set(_key(where, self._rank), json.dumps(dict(mine)))
+            store.set(_key(where, self._at), json.dumps(dict(mine)))
             ends, tick = time.monotonic() + seconds, _TICKS[0]
             while True:
-                for rank in self._ranks:
+                for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
                 refused = any(isinstance(said, str) for said in found.values())
                 if refused or time.monotonic() > ends:
                     return True
-                if len(found) == len(self._ranks):
+                if len(found) == len(self._all):
                     if self._before:  # all have come here, so all have read that
                         store.delete_key(self._before)
-                    self._before = _key(where, self._rank)
+                    self._before = _key(where, self._at)
                     return True
                 time.sleep(tick)
                 tick = min(tick * 1.5, _TICKS[1])

@@ -52,6 +52,7 @@ class Prepared:
         loss_scale: float = 1.0,
         compile: bool = False,
         home: torch.device | None = None,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.home = home  # of what has no data
         check_inputs(program, model, params, state)
@@ -82,9 +83,11 @@ class Prepared:
             trees[value] = AbstractTree(tuple(_fact(leaf, storages) for leaf in stage.constants()))
         wanted = taken_gradients(model, program.ops)
         context = StepContext(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
+        context.first, context.replicas = replica[0] * program.microbatches, replica[1]
         lowered = self.lowered = lower(program, context, trees, untraced, compile)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program = model, program
+        self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         slots = self.lowered.slots
         count = len(slots) - sum(len(one.writes) for one in self.instructions)
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]

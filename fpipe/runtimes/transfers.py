@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
 from fpipe.runtimes.ctrl_c import CtrlC
-from fpipe.runtimes.late import first_told, who_is_late
+from fpipe.runtimes.late import who_is_gone, who_is_late
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
@@ -249,7 +249,8 @@ class Transfers:
 
     def _gone(self, rank: int, error: Exception) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        return LostRank(first_told(self.meeting.board, f"rank {rank} is gone: {_first_line(error)}"))
+        words = f"rank {rank} is gone: {_first_line(error)}"
+        return LostRank(who_is_gone(self.meeting.board, self._rank, rank, words))
 
 
 def _first_line(error: Exception) -> str:

@@ -54,6 +54,7 @@ class Costs:
         sender: "free" goes on with its next op while a value leaves; "busy" does nothing else until it has arrived.
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
+        reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
         bytes: of a value: `{name: bytes}` (or one number for each stage), `f(value) -> bytes`, or `fpipe.Sizes`. With
             it a timeline's peaks are bytes.
@@ -82,6 +83,7 @@ class Costs:
     host_bandwidth: float | None = None
     bytes: Bytes | None = None
     backward: PerStage | None = None
+    reduce: PerStage = 0
 
     def __new__(cls, *given: Any, **named: Any) -> Costs:
         """Say what letters are for: the papers' are of a whole rank."""
@@ -180,6 +182,8 @@ class Costs:
             fixed = _at(self.offload, stage, "offload") if unsaid else _at(self.load or 0, stage, "load")
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
+        if kind == "REDUCE":
+            return _at(self.reduce, stage, "reduce")
         if kind not in _EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
         known = _EXTRA[kind]
@@ -224,7 +228,7 @@ def _short(given: Any) -> str:
 
 
 _LETTERS = ("F", "B", "I", "W", "R", "c")
-_PER_STAGE = ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward")
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward", "reduce")
 
 
 def the_costs(costs: object, program: Program | None = None) -> Costs:
@@ -252,19 +256,19 @@ class Ticks(Costs):
 
 
 _EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
-    ("SPLIT", "ADD", "SCALE", "MERGE", "REDUCE", "U", "FREE", "SEND", "RECV"), 0.0
+    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "SEND", "RECV"), 0.0
 )
 
 
 def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
 
-    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND and RECV are fields of `Costs`.
+    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV and REDUCE are fields of `Costs`.
 
-    >>> register_cost("REDUCE", 0.0)
+    >>> register_cost("SCALE", 0.0)
     """
     kind_of(kind)
-    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV"):
+    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "REDUCE"):
         raise ValueError(f"the cost of {kind} is a field of Costs.")
     _EXTRA[kind] = seconds if callable(seconds) else _seconds(f"the cost of {kind}", seconds)
 

@@ -37,6 +37,11 @@ def transforming(rewrite: Transform) -> Transform:
     return transform
 
 
+def is_move(kind: str) -> bool:
+    """Whether ops of a kind take a value from memory to memory. A REDUCE uses the same lane, and stays at home."""
+    return KINDS[kind].lane == "copy" and kind != "REDUCE"
+
+
 def moved(op: Op, rank: int) -> Op:
     """The same op on another rank."""
     kind, stage, microbatch, piece, at, reads, writes, parts, how = op
@@ -107,13 +112,13 @@ def keep_to_data(
     """
     ranks = _Ranks(ops, homes or {})
     placed = list(ops)
-    table = scheduled_kinds()
+    table, moves = scheduled_kinds(), {kind for kind in KINDS if is_move(kind)}
     used: dict[Value, set[int]] = {end.value: set() for end in inputs if end.value.stage is None}
     for position, op in enumerate(ops):
         kind = op[0]
         if kind in _BACKWARD:  # most ops: they stay, and read nothing of the batch
             continue
-        if kind not in table and op[1] is not None and KINDS[kind].lane == "main":
+        if kind not in table and op[1] is not None and kind not in moves:
             placed[position] = op = ranks.placed(op)
         elif kind == "OFFLOAD":
             ranks.refuse_moved(op)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fpipe.check import ranks_are_whole
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.transforms._rewrite import Transform, keep_to_data, moved, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, is_move, keep_to_data, moved, rebuilt, transforming
 
 Rule = Callable[[str, int, int], int]
 Homes = Mapping[int, Iterable[int] | int] | Callable[[int], Iterable[int] | int]
@@ -71,9 +71,7 @@ def place(
 def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
     """A program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
     inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, given_homes(program, homes))
-    if any(kind_of(op.kind).lane == "copy" for op in ops) and any(
-        a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)
-    ):
+    if any(is_move(op.kind) for op in ops) and any(a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)):
         raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
     made = rebuilt(program, placed, inputs=inputs, outputs=outputs)
     ranks_are_whole(made)

@@ -252,7 +252,7 @@ class _Writer:
         if graph.streams and GENERATORS in graph.reads:
             named |= {GENERATORS: KEY}
             self.drawing.setdefault(op.stage or 0, op)
-            place = (op.stage or 0, op.microbatch or 0, op.slice)
+            place = (op.stage or 0, self.shapes.context.number(op), op.slice)
             run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
         reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
         run = self.dropping(at, run, reads) if landed else run

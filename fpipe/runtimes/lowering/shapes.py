@@ -199,7 +199,7 @@ class Shapes:
         named = [(label, value) for label, value in self.labels(op).items() if label not in ("target", "key")]
         groups = {label: self.taken(value, label) for label, value in named}
         reads, specs = described(groups | self.constants(op.stage))
-        microbatch = op.microbatch if "microbatch" in stage.asks else None
+        microbatch = self.context.number(op) if "microbatch" in stage.asks else None
         starts = tuple(label for label, value in named if self.starts(value, label))
         return self.known(StageCall(op.stage, reads, specs, microbatch, starts))
 

@@ -1,0 +1,450 @@
+"""Replicas of a pipeline: each has rows of its own, and all get the sums of all; what goes wrong in one ends all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fpipe
+from fpipe.tree import leaves
+from tests.processes import Processes, result
+from tests.test_distributed import MSE, TROUBLE, alike, blocks, hang, kill, own, raising, rows, trouble
+
+BEHIND = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
+
+
+def replicated(
+    model: fpipe.Model | int, schedule: Any = None, *more: Any, microbatches: int = 2, axis: str = "dp"
+) -> fpipe.Program:
+    schedule = schedule or fpipe.schedules.one_f_one_b(2)
+    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge(), fpipe.data_parallel(axis), *more)(
+        fpipe.program(model)
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "dualpipe", "roundpipe"])
+def test_it_commutes_with_the_schedule_and_reads_like_any_program(name: str):
+    schedule, base = fpipe.schedules.get(name)(2), fpipe.split(4)(fpipe.program(4))
+    program = fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel())(base)
+    assert program == fpipe.chain(fpipe.merge(), fpipe.data_parallel(), schedule)(base)
+    assert program == fpipe.data_parallel()(program) == fpipe.Program.parse(str(program))
+    without = fpipe.chain(schedule, fpipe.merge())(base)
+    assert program.table() == without.table()
+    assert program.to_csv() == without.to_csv()
+    assert fpipe.simulate(program).makespan == fpipe.simulate(without).makespan
+    for more in (fpipe.communicate(), fpipe.free(), fpipe.forward_only(), fpipe.split_backward()):
+        fpipe.check(more(program))
+    reduces = [op for op in program.ops if op.kind == "REDUCE"]
+    assert len(reduces) == 4 + 1
+    homes = {end.value.stage: end.homes for end in program.inputs if end.value.name == "params"}
+    assert all(op.rank in homes[op.stage] for op in reduces if op.reads[0].name != "loss")
+
+
+def test_a_sum_runs_beside_what_is_left():
+    program = replicated(2)
+    cells = program.table(comms=True)
+    assert cells[0].index("REDUCE(all[0])") == len(cells[0]) - 1
+    assert fpipe.simulate(program, fpipe.Costs(reduce=[3, 1])).makespan == fpipe.simulate(program).makespan
+    assert fpipe.simulate(program, fpipe.Costs(reduce=[3, 1])).delivered == fpipe.simulate(program).delivered + 3
+    assert fpipe.simulate(program, fpipe.Costs(reduce=[0, 1])).delivered == fpipe.simulate(program).delivered
+    assert fpipe.Costs(reduce=2).seconds(program.ops[-1]) == 2
+
+
+def test_what_is_counted_is_divided_once_by_the_count_over_all():
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: ((y - t).sum(), t.numel()), reduction="count")
+    program = replicated(model, fpipe.schedules.gpipe(1))
+    lines = [str(op) for op in program.ops if op.kind in ("REDUCE", "SCALE")]
+    assert sorted(lines) == [
+        "all[0] = REDUCE[0] sum[0,1] {axis='dp'} @ 0",
+        "all_count = REDUCE[0] count {axis='dp'} @ 0",
+        "all_total = REDUCE[0] total {axis='dp'} @ 0",
+        "loss = SCALE[0] all_total all_count @ 0",
+        "scaled[0] = SCALE[0] all[0] all_count @ 0",
+    ]
+
+
+def merged_late() -> object:
+    return fpipe.chain(fpipe.split(2), fpipe.data_parallel(), fpipe.merge())(fpipe.program(2))
+
+
+def sent_before() -> object:
+    return fpipe.data_parallel()(
+        fpipe.chain(fpipe.split(2), fpipe.place("linear"), fpipe.merge(), fpipe.communicate())(fpipe.program(2))
+    )
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "not split": (lambda: fpipe.data_parallel()(fpipe.program(2)), fpipe.ProgramError, "SPLIT writes it, which is"),
+    "not merged": (merged_late, fpipe.ProgramError, f"and loss[1,0] is of one microbatch: {BEHIND}"),
+    "sent": (sent_before, fpipe.ProgramError, "put fpipe.data_parallel() before fpipe.communicate()."),
+    "two axes": (lambda: fpipe.data_parallel("b")(replicated(2)), fpipe.ProgramError, "replicas along 'dp' already"),
+    "the ranks": (lambda: fpipe.data_parallel("pp"), ValueError, "'pp' of the mesh has the ranks of a program"),
+    "no name": (lambda: fpipe.data_parallel(2), ValueError, "such as 'dp'; found 2."),  # type: ignore[arg-type]
+    "text": (
+        lambda: fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]")),
+        fpipe.ProgramError,
+        "REDUCE(all[0]) does not read one value and write its sum over {axis='...'}",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_has_no_sum_over_replicas_is_refused_with_the_way_out(how: str):
+    call, error, words = REFUSED[how]
+    with pytest.raises(error) as found:
+        call()
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+def test_in_one_process_it_is_one_replica(runtime: Any):
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program, without = replicated(model), fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    fpipe.verify(program, model, params, rows())
+    found = fpipe.build(program, model, runtime=runtime)(params, rows())
+    expected = fpipe.build(without, model)(params, rows())
+    assert all(map(torch.equal, leaves(found.grads), leaves(expected.grads)))
+    assert torch.equal(found.loss, expected.loss)
+    assert fpipe.sizes(program, model, params, rows()) is not None
+
+
+def test_without_a_mesh_of_replicas_it_says_how_to_make_one(four: Processes):
+    assert all(four.each(unmeshed))
+
+
+def unmeshed(rank: int) -> bool:
+    model, params, _ = fpipe.from_sequential(blocks(4), stages=4, loss=MSE)
+    program = replicated(model, fpipe.schedules.gpipe(4))
+    for mesh in (None, init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))):
+        with pytest.raises(ValueError, match=r"Say mesh=init_device_mesh\(device, \(replicas, 4\), mesh_dim_names="):
+            fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+    return True
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    made = Processes(4)
+    yield made
+    made.close()
+
+
+def meshed(names: tuple[str, str] = ("dp", "pp"), shape: tuple[int, int] = (2, 2)) -> tuple[DeviceMesh, int, int]:
+    """The mesh of these processes, and which replica and rank this one is."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh, *(mesh.get_local_rank(name) for name in ("dp", "pp"))
+
+
+def by_hand(
+    net: nn.Module, batches: list[tuple[Tensor, Tensor]], microbatches: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by plain autograd: of each replica over its microbatches, and then of one after the other."""
+    loss, grads = torch.zeros(()), dict[str, Tensor]()
+    for number, batch in enumerate(batches):
+        net.zero_grad()
+        losses = []
+        for x, target in zip(*(part.tensor_split(microbatches) for part in batch), strict=True):
+            losses.append(MSE(net(x), target) * (len(x) / (len(batch[0]) * len(batches))))
+            losses[-1].backward()
+        total = sum(losses[1:], losses[0]).detach()
+        loss = loss + total if number else total
+        for name, leaf in net.named_parameters():
+            grads[name] = grads[name] + leaf.grad if number else leaf.grad  # type: ignore[operator]
+    return loss, grads
+
+
+def odd(found: fpipe.Result, loss: Tensor, grads: dict[str, Tensor]) -> list[str]:
+    """The results that differ in a bit."""
+    own = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
+    wrong = [name for name, grad in own.items() if not torch.equal(grad, grads[name])]
+    wrong += ["loss"] * (found.loss is not None and not torch.equal(found.loss, loss))
+    return wrong + ["no gradients"] * (not own)
+
+
+def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
+    mesh, replica, place = meshed(names)
+    net, batches = blocks(4), list(zip(*(half.chunk(2) for half in rows(20)), strict=True))
+    model, params, _ = fpipe.from_sequential(net, stages=4 if schedule == "interleaved" else 2, loss=MSE)
+    program = replicated(model, fpipe.schedules.get(schedule)(2), microbatches=4)
+    step = fpipe.build(
+        program, model, runtime="distributed", mesh=mesh, example=(params, batches[0]), broadcast=schedule != "gpipe"
+    )
+    for _ in range(2):
+        found = step(own(program, place, params), batches[replica])
+    loss, grads = by_hand(net, batches, 4)
+    norm = fpipe.global_norm(found.grads, mesh=mesh)  # each stage once, though two replicas have it
+    expected = fpipe.global_norm([grads[name] for stage in params for name in stage])
+    return odd(found, loss, grads) + ["norm"] * (not torch.allclose(norm, expected, rtol=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("names", "schedule"), [(("dp", "pp"), "one_f_one_b"), (("pp", "dp"), "interleaved"), (("dp", "pp"), "dualpipe")]
+)
+def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
+    four: Processes, names: tuple[str, str], schedule: str
+):
+    assert four.each(bits, names, schedule) == [[]] * 4
+
+
+def as_one(rank: int) -> list[str]:
+    """One microbatch a replica: the bits of one device with two, what it draws and which microbatch it is included."""
+    mesh, replica, place = meshed()
+
+    def last(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
+        return nn.functional.dropout(x @ p["w"], 0.5) * (microbatch + 1)
+
+    def first(p: Any, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x @ p["w"] + p["b"], 0.5)
+
+    torch.manual_seed(3)
+    params = ({"w": torch.randn(8, 8), "b": torch.randn(8)}, {"w": torch.randn(8, 8)})
+    model = fpipe.from_functions([first, last], MSE)
+    program, batch = replicated(model, microbatches=1), tuple(half.chunk(2)[replica] for half in rows(12))
+    whole = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    expected = fpipe.build(whole, model)(params, rows(12), key=5)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), broadcast=True)
+    found = step(own(program, place, params), batch, key=5)
+    same = alike(found.grads[place], expected.grads[place]) and torch.equal(found.loss, expected.loss)
+    return [] if same else ["bits"]
+
+
+def test_one_microbatch_a_replica_is_one_device_with_as_many_microbatches(four: Processes):
+    assert four.each(as_one) == [[]] * 4
+
+
+def counting(rank: int, unequal: bool) -> list[str]:
+    mesh, replica, place = meshed()
+
+    def loss(y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        kept = target[:, 0] > 0 if unequal else torch.ones(len(target), dtype=torch.bool)
+        return (((y - target) ** 2).sum(1) * kept).sum(), kept.sum() if unequal else len(target)
+
+    net, (x, target) = blocks(2), rows(14)
+    cut = 4 if unequal else 7
+    batches = [(x[:cut], target[:cut]), (x[cut:], target[cut:])]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
+    program = replicated(model)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batches[replica]))
+    found = step(own(program, place, params), batches[replica])
+    grads, total, count = dict[str, Tensor](), torch.zeros(()), 0
+    for number, batch in enumerate(batches):
+        net.zero_grad()
+        made = [loss(net(a), b) for a, b in zip(*(part.tensor_split(2) for part in batch), strict=True)]
+        for one, _ in made:
+            one.backward()
+        each = (made[0][0] + made[1][0]).detach()
+        total, count = total + each if number else each, count + int(made[0][1] + made[1][1])
+        for name, leaf in net.named_parameters():
+            grads[name] = grads[name] + leaf.grad if number else leaf.grad  # type: ignore[operator]
+    return odd(found, total / count, {name: grad / count for name, grad in grads.items()})
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_the_count_is_that_of_all_replicas_which_may_have_other_rows(four: Processes, unequal: bool):
+    assert four.each(counting, unequal) == [[]] * 4
+
+
+def remembering(rank: int) -> list[bool]:
+    """Outputs and batch norms are those of a replica alone; what is measured has the sums too."""
+    mesh, replica, place = meshed()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program, batch = replicated(model), tuple(half + replica for half in rows(8))
+    example = (params, batch, state)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, record=True)
+    found = step(own(program, place, params), batch, state=own(program, place, state))
+    alone = fpipe.build(program, model)(params, batch, state=state)
+    kinds = {op.kind for op, start, end in found.timeline.events if op.rank == place}
+    same = alike(found.state, own(program, place, alone.state)), place == 0 or torch.equal(found.outputs, alone.outputs)
+    return [*same, "REDUCE" in kinds]
+
+
+def test_state_and_outputs_stay_those_of_a_replica(four: Processes):
+    assert four.each(remembering) == [[True] * 3] * 4
+
+
+def one_rank_each(rank: int, shape: tuple[int, int]) -> bool:
+    """Four replicas of one rank, and one replica of four: one device, but for rounding."""
+    mesh, replica, place = meshed(("dp", "pp"), shape)
+    model, params, _ = fpipe.from_sequential(blocks(4).double(), stages=4, loss=MSE)
+    params = tuple({name: leaf.double() for name, leaf in stage.items()} for stage in params)
+    whole = tuple(half.double() for half in rows(16))
+    program = replicated(model, fpipe.schedules.one_f_one_b(shape[1]))
+    batch = tuple(half.chunk(shape[0])[replica] for half in whole)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    found = step(own(program, place, params), batch)
+    expected = own(program, place, fpipe.reference(model, params, whole).grads)
+    pairs = zip(leaves(found.grads), leaves(expected), strict=True)
+    return all(a is b or torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in pairs)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_a_mesh_may_have_only_replicas_or_one_of_them(four: Processes, shape: tuple[int, int]):
+    assert four.each(one_rank_each, shape) == [True] * 4
+
+
+def other_rows(rank: int) -> list[str]:
+    """A replica with another number of rows, and one whose rows do not fill its microbatches; then all is well."""
+    mesh, replica, place = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = replicated(model)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows(6)))
+    told: list[str] = []
+    for count in ([6, 8], [6, 1], [8, 8], [6, 6]):
+        try:
+            step(own(program, place, params), rows(count[replica]))
+            told.append("worked")
+        except (ValueError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_means_over_other_numbers_of_rows_are_refused_on_all_replicas(four: Processes):
+    for rank, told in enumerate(four.each(other_rows)):
+        assert told[0].startswith("ValueError: the batches of the replicas have 6, 8 rows; their losses are means")
+        assert "DistributedSampler pads to that" in told[0]
+        words = f"rank {rank % 2} failed outside of its ops: ValueError: "
+        assert told[1].startswith("ValueError: " if rank > 1 else f"RankError: replica 1: {words}")
+        assert "1 rows cannot fill 2 microbatches" in told[1]
+        assert told[2:] == ["worked", "worked"]
+
+
+def disagreeing(rank: int, how: str) -> str:
+    mesh, replica, place = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(4 if how == "parameters" and rank == 3 else 2), stages=2, loss=MSE)
+    schedule = fpipe.schedules.gpipe(2) if how == "program" and rank == 3 else None
+    try:
+        program = replicated(model, schedule, microbatches=3)
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+        step(own(program, place, params), rows(), key=replica)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["program", "parameters", "key"])
+def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
+    who = "rank 0 of replica 1" if how == "key" else "rank 1 of replica 1"
+    assert all(f"{who} differs from rank 0 of replica 0 in its {how}" in said for said in four.each(disagreeing, how))
+
+
+def troubled(ranks: int) -> tuple[fpipe.Program, fpipe.Model, Any, tuple[Tensor, Tensor]]:
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return trouble(x @ p["w"])
+
+    model = fpipe.from_functions([stage] * ranks, MSE)
+    params = tuple({"w": torch.eye(4)} for _ in range(ranks))
+    program = replicated(model, fpipe.schedules.one_f_one_b(ranks), microbatches=6)
+    return program, model, params, (torch.arange(24.0).reshape(6, 4) * 10, torch.zeros(6, 4))
+
+
+def in_trouble(rank: int, shape: tuple[int, int], who: int, what: Any, timeout: float | None) -> list[Any]:
+    mesh, _, place = meshed(shape=shape)
+    program, model, params, batch = troubled(shape[1])
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=timeout)
+    mine = own(program, place, params)
+    before = step(mine, batch)
+    TROUBLE["what"] = what if rank == who else None
+    told: list[Any] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        try:
+            after = step(mine, batch)
+            told.append("worked" if alike(before.grads, after.grads) else "other bits")
+        except (RuntimeError, MemoryError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        told.append(time.perf_counter() - started)
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_what_an_op_raises_is_told_in_every_replica_and_the_next_step_works(four: Processes, who: int):
+    for rank, told in enumerate(four.each(in_trouble, (2, 2), who, raising, None)):
+        assert told[2] == "worked"
+        assert told[1] < 2
+        if rank == who:
+            assert told[0] == "MemoryError: out of memory"
+        else:
+            words = f"replica {who // 2}: rank {who % 2} failed in {who % 2}F3: stage {who % 2} (stage), microbatch 3"
+            assert told[0].startswith(f"RankError: {words}")
+
+
+def infinite(rank: int) -> list[str]:
+    mesh, replica, place = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = replicated(model)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()), check_finite=True)
+    told: list[str] = []
+    for bad in (True, False):
+        x, target = rows()
+        target[5] = torch.nan if bad and replica else 0
+        try:
+            step(own(program, place, params), (x, target))
+            told.append("worked")
+        except (FloatingPointError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_nan_in_one_replica_ends_all_at_its_op(four: Processes):
+    found = four.each(infinite)
+    said = "FloatingPointError: SPLIT(t[1,1]) wrote t[1,1] with NaN or infinite numbers."
+    assert found[3] == [said, "worked"]
+    assert all(told[0].startswith("RankError: replica 1: rank 1 failed in SPLIT(t[1,1])") for told in found[:3])
+    assert all(told[1] == "worked" for told in found)
+
+
+def eighty(rank: int) -> list[int]:
+    """How many tensors, threads and files there are after so many steps, beside before; and sums that a step keeps."""
+    mesh, _, place = meshed()
+    program, model, params, batch = troubled(2)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    counts: list[list[int]] = []
+    for _ in range(2):
+        for _ in range(40):
+            step(own(program, place, params), batch)
+        gc.collect()
+        tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+        counts.append([tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))])
+    found = step(own(program, place, params), batch)
+    memory = found.grads[place]["w"].untyped_storage().data_ptr()
+    del found
+    kept = [one for one in gc.get_objects() if type(one) is Tensor and one.untyped_storage().data_ptr() == memory]
+    return [*(after - before for before, after in zip(*counts, strict=True)), len(kept)]
+
+
+def test_eighty_steps_leave_nothing_behind(four: Processes):
+    assert four.each(eighty) == [[0, 0, 0, 0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "shape"),
+    [
+        (kill, (3, 1)),
+        (hang, (2, 2)),
+        pytest.param(kill, (2, 2), marks=pytest.mark.deep),
+        pytest.param(hang, (3, 1), marks=pytest.mark.deep),
+    ],
+)
+def test_a_process_that_is_lost_is_named_in_every_replica(what: Any, shape: tuple[int, int]):
+    who, timeout = 1, 1.0 if what is hang else None
+    name = "replica 0: rank 1" if shape == (2, 2) else "replica 1: rank 0"
+    several = Processes(shape[0] * shape[1])
+    try:
+        several.start(in_trouble, shape, who, what, timeout)
+        for told in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
+            assert told[0].startswith(f"LostRank: {name} {'did not' if what is hang else 'is gone'}")
+            assert told[1] < (timeout or 0) + 2
+            assert "start all ranks again" in told[2]
+    finally:
+        several.all[who].kill()
+        several.close()
