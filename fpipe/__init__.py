@@ -42,13 +42,16 @@ if TYPE_CHECKING:
     from fpipe.models.boundary import boundary
     from fpipe.models.custom_stage import custom_stage
     from fpipe.models.deferred_batch_norm import deferred_batch_norm
+    from fpipe.models.dual import Dual, make_dual, unpack_dual
     from fpipe.models.freeze import freeze
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_pipe import from_pipe
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.jvp import jvp
     from fpipe.models.params import join_params, local_params, split_params
+    from fpipe.models.per_example import per_example
     from fpipe.models.skips import Pop, Stash
     from fpipe.runtimes.build import build
     from fpipe.runtimes.meaning import register_meaning
@@ -71,13 +74,16 @@ _WITH_TORCH = {
     "models.boundary": ("boundary",),
     "models.custom_stage": ("custom_stage",),
     "models.deferred_batch_norm": ("deferred_batch_norm",),
+    "models.dual": ("Dual", "make_dual", "unpack_dual"),
     "models.freeze": ("freeze",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
     "models.grads": ("add_grads", "assign_grads", "global_norm"),
+    "models.jvp": ("jvp",),
     "models.params": ("join_params", "local_params", "split_params"),
+    "models.per_example": ("per_example",),
     "models.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
     "runtimes.meaning": ("register_meaning",),
@@ -110,6 +116,7 @@ __all__ = [
     "Chunk",
     "Comparison",
     "Costs",
+    "Dual",
     "GradientMismatch",
     "Input",
     "Kind",
@@ -160,13 +167,16 @@ __all__ = [
     "identity",
     "interop",
     "join_params",
+    "jvp",
     "keep",
     "linearize",
     "local_params",
+    "make_dual",
     "merge",
     "merge_backward",
     "offload",
     "pair",
+    "per_example",
     "place",
     "plan",
     "plot",
@@ -185,6 +195,7 @@ __all__ = [
     "split",
     "split_backward",
     "split_params",
+    "unpack_dual",
     "verify",
 ]
 

@@ -116,6 +116,8 @@ class Model:
     `aux` says that the loss returns auxiliary results beside it, `frozen` which leaves have no gradient: pairs of a
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
     leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
+    `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
+    their gradients come row by row.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -132,6 +134,7 @@ class Model:
     frozen: frozenset[tuple[int, str | None]] = frozenset()
     whole: tuple[tuple[str, ...], tree.Spec] | None = None
     function: LossFunction | None = None
+    per_example: bool = False
 
     def __post_init__(self) -> None:
         odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)
@@ -432,6 +435,12 @@ def same_keys(
     if len(found) != len(expected):
         extra = next(name for name in found if name not in expected)
         raise ValueError(f"{who} has {extra!r}, which is not {what}.")
+
+
+def of_net(function: Any) -> PositionalStage | None:
+    """The stage that a front door has cut out of a net, also where a transform of the model wraps its function."""
+    inner: Any = inspect.unwrap(function) if callable(function) else None
+    return inner if isinstance(inner, PositionalStage) else None
 
 
 Names = tuple[tuple[str, ...], ...]

@@ -20,13 +20,13 @@ Spec = optree.PyTreeSpec
 _TORCH: Any = {"namespace": "torch", "none_is_leaf": True}
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """The leaves in order, and the containers around them.
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
+    """The leaves in order, and the containers around them; `is_leaf` says what else is taken to be a leaf.
 
     >>> flatten({"b": 1, "a": (None, {})})[0]
     [1, None]
     """
-    return optree.tree_flatten(tree, **_TORCH)
+    return optree.tree_flatten(tree, is_leaf, **_TORCH)
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:

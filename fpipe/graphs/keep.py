@@ -71,9 +71,11 @@ def written_down() -> Generator[None]:
 
 @contextmanager
 def collecting_marks() -> Generator[list[Tensor]]:
-    """The list of what is marked meanwhile, in this thread."""
+    """The list of what is marked meanwhile, in this thread; a list around it gets none of that."""
+    around = vars(_TRACING).pop("marks", None)
     _TRACING.marks = list[Tensor]()
     try:
         yield _TRACING.marks
     finally:
         del _TRACING.marks
+        vars(_TRACING).update({} if around is None else {"marks": around})

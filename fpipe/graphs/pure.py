@@ -28,7 +28,7 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.attributes import Attributes, Modules, unmoved_random_numbers
 from fpipe.graphs.closure import closed_over, modules_of
 from fpipe.graphs.own_memory import OwnMemory, memory
-from fpipe.model import PositionalStage
+from fpipe.model import PositionalStage, of_net
 
 
 class Impure(RuntimeError):
@@ -49,6 +49,7 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
         Impure: it writes other memory than its own, or binds another tensor in the place of a buffer.
         Untraceable: what it does to attributes and to Python's random numbers is lost in a trace.
     """
+    function = of_net(function) or function
     lock = function.lock if isinstance(function, PositionalStage) else nullcontext()
     with lock:  # another thread swaps the tensors of modules while it runs them
         modules = modules_of(function)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,9 +31,10 @@ from fpipe.graphs.functional import functional, refuse_mutation
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.graphs.in_place import is_view_in_place, mutated_by
 from fpipe.graphs.keys import exclusive_generator
-from fpipe.graphs.labels import gradient_of, result_of, variable
+from fpipe.graphs.labels import gradient_of, is_input, is_parameter, result_of, variable
 from fpipe.graphs.max_gradients import rewrite_max_gradients
 from fpipe.graphs.pure import Impure
+from fpipe.graphs.rows import of_each_row, rows_of
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -49,7 +50,7 @@ _aten = torch.ops.aten
 
 
 def outline(
-    function: Flat, reads: Groups, keys: Keys | None = None
+    function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
     """What a function reads and writes, by running it on fake tensors.
 
@@ -66,11 +67,11 @@ def outline(
     ('aten.t.default',)
     """
     with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, keys)
+        return _outline(function, reads, keys, apart)
 
 
 def _outline(
-    function: Flat, reads: Groups, keys: Keys | None
+    function: Flat, reads: Groups, keys: Keys | None, apart: bool
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
@@ -78,7 +79,7 @@ def _outline(
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
-                made = function({label: [*leaves] for label, leaves in given.items()})
+                made = function(_apart(given) if apart else {label: [*leaves] for label, leaves in given.items()})
             unseeded.check()
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), _partly_python(made)
 
@@ -110,7 +111,12 @@ class _Heard(TorchDispatchMode):
         self.unseeded = unseeded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim" and func not in _NOT_HEARD:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if _has_kernel(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inside torch.func such an op comes whole, while make_fx sees its parts
+                return func.decompose(*args, **(kwargs or {}))
+        if func not in _NOT_HEARD:
             self.ops.append(str(func))
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
@@ -127,7 +133,12 @@ def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str
 
 
 def trace(
-    function: Flat, reads: Groups, cotangents: Groups, keys: Keys | None = None, around: Around | None = None
+    function: Flat,
+    reads: Groups,
+    cotangents: Groups,
+    keys: Keys | None = None,
+    around: Around | None = None,
+    apart: bool = False,
 ) -> Graph:
     """The function and its gradient as one graph.
 
@@ -139,6 +150,7 @@ def trace(
         keys: where the function asks for its key.
         around: does something while what is read is where the function has it, as its gradient needs it where it calls
             parts of the function again.
+        apart: whether each row is handed parameters of its own.
 
     Raises:
         Untraceable: the function looks at data, draws random numbers, or changes what it reads.
@@ -155,7 +167,10 @@ def trace(
     def joint(*tensors: Tensor) -> list[Tensor]:
         given = {label: list(leaves) for label, leaves in groups.items()}
         for (label, at), tensor in zip(places, tensors, strict=True):
-            given[label][at] = tensor.detach().requires_grad_(groups[label][at].wants)
+            given[label][at] = tensor.detach()
+        given = _apart(given) if apart else given
+        for label, at in places:
+            given[label][at].requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), streams or nullcontext(), watched_memory():
             shown[:] = _with_gradient(function, given, reads, cotangents, before, around or _just)
         return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
@@ -212,6 +227,12 @@ def _with_gradient(
             found = iter(around({label: given[label] for label in reads}, gradient))
         for label, written in gradients.items():
             yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
+
+
+def _apart(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """What a function reads, with parameters of its own for each row of its input."""
+    rows = rows_of(leaf for label in given if is_input(label) for leaf in given[label])
+    return {label: of_each_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in given.items()}
 
 
 @contextmanager
@@ -361,6 +382,7 @@ def _graph(
     return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
 
 
+_has_kernel: Callable[[str, str], bool] = cast("Any", torch)._C._dispatch_has_kernel_for_dispatch_key
 _NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _NOT_HEARD = (*_NOTHING, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
 

@@ -20,7 +20,7 @@ from fpipe.graphs.labels import variable
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.trace import Around, outline, trace
-from fpipe.model import Model, PositionalStage
+from fpipe.model import Model, PositionalStage, of_net
 
 Cotangents = Mapping[str, tuple[Any, ...]]
 """By label the avals of the cotangents of a call, None where there is none."""
@@ -94,7 +94,7 @@ class Traces:
                 specs: dict[str, Spec] = {}
                 root = TracedKey(0)
                 function = flat(self.model, call, specs, root)
-                reads, writes, ran, python = outline(function, dict(call.reads), root.known)
+                reads, writes, ran, python = outline(function, dict(call.reads), root.known, self._apart(call))
                 made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
             self._outlines[call] = made
         return self._outlines[call]
@@ -125,7 +125,8 @@ class Traces:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
         of one are others for the next."""
         if call.stage is None or "key" not in self.model.stages[call.stage].asks:
-            return trace(flat(self.model, call, {}), dict(call.reads), cotangents, None, self._around(call))
+            function, around = flat(self.model, call, {}), self._around(call)
+            return trace(function, dict(call.reads), cotangents, None, around, self._apart(call))
         keys = [TracedKey(fold_in(0, which)) for which in range(2)]
         with unseeding():
             one, other = (
@@ -134,6 +135,10 @@ class Traces:
         if not same(one, other):
             raise Untraceable("it does something else with its key than seed a torch.Generator")
         return one
+
+    def _apart(self, call: StageCall) -> bool:
+        """Whether each row is handed parameters of its own, of which the loss has none."""
+        return self.model.per_example and call.stage is not None
 
     def _refuse_new(self) -> None:
         if self.known_only:
@@ -195,7 +200,9 @@ class Traces:
             twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
             return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
-        return store, (own, how, call.specs, *around)
+        wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
+        held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
+        return store, (own, how, held, call.specs, *around)
 
     def _store(self, function: Any) -> tuple[Store, int]:
         """The traces of a function, and which of those are of the function as it is."""

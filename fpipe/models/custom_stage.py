@@ -8,13 +8,16 @@ The rules are what every reading uses: a step, split or not, `reference` and `ve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.graph import Aval, aval
+from fpipe.model import Model
 
 Rules = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
@@ -68,8 +71,21 @@ def custom_stage(
         return tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in rest])
 
     stage.__name__ = getattr(forward, "__name__", "custom")
+    _WITH_RULES.add(stage)
     return stage
 
+
+def refuse_rules(model: Model, what: str) -> None:
+    """A ValueError for a model with such a stage: its rules say nothing of what else is to be differentiated."""
+    for number, stage in enumerate(model.stages):
+        if isinstance(stage.forward, FunctionType) and stage.forward in _WITH_RULES:
+            raise ValueError(
+                f"{model.who(number)} has hand-written rules (custom_stage), and {what} would need another: write it "
+                "as a plain function, or as a torch.autograd.Function with setup_context, jvp and vmap."
+            )
+
+
+_WITH_RULES: WeakSet[FunctionType] = WeakSet()
 
 _TENSOR = object()
 

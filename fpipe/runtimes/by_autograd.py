@@ -21,6 +21,7 @@ from fpipe.graphs.graph import alias
 from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.pure import pure
+from fpipe.graphs.rows import of_each_row, rows_of
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
 
@@ -106,7 +107,9 @@ class _Given:
                 with torch.enable_grad():
                     self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
         owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
-        self.bundles = [_own_leaves(context.model, *o, b) for o, b in zip(owners, named["params"], strict=True)]
+        rows = rows_of(tree.leaves(self.taken)) if context.model.per_example else None
+        pairs = zip(owners, named["params"], strict=True)
+        self.bundles = [_own_leaves(context.model, *owner, bundle, rows) for owner, bundle in pairs]
         ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
@@ -268,10 +271,11 @@ def _own_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _own_leaves(model: Model, stage: int, port: int, bundle: Any) -> Any:
-    """A bundle of parameters, those that train as leaves of this stage's graph."""
+def _own_leaves(model: Model, stage: int, port: int, bundle: Any, rows: int | None) -> Any:
+    """A bundle of parameters, those that train as leaves of this stage's graph; with `rows`, apart for each of them."""
     leaves, containers = tree.flatten(bundle)
-    own = zip(leaves, trained(model, stage, port, bundle), strict=True)
+    trains = trained(model, stage, port, bundle)
+    own = zip(leaves if rows is None else of_each_row(leaves, rows), trains, strict=True)
     return tree.unflatten(containers, [_own_leaf(leaf) if trains else leaf for leaf, trains in own])
 
 

@@ -110,17 +110,21 @@ def collect_results(
 
 
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
-    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen."""
+    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen, or has
+    none of any row."""
     found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
     made: list[Any] = []
     for number, (stage, ordered) in enumerate(zip(params, _in_order(model, params), strict=True)):
-        tied = {leaf.name: found[number, leaf.port][0] for leaf in model.owned(number)}
+        tied = {
+            leaf.name: tree.unflatten(tree.flatten(ordered[leaf.name])[1], found[number, leaf.port])
+            for leaf in model.owned(number)
+        }
         own = {name: leaf for name, leaf in ordered.items() if name not in tied} if tied else ordered
         grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
         if ordered is not stage or tied:
             grads = {name: tied[name] if name in tied else grads[name] for name in stage}
         leaves, spec = tree.flatten(stage)
-        trains = trained(model, number, 0, stage)
+        trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
         each = zip(leaves, tree.leaves(grads), trains, strict=True)
         made.append(tree.unflatten(spec, [torch.zeros_like(a) if b is None and wants else b for a, b, wants in each]))
     return tuple(made)

@@ -45,7 +45,28 @@ def check_match(program: Program, model: Model) -> None:
                 f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
                 "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
+    _refuse_mixed_rows(program, model)
     _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
+
+
+def _refuse_mixed_rows(program: Program, model: Model) -> None:
+    """Gradients of single rows are put one behind the other, and others are added up; rows are those of dim 0."""
+    joined = next((op for op in program.ops if op.kind == "MERGE" and op.writes[0].name == "rows"), None)
+    if joined is not None and not model.per_example:
+        raise ValueError(
+            'merge(grads="rows") is for gradients of single rows; build it with the model that fpipe.per_example made, '
+            "or merge() without it."
+        )
+    for op in parts_of(program.ops) if model.per_example else ():
+        added = {value.microbatch for value in op.reads if value.name in ("g", "sum")}
+        if op.kind == "ADD" and len(added) > 1:
+            raise ValueError(
+                f"{op.writes[0]} adds gradients of single rows, which are of others in each microbatch: say "
+                'merge(grads="rows").'
+            )
+        if op.kind == "SPLIT" and (odd := next((word for word, _ in op.how if word in ("spec", "slices")), None)):
+            found = "slices of sequences" if odd == "slices" else f"the spec {dict(op.how)[odd]}"
+            raise ValueError(f"per_example takes rows of dim 0 apart, of whole sequences; found {found} in split().")
 
 
 def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]) -> None:

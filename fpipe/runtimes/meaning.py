@@ -113,8 +113,11 @@ def _summand(leaf: Any) -> Any:
 
 
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs."""
+    """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs, or
+    those of single rows."""
     how = dict(op.how)
+    if op.writes[0].name == "rows":
+        return [[None if leaves[0] is None else torch.cat(leaves) for leaves in zip(*args, strict=True)]]
     if op.reads[0].name == "inputs":
         return [_of_inputs(args[0], args[1:], how)]
     named: dict[str, list[Any]] = {}

@@ -15,6 +15,7 @@ from fpipe.graphs.graph import is_strided
 from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.pure import pure
+from fpipe.graphs.rows import of_each_row, rows_of
 from fpipe.model import Model, who_draws
 from fpipe.program import Value
 
@@ -22,10 +23,12 @@ See = Callable[[Value, Any], None]
 """Who wants to see each value by the name that it has in a program, as the leaves of a tree."""
 
 
-def aliases(model: Model, stage: int, full: Any) -> Any:
-    """A stage's parameters as leaves of a graph of their own, on the caller's storage."""
+def aliases(model: Model, stage: int, full: Any, inputs: Any) -> Any:
+    """A stage's parameters as leaves of a graph of their own, on the caller's storage; for each row of the inputs
+    apart, if the model says so."""
     leaves, containers = tree.flatten(full)
-    pairs = zip(leaves, train(model, stage, full), strict=True)
+    own = of_each_row(leaves, rows_of(tree.leaves(inputs))) if model.per_example else leaves
+    pairs = zip(own, train(model, stage, full), strict=True)
     return tree.unflatten(containers, [leaf.detach().requires_grad_() if one else leaf for leaf, one in pairs])
 
 
@@ -186,7 +189,7 @@ def _show_gradients(see: See, model: Model, graph: MicrobatchGraph, grads: list[
         bundles = {leaf.name: leaf.bundle for leaf in model.tied(number)}
         named = tree.unflatten(tree.flatten(own)[1], found)
         for name, bundle in bundles.items():
-            see(Value("g", number, *graph.place, bundle), [named.pop(name)])
+            see(Value("g", number, *graph.place, bundle), tree.leaves(named.pop(name)))
         see(Value("g", number, *graph.place), tree.leaves(named))
         see(Value("dcarry", number, *graph.place), [next(carried) for _ in tree.leaves(graph.taken[number])])
 

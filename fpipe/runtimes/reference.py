@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -183,7 +183,7 @@ def over_parts(
         weights: list[float] = []
         found: list[Any] = []
         for k, (piece, share) in enumerate(sliced.of(part)):
-            own = [aliases(model, number, full) for number, full in enumerate(with_ties(model, params))]
+            own = [aliases(model, number, full, piece[0]) for number, full in enumerate(with_ties(model, params))]
             readers = readers_of(model, piece[0]) if joined.inputs is not None else {}
             weights.append(size / whole * share if sliced.slices > 1 else size / whole)
             taken = tree.tree_map(leaf_of, carries)
@@ -207,7 +207,8 @@ def over_parts(
         for graph in reversed(graphs):
             grads, seeds, inputs = gradients(model, graph, seeds, see)
             of_slices.insert(0, inputs)
-            sums = [list(map(added, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
+            both = _one_after_the_other if model.per_example else added
+            sums = [list(map(both, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
     grads = _collected(model, params, sums)
@@ -236,6 +237,11 @@ def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tu
             see(Value(word, number, *place), part)
 
 
+def _one_after_the_other(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Gradients of single rows, and those of the next."""
+    return None if rows is None or more is None else torch.cat([rows, more])
+
+
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
     return grad if grad is None else grad / divisor
 
@@ -259,13 +265,12 @@ def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | Non
         for stage, grads in zip(with_ties(model, params), sums, strict=True)
     ]
     for uses in model.tied_uses:
-        total: Tensor | None = None
-        for leaf in sorted(uses):
-            total = added(total, full[leaf.stage].pop(leaf.name))
-        full[uses[0].owner][uses[0].name] = total
+        each = [full[leaf.stage].pop(leaf.name) for leaf in sorted(uses)]
+        full[uses[0].owner][uses[0].name] = reduce(partial(tree.tree_map, added), each)
     made: list[Any] = []
     for number, (own, grads) in enumerate(zip(params, full, strict=True)):
         leaves, containers = tree.flatten(own)
-        each = zip(leaves, tree.leaves(tree.like(own, grads)), train(model, number, own), strict=True)
+        zeros = [one and not model.per_example for one in train(model, number, own)]
+        each = zip(leaves, tree.leaves(tree.like(own, grads)), zeros, strict=True)
         made.append(tree.unflatten(containers, [torch.zeros_like(a) if b is None and one else b for a, b, one in each]))
     return tuple(made)

@@ -18,7 +18,7 @@ class Result:
     Attributes:
         loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow.
         grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros, a frozen one
-            None.
+            None. Of `per_example(model)` each has a dimension of rows in front, or is None.
         outputs: what the last stage returned, joined over microbatches.
         state: one pytree per stage, the module state after the step.
         aux: auxiliary results of the loss, detached, joined over microbatches like outputs.

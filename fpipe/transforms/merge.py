@@ -28,6 +28,7 @@ def merge(
     outputs: bool | Literal["stream"] = True,
     losses: bool = False,
     aux: object = None,
+    grads: Literal["sum", "rows"] = "sum",
 ) -> Transform:
     """Join the results of all microbatches; the inverse of `split`.
 
@@ -41,6 +42,8 @@ def merge(
         losses: True also keeps the loss of each microbatch, as `Result.losses`; of each slice where sequences are cut.
         aux: how the auxiliary results of the loss are joined: a spec as for outputs, such as `Sum()`; "stream" leaves
             them as each call of the loss gave them: per microbatch, or per slice of one.
+        grads: "sum" adds gradients up; "rows" puts those of `per_example` one behind the other, as the rows of the
+            batch are.
 
     Returns:
         A transform. What is not split, or merged already, it leaves as it is.
@@ -60,6 +63,8 @@ def merge(
         raise ValueError(f"order is 'microbatch' or 'schedule', found {order!r}.")
     if outputs not in (True, False, "stream"):
         raise ValueError(f"outputs is True, False or 'stream', found {outputs!r}.")
+    if grads not in ("sum", "rows"):
+        raise ValueError(f"grads is 'sum' or 'rows', found {grads!r}.")
     how = () if spec is None else (("spec", spec_text(spec)),)
     how += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
     streams = {"losses"} | {name for name, said in (("outputs", outputs), ("aux", aux)) if said == "stream"}
@@ -96,7 +101,7 @@ def merge(
         for name, found in parts.items():
             values = [end.value for end in found]
             if name.name == "grads":
-                value = adder.total(name, values, count)
+                value = adder.total(name, values, count) if grads == "sum" else adder.of_rows(name, values)
             else:
                 value = adder.of_inputs(values, count) if name.name == "input_grads" else name
             ends.append(Output(name, value, found[0].homes))
@@ -197,6 +202,13 @@ class _Adder:
         scaled = name._replace(name="scaled")
         self.ops.append(Op("SCALE", name.stage, None, None, 0, (total, count), (scaled,)))
         return scaled
+
+    def of_rows(self, name: Value, values: list[Value]) -> Value:
+        """The gradients of single rows, microbatch after microbatch."""
+        joined = name._replace(name="rows")
+        values = sorted(values, key=lambda value: value.microbatch or 0)
+        self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (joined,)))
+        return joined
 
     def of_inputs(self, values: list[Value], count: Value | None) -> Value:
         """The gradients of the inputs, joined as the batch was cut, divided by the count if there is one."""

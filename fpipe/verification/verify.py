@@ -63,7 +63,7 @@ def verify(
     refuse_spread(_spread, "verify(program, model, params, {})")
     close = Close(rtol, atol)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
-        program = merge()(program)
+        program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch
     found = build(program, model)(params, given, state=state, key=key)
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})

@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import layout_of
-from fpipe.model import Model, PositionalStage
+from fpipe.model import Model, of_net
 
 
 class Signature(tuple[Any, ...]):
@@ -35,7 +35,9 @@ class Signatures:
 
     def __init__(self, model: Model, home: torch.device | None = None) -> None:
         self._home = home
-        self._stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+        found = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
+        self._stages = [inner for _, inner in found if inner is not None]
+        self._wrapped = [inner for outer, inner in found if inner is not None and inner is not outer]
         self._new, self._said = 0, False
         self._last: Any = None
         self._now = Signature()
@@ -57,7 +59,8 @@ class Signatures:
         if example:
             home = self._home or torch.get_default_device()
             known = [_at_home(one, home) for one in known]
-        found = (ambient(), modes, containers, tree.odd_keys(containers), *known)
+        inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
+        found = (ambient(), modes, inside, containers, tree.odd_keys(containers), *known)
         if found != now:
             now = Signature(found)
             hash(now)  # what cannot be hashed is told here, and never compared
@@ -114,6 +117,7 @@ def _changed(before: Any, now: Any, given: Any) -> str:
     words = (
         "autocast, a flag or the number of threads",
         "the mode of a module",
+        "a buffer or a frozen parameter of a module",
         "the containers",
         "the keys of a dict",
     )

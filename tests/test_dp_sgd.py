@@ -1,0 +1,43 @@
+"""Clipping per example, as DP-SGD wants it: what the pipeline gives is what torch.func gives on one device."""
+
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+import fpipe
+from examples import dp_sgd
+
+
+def test_clipped_gradients_are_those_of_torch_func():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = dp_sgd.network().double()
+    batch = dp_sgd.data(11, 0)
+    batch = batch[0].double(), batch[1]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.cross_entropy)
+    rows = dp_sgd.pipeline(fpipe.per_example(model))(params, batch).grads
+    found = dp_sgd.private_gradient(rows, limit=0.5, noise=0.0, generator=torch.Generator())
+
+    def of_row(params, x, target):
+        return F.cross_entropy(functional_call(net, params, (x[None],)), target[None])
+
+    own = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    each = vmap(grad(of_row), in_dims=(None, 0, 0))(own, *batch)
+    clipped = []
+    for row in range(11):
+        alone = [leaf[row] for leaf in each.values()]
+        norm = torch.cat([leaf.flatten() for leaf in alone]).norm()
+        clipped.append([leaf * min(1.0, 0.5 / norm.item()) for leaf in alone])
+    assert any(norm_of(rows, row) > 0.5 for row in range(11))
+    for (name, leaf), *parts in zip(((n, g) for stage in found for n, g in stage.items()), *clipped, strict=True):
+        torch.testing.assert_close(leaf, sum(parts) / 11, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def norm_of(rows, row):
+    return fpipe.global_norm([leaf[row] for stage in rows for leaf in stage.values()]).item()
+
+
+def test_it_learns(capsys):
+    with torch.random.fork_rng(devices=[]):
+        assert dp_sgd.run(steps=60) > 0.7
+    assert "of the worst example" in capsys.readouterr().out
