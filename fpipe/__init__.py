@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fpipe import interop, schedules
 from fpipe.check import check
+from fpipe.finding.found import Found
+from fpipe.finding.search import search
 from fpipe.model import Model, Stage
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import Style
@@ -99,6 +101,7 @@ _WITH_TORCH = {
 _HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
 _ROOMS = (
     "cli",
+    "finding",
     "graphs",
     "interop",
     "models",
@@ -117,6 +120,7 @@ __all__ = [
     "Comparison",
     "Costs",
     "Dual",
+    "Found",
     "GradientMismatch",
     "Input",
     "Kind",
@@ -189,6 +193,7 @@ __all__ = [
     "register_spec",
     "reorder",
     "schedules",
+    "search",
     "simulate",
     "sizes",
     "slice_sequence",

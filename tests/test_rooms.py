@@ -18,13 +18,25 @@ ROOMS = {
     "transforms": {"root", "graphs"},
     "timing": {"root", "transforms"},
     "schedules": {"root", "transforms", "timing"},
+    "finding": {"root", "transforms", "timing", "schedules"},
     "runtimes": {"root", "graphs", "transforms", "timing"},
     "models": {"root", "graphs", "timing", "runtimes"},
     "verification": {"root", "graphs", "transforms", "runtimes", "models"},
     "pictures": {"root", "timing"},
     "interop": {"root", "transforms", "timing", "runtimes"},
     "testing": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures"},
-    "cli": {"root", "transforms", "timing", "schedules", "runtimes", "models", "verification", "pictures", "interop"},
+    "cli": {
+        "root",
+        "transforms",
+        "timing",
+        "schedules",
+        "runtimes",
+        "models",
+        "verification",
+        "pictures",
+        "interop",
+        "finding",
+    },
 }
 # Nobody imports these: the list of public names, and the command line's door.
 DOORS = ("fpipe", "fpipe.__main__")

@@ -1,0 +1,206 @@
+"""Make an order better, one small change after another, where it counts: on the path that makes it as long as it is.
+
+    rank 1 | 1F0 1F1 1I0 [1W0 1I1] 1F2         1I1 is on the path, and waits for 1W0 alone: swap them, or move one of a
+                                               busy row of ops to its front or its end
+
+A change that takes no longer stays; one that takes a little longer may stay for a while (late acceptance: it has to
+beat what stood some steps ago), so that the search leaves a dead end. The same seed gives the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+from fpipe.finding.tasks import Played, Rows, Tasks
+
+PATTERN = 0.1
+Value = tuple[float, float]
+"""What an order is to make small first, and then."""
+
+
+def worth(played: Played, objective: str) -> Value:
+    """The makespan and then the span, or the other way round."""
+    return (played.makespan, played.span) if objective == "makespan" else (played.span, played.makespan)
+
+
+class Climber:
+    """An order that is being improved.
+
+    Args:
+        tasks: the ops.
+        rows: the order to begin with, which keeps to the caps.
+        caps: residuals that each rank may hold.
+        objective: "makespan" or "span".
+        seed: of the random choices.
+        memory: for how many steps a worse order may stay.
+    """
+
+    def __init__(
+        self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int, memory: int = 60
+    ) -> None:
+        self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)
+        self.rows = [row[:] for row in rows]
+        self.flats = [tasks.flat(row) for row in rows]
+        played = tasks.play(self.flats)
+        self.value = self.best = worth(played, objective)
+        self.best_rows = rows
+        self.recomputes = any(len(steps[0]) > 1 for steps in tasks.lanes)
+        self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.lanes]
+        self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.lanes]
+        self.seen = deque([self.value] * memory)
+        self.steps = self.since = 0
+        self.blocks: list[tuple[int, int, int]] = []
+        self._look(played)
+
+    def climb(self, plays: int, floor: float, stop: Callable[[], bool] = lambda: False) -> None:
+        """Try so many changes, or until nothing is left to gain."""
+        tasks, by_makespan = self.tasks, self.objective == "makespan"
+        for _ in range(plays):
+            if self.best[0] <= floor or stop():
+                break
+            self.steps += 1
+            change = self._change()
+            row = change and self._fitting(*change)
+            if change is None or row is None:
+                continue
+            rank = change[0]
+            flat, late, before = tasks.flat(row), max(self.value, self.seen[0]), self.flats[rank]
+            if flat == before:
+                continue
+            self.flats[rank] = flat
+            limit = late[0] * (1 + 1e-12) if by_makespan else math.inf
+            played = tasks.play(self.flats, limit, self.played.ends, self._done(rank, before, flat))
+            value = worth(played, self.objective)
+            if value <= late:
+                self.rows[rank], self.value = row, value
+                self._look(played)
+                if value < self.best:
+                    self.best, self.best_rows = value, [row[:] for row in self.rows]
+                    self.since = self.steps
+            else:
+                self.flats[rank] = before
+            self.seen.popleft()
+            self.seen.append(self.value)
+
+    def _done(self, rank: int, before: list[int], after: list[int]) -> list[int]:
+        """How many ops of each rank end as before, where one row has changed."""
+        same = next(at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
+        ends = self.played.ends
+        since = ends[before[same - 1]] if same else 0.0
+        found = [bisect_left(begun, since) for begun in self.begun]
+        found[rank] = min(found[rank], same)
+        return found
+
+    def _fitting(self, rank: int, row: list[int]) -> list[int] | None:
+        """The row, in which what finds no room waits for the next op that makes some; None where that is no help."""
+        cap, takes, drops = self.caps[rank], self.takes, self.drops
+        for _ in range(4):
+            now, full = 0, -1
+            for at, lane in enumerate(row):
+                now += takes[lane]
+                if now > cap:
+                    full = at
+                    break
+                now -= drops[lane]
+            if full < 0:
+                return row
+            after = next((place for place in range(full + 1, len(row)) if drops[row[place]]), None)
+            if after is None:
+                return None
+            row = [*row[:full], *row[full + 1 : after + 1], row[full], *row[after + 1 :]]
+        return None
+
+    def _change(self) -> tuple[int, list[int]] | None:
+        """A rank and its row with one step elsewhere."""
+        random = self.random
+        kind = random.random()
+        if kind < PATTERN:
+            return self._everywhere()
+        if self.blocks and kind < 0.8:
+            rank, first, last = random.choice(self.blocks)
+            row = self.rows[rank]
+            take = random.randint(first, last)
+            chance = random.random()
+            if chance < 0.4:
+                put = take + random.choice((-1, 1))
+            elif chance < 0.6:
+                put = first
+            elif chance < 0.8:
+                put = last
+            else:
+                put = random.randint(first, last)
+        else:
+            rank = random.randrange(len(self.rows))
+            row = self.rows[rank]
+            take = random.randrange(len(row))
+            put = take + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
+        if not 0 <= put < len(row):
+            return None
+        lane = row[take]
+        if put > take:
+            crossed = row[take + 1 : put + 1]
+            if crossed.count(lane) == len(crossed):
+                return None
+            return rank, [*row[:take], *crossed, lane, *row[put + 1 :]]
+        crossed = row[put:take]
+        if crossed.count(lane) == len(crossed):
+            return None
+        return rank, [*row[:put], lane, *crossed, *row[take + 1 :]]
+
+    def _everywhere(self) -> tuple[int, list[int]] | None:
+        """Two lanes that follow each other change places wherever they do, in a part of a row: a steady state changes
+        all at once."""
+        random = self.random
+        rank = random.randrange(len(self.rows))
+        row = self.rows[rank][:]
+        one = random.randrange(len(row) - 1) if len(row) > 1 else 0
+        pair = row[one : one + 2]
+        if len({*pair}) < 2:
+            return None
+        at, last = (0, len(row) - 1) if random.random() < 0.3 else sorted((one, random.randrange(len(row))))
+        while at < last:
+            if row[at : at + 2] == pair:
+                row[at : at + 2] = pair[1], pair[0]
+                at += 1
+            at += 1
+        return rank, row
+
+    def _look(self, played: Played) -> None:
+        """Find the rows of ops on the path, each of which waits for nothing but the one before on its rank."""
+        tasks, ends, flats = self.tasks, played.ends, self.flats
+        seconds, needs = tasks.seconds, tasks.needs
+        self.played = played
+        self.begun = [[ends[op] - seconds[op] for op in flat] for flat in flats]
+        lasts = [ends[flat[-1]] for flat in flats]
+        if self.objective == "makespan":
+            rank = lasts.index(max(lasts))
+        else:
+            spans = [last - ends[flat[0]] + seconds[flat[0]] for last, flat in zip(lasts, flats, strict=True)]
+            rank = spans.index(max(spans))
+        self.blocks = []
+        flat, at = flats[rank], len(flats[rank]) - 1
+        end_of_block = at
+        while True:
+            op = flat[at]
+            start = ends[op] - seconds[op]
+            close = start - 1e-9 * (start + 1)
+            if at and ends[flat[at - 1]] >= close:
+                at -= 1
+                continue
+            if end_of_block > at:
+                first, last = at, end_of_block
+                if self.recomputes:
+                    place = [turn for turn, lane in enumerate(self.rows[rank]) for _ in tasks.lanes[lane][0]]
+                    first, last = place[at], place[end_of_block]
+                if last > first:
+                    self.blocks.append((rank, first, last))
+            source = next((one for one, way in needs[op] if ends[one] + way >= close), -1)
+            if source < 0 or source >= len(seconds):
+                return
+            rank = tasks.ops[source].rank
+            flat = flats[rank]
+            at = end_of_block = flat.index(source)

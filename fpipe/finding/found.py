@@ -1,0 +1,94 @@
+"""What a search found: the schedule, how long it takes, how good any can be, and what it beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fpipe.finding.kept import Kept
+from fpipe.program import Program
+from fpipe.timing.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class NamedRow:
+    """A named schedule under the same costs.
+
+    Attributes:
+        name: what it is called, with its options.
+        makespan, span: in seconds.
+        peak: the most that a rank holds, in the unit of `Timeline.peak`.
+        fits: whether it keeps to the cap and to what else was asked for.
+    """
+
+    name: str
+    makespan: float
+    span: float
+    peak: float
+    fits: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Found:
+    """The best schedule that a search found.
+
+    Attributes:
+        schedule: a transform, kept as a table: `fpipe.chain(fpipe.split(m), found.schedule, fpipe.merge())`.
+        program: the program that was searched for, in this schedule.
+        timeline: when everything happens.
+        objective: what was made short, "makespan" or "span".
+        bound: seconds that no order of these ops on these ranks goes below, under the cap: by the solver's proof, or by
+            `fpipe.bounds`.
+        gap: how far above the bound it is, as a share of it: 0 is optimal.
+        beat: the best named schedule that fits, and its seconds; None where none does.
+        named: all named schedules that serve the sizes, the best first.
+        complete: whether the search came to its end; False after Ctrl-C.
+
+    >>> import fpipe
+    >>> found = fpipe.search(2, fpipe.Costs(2, 3, 1), ranks=2, microbatches=3, seconds=0.1, solver="local")
+    >>> found.timeline.makespan, found.bound, found.beat
+    (21.0, 21.0, ('zb_h2', 21.0))
+    """
+
+    schedule: Kept
+    program: Program = field(compare=False)
+    timeline: Timeline = field(compare=False)
+    objective: str
+    bound: float
+    named: tuple[NamedRow, ...]
+    complete: bool = True
+
+    @property
+    def value(self) -> float:
+        """Seconds of the objective."""
+        return getattr(self.timeline, self.objective)
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound it is, as a share of it."""
+        return max(0.0, self.value / self.bound - 1) if self.bound else 0.0
+
+    @property
+    def beat(self) -> tuple[str, float] | None:
+        """The best named schedule that fits, and its seconds."""
+        return next(((row.name, getattr(row, self.objective)) for row in self.named if row.fits), None)
+
+    def __str__(self) -> str:
+        best = "no order of these ops on these ranks takes less"
+        if self.gap > 1e-9:
+            best = f"none of these ops on these ranks takes less than {self.bound:g}, this is {self.gap:.1%} above"
+        lines = [f"{self.timeline}", f"{self.objective} {self.value:g}: {best}"]
+        if self.beat is not None:
+            lines.append(f"the best schedule by name is {self.beat[0]} with {self.beat[1]:g}")
+        if self.schedule.replicated:
+            lines.append("stages are on several ranks, which hold replicas of their parameters")
+        costs = self.timeline.costs
+        if (
+            any(op.kind == "OFFLOAD" for op in self.program.ops)
+            and costs
+            and not (costs.offload or costs.host_bandwidth)
+        ):
+            lines.append("residuals leave their rank, which by these costs takes no time: say Costs(offload=...)")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Found: {self.objective} {self.value:g}, gap {self.gap:.1%}{'' if self.complete else ', stopped'}>"

@@ -1,0 +1,303 @@
+"""One search: gather orders from everywhere, improve them, let the solver go on, and keep the best that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+
+from fpipe.finding.climb import Value
+from fpipe.finding.found import NamedRow
+from fpipe.finding.limits import limits_of, tightened
+from fpipe.finding.list_orders import ListOrders, rules
+from fpipe.finding.named_starts import named_starts
+from fpipe.finding.pool import Entry, entries, improve
+from fpipe.finding.tasks import tasks_of
+from fpipe.program import Op, Program, ProgramError, kind_of, parts_of
+from fpipe.timing.bounds import bounds
+from fpipe.timing.costs import Costs
+from fpipe.timing.simulate import simulate
+from fpipe.timing.timeline import Timeline
+from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.place import place
+from fpipe.transforms.split_backward import split_backward
+
+RULES_TRIED = 24
+"""Rules of list scheduling that are tried in each placement."""
+OTHER_PLACEMENTS = 12
+"""Placements that no word says which are tried."""
+IMPROVED = 4
+"""Improved orders that are simulated, the best first."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is searched for.
+
+    Args:
+        ranks: how many.
+        costs: seconds of ops.
+        cap: the most that a rank may hold, in the unit of `Timeline.peak`.
+        objective: "makespan" or "span".
+        placements: ranks of the stages that are tried; with `free` others too, and those of named schedules.
+        free: whether stages may be anywhere.
+        halves: whether backwards are split: all (True), none (False), or where it helps (None).
+        seed: of the random choices.
+        without: names of schedules that it does not start from.
+    """
+
+    ranks: int
+    costs: Costs
+    cap: float
+    objective: str
+    placements: tuple[tuple[int, ...], ...]
+    free: bool
+    halves: bool | None
+    seed: int
+    without: frozenset[str] = frozenset()
+
+    def value(self, timeline: Timeline) -> Value:
+        """What is to be small first, and then."""
+        makespan, span = timeline.makespan, timeline.span
+        return (makespan, span) if self.objective == "makespan" else (span, makespan)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program that fits, and what it is worth."""
+
+    program: Program
+    timeline: Timeline
+    value: Value
+
+
+class Hunt:
+    """A search that goes on. What it has found so far is there at any time.
+
+    Args:
+        bases: the programs to place and order: one, or one for each choice of what is recomputed.
+        wanted: what is searched for.
+        told: called with the ops played so far, the best value and the bound of the best.
+    """
+
+    def __init__(self, bases: Sequence[Program], wanted: Wanted, told: Callable[[float, float, float], None]) -> None:
+        self.bases, self.wanted, self.told = bases, wanted, told
+        self.best: Candidate | None = None
+        self.named: dict[str, NamedRow] = {}
+        self.least = math.inf  # the smallest peak of all that were seen
+        self.pool: list[Entry] = []
+        self.origins: dict[str, Entry] = {}  # of named schedules that can be improved
+        self.stopped = False
+        self.bounds: dict[Hashable, float] = {}
+
+    def gather(self) -> None:
+        """Orders to begin with: of named schedules, and of list scheduling in every placement."""
+        for base in self.bases:
+            self._names(base, by_cost=False)
+            for placement in self.wanted.placements:
+                self._lists(base, placement, RULES_TRIED)
+        if not self.optimal():
+            self._names(self.bases[0], by_cost=True)
+
+    def improve(self, effort: float) -> None:
+        """Improve the best of them for so many played ops."""
+        elsewhere = self.wanted.free and self.bases[0].stages > self.wanted.ranks
+        share = effort * (0.8 if elsewhere else 1.0)
+        self._improve(self.pool, share)
+        if elsewhere and not self.optimal() and not self.stopped:
+            self._elsewhere(effort - share)
+
+    def optimal(self) -> bool:
+        """Whether nothing is left to gain, wherever the stages are."""
+        floors = [entry.floor for entry in self.pool]
+        if self.wanted.free and self.bases[0].stages > self.wanted.ranks:
+            floors.append(self._work())
+        return self.best is not None and self.best.value[0] <= min(floors, default=math.inf) * (1 + 1e-9)
+
+    def _work(self) -> float:
+        """Seconds of the busiest rank, however the work is shared out."""
+        return min(sum(map(self._shortest, base.ops)) for base in self.bases) / self.wanted.ranks
+
+    def _shortest(self, op: Op) -> float:
+        seconds = self.wanted.costs.seconds
+        if op.kind != "B" or self.wanted.halves is False:
+            return seconds(op)
+        return min(seconds(op), seconds(op._replace(kind="I")) + seconds(op._replace(kind="W")))
+
+    def _names(self, base: Program, *, by_cost: bool) -> None:
+        self.take(starts_of(base, self.wanted, by_cost=by_cost), base)
+
+    def take(
+        self, starts: Iterable[tuple[str, Transform]], base: Program | None = None, *, improve: bool = True
+    ) -> None:
+        """Simulate named schedules, keep the best that fits, and put those into the pool that can be improved."""
+        wanted, base = self.wanted, base or self.bases[0]
+        recomputed = sum(op.kind == "R" for op in base.ops)
+        for name, transform in starts:
+            for variant in self._variants(base):
+                program = made(transform, variant)
+                if program is None or not self._allowed(program, recomputed):
+                    continue
+                timeline = simulate(program, wanted.costs)
+                fits = self.consider(program, timeline)
+                row = NamedRow(name, timeline.makespan, timeline.span, max(timeline.peak), fits)
+                known = self.named.get(name)
+                if known is None or rank_of(row, wanted.objective) < rank_of(known, wanted.objective):
+                    self.named[name] = row
+                tasks = tasks_of(program, wanted.costs) if fits and improve else None
+                if tasks is not None:
+                    limits = limits_of(tasks, wanted.cap, wanted.costs)
+                    found = entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
+                    self.pool += found
+                    self.origins.update((name, entry) for entry in found)
+                if not has(program, "B"):
+                    break  # split already, and so the same again
+
+    def _variants(self, base: Program) -> list[Program]:
+        """The program with full backwards and with halves, as far as that is allowed."""
+        if self.wanted.halves is False or not has(base, "B"):
+            return [base]
+        split = split_backward()(base)
+        return [split] if self.wanted.halves else [base, split]
+
+    def _allowed(self, program: Program, recomputed: int) -> bool:
+        wanted = self.wanted
+        if program.ranks != wanted.ranks or sum(op.kind == "R" for op in program.ops) != recomputed:
+            return False
+        if (wanted.halves and has(program, "B")) or (wanted.halves is False and has(program, "I")):
+            return False
+        return wanted.free or program.placement in wanted.placements
+
+    def _lists(self, base: Program, placement: Sequence[int], tried: int) -> list[Entry]:
+        """Orders by rules, with halves where a full backward gains nothing."""
+        wanted, found = self.wanted, list[Entry]()
+        variants = self._variants(base)
+        for variant in variants if _full_are_cheaper(wanted.costs, base) else variants[-1:]:
+            program = place(placement)(variant)
+            self._seen(simulate(program, wanted.costs))
+            tasks = tasks_of(program, wanted.costs)
+            if tasks is None:
+                continue
+            limits = limits_of(tasks, wanted.cap, wanted.costs)
+            lists = ListOrders(tasks, limits)
+            orders = (lists.order(rule) for rule in islice(rules(wanted.seed), tried))
+            rows = [tasks.rows, *(order for order in orders if order is not None)]
+            found += entries(tasks, limits, rows, wanted.objective, self.floor(program))
+        self.pool += found
+        return found
+
+    def _improve(self, pool: Sequence[Entry], effort: float) -> None:
+        if not pool:
+            return
+        wanted = self.wanted
+
+        def told(played: float, best: float) -> None:
+            self.told(played, best, min(entry.floor for entry in pool))
+
+        improved, self.stopped = improve(pool, wanted.objective, effort, wanted.seed, told)
+        for entry in improved[: IMPROVED if wanted.costs.bytes is None else len(improved)]:
+            self.judge(entry)
+        self.pool = [*improved[:IMPROVED], *self.pool]
+
+    def judge(self, entry: Entry) -> None:
+        """Simulate an order, and keep it if it is the best; one that holds too much after all is held tighter."""
+        wanted = self.wanted
+        for _ in range(4):
+            program = entry.tasks.ordered(entry.rows)
+            timeline = simulate(program, wanted.costs)
+            if self.consider(program, timeline) or wanted.costs.bytes is None:
+                return
+            limits = tightened(entry.tasks, entry.rows, entry.limits, timeline.peak, wanted.cap)
+            lists = ListOrders(entry.tasks, limits)
+            orders = (lists.order(rule) for rule in islice(rules(wanted.seed), RULES_TRIED))
+            rows = [entry.tasks.rows, *(order for order in orders if order is not None)]
+            pool = entries(entry.tasks, limits, rows, wanted.objective, entry.floor)
+            if not pool:
+                return
+            entry = improve(pool, wanted.objective, 100_000, wanted.seed, lambda played, best: None)[0][0]
+
+    def _elsewhere(self, effort: float) -> None:
+        """Try placements near the best one: two stages change places, or one goes to another rank."""
+        wanted, random = self.wanted, Random(self.wanted.seed)
+        for _ in range(OTHER_PLACEMENTS):
+            where = self.best.program.placement if self.best else ()
+            listed = [rank for rank in where if isinstance(rank, int)] or list(wanted.placements[0])
+            one, other = random.sample(range(len(listed)), 2)
+            if random.random() < 0.6:
+                listed[one], listed[other] = listed[other], listed[one]
+            else:
+                listed[one] = random.randrange(wanted.ranks)
+            if len({*listed}) < wanted.ranks or self.stopped:
+                continue
+            pool = self._lists(self.bases[0], listed, 8)
+            if self.best and pool and min(entry.floor for entry in pool) < self.best.value[0]:
+                self._improve(pool, effort / OTHER_PLACEMENTS)
+
+    def floor(self, program: Program) -> float:
+        """Seconds that no order of these ops on these ranks goes below, under the cap."""
+        key = kinds_of(program)
+        if key not in self.bounds:
+            cap = self.wanted.cap if self.wanted.costs.bytes is None else math.inf
+            try:
+                found = bounds(program, self.wanted.costs, memory_cap=cap)
+            except ValueError:  # the cap is below what one op holds
+                return 0.0
+            self.bounds[key] = getattr(found, self.wanted.objective)
+        return self.bounds[key]
+
+    def consider(self, program: Program, timeline: Timeline) -> bool:
+        """Keep a program if it is the best that fits; whether it fits."""
+        self._seen(timeline)
+        if max(timeline.peak) > self.wanted.cap * (1 + 1e-9):
+            return False
+        value = self.wanted.value(timeline)
+        if self.best is None or value < self.best.value:
+            self.best = Candidate(program, timeline, value)
+        return True
+
+    def _seen(self, timeline: Timeline) -> None:
+        self.least = min(self.least, max(timeline.peak))
+
+
+def starts_of(base: Program, wanted: Wanted, *, by_cost: bool) -> Iterator[tuple[str, Transform]]:
+    """The named schedules to start from."""
+    cap = wanted.cap if wanted.costs.bytes is None and wanted.cap < math.inf else None
+    return named_starts(
+        base, wanted.ranks, wanted.costs, cap, wanted.objective, by_cost=by_cost, without=wanted.without
+    )
+
+
+def made(transform: Transform, program: Program) -> Program | None:
+    """What a schedule makes of a program; None where it does not serve it."""
+    try:
+        return transform(program)
+    except (ProgramError, ValueError):
+        return None
+
+
+def kinds_of(program: Program) -> Hashable:
+    """Which ops are on which ranks, whatever their order."""
+    return frozenset(
+        (op[0], *((part[0:5]) for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time
+    )
+
+
+def has(program: Program, kind: str) -> bool:
+    """Whether a program has ops of a kind, in pairs too."""
+    return any(op.kind == kind for op in parts_of(program.ops))
+
+
+def _full_are_cheaper(costs: Costs, program: Program) -> bool:
+    """Whether some full backward takes less than its halves."""
+    fulls = [op for op in parts_of(program.ops) if op.kind == "B"]
+    return any(
+        costs.seconds(op) < (costs.seconds(op._replace(kind="I")) + costs.seconds(op._replace(kind="W"))) * (1 - 1e-12)
+        for op in fulls
+    )
+
+
+def rank_of(row: NamedRow, objective: str) -> tuple[bool, float, float]:
+    """By what named schedules stand in order: those that fit, then the shortest."""
+    return not row.fits, getattr(row, objective), row.peak

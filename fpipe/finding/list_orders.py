@@ -1,0 +1,131 @@
+"""First orders of tasks, by list scheduling: whenever a rank is free, the ready op that some rule likes best runs.
+
+A rule weighs kind, stage and microbatch. A forward runs only where there is room for it and for all that the
+microbatches that have begun on the rank will still hold there, so that no order ends in a jam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
+
+from fpipe.finding.tasks import Rows, Tasks
+from fpipe.schedules.list_scheduler import NOTHING, TaskGraph, list_schedule
+
+
+class Rule(NamedTuple):
+    """What runs first: the step with the smallest sum of these.
+
+    Args:
+        kinds: of F, B or I, and W.
+        stage: for each stage on the way that a microbatch has gone.
+        microbatch: for each one before it.
+    """
+
+    kinds: tuple[float, float, float]
+    stage: float
+    microbatch: float
+
+
+RULES = (
+    Rule((1, 0, 100), 0, 0.01),
+    Rule((0, 1, 100), 0, 0.01),
+    Rule((0, 0, 0), -0.5, 1),
+    Rule((0, 0, 3), -0.1, 1),
+    Rule((0, 0, 100), -0.1, 0.3),
+    Rule((0, 0, 100), 0.1, 0.3),
+    Rule((2, 0, 1), -0.01, 0.1),
+)
+
+
+def rules(seed: int) -> Iterator[Rule]:
+    """The usual ones, then random ones."""
+    yield from RULES
+    random = Random(seed)
+    while True:
+        yield Rule((random.uniform(0, 3), random.uniform(0, 3), random.choice((2.0, 5.0, 100.0))), *_slope(random))
+
+
+def _slope(random: Random) -> tuple[float, float]:
+    return random.uniform(-0.5, 0.5), random.uniform(0, 1)
+
+
+class ListOrders:
+    """Orders of tasks by rules."""
+
+    def __init__(self, tasks: Tasks, caps: Sequence[float]) -> None:
+        self.tasks, self.caps = tasks, caps
+        self.steps = [(lane, step) for lane, steps in enumerate(tasks.lanes) for step in steps]
+        number = {op: at for at, (_, step) in enumerate(self.steps) for op in step}
+        last = [tasks.ops[step[-1]] for _, step in self.steps]
+        self.rank = [op.rank for op in last]
+        self.microbatch = [op.microbatch or 0 for op in last]
+        self.kind = [0 if op.kind == "F" else 2 if op.kind == "W" else 1 for op in last]
+        self.depth = [(op.stage or 0) if op.kind == "F" else 2 * tasks.program.stages - (op.stage or 0) for op in last]
+        self.takes = [sum(tasks.takes[op] for op in step) for _, step in self.steps]
+        self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
+        needs: list[dict[int, float]] = []
+        for at, (_, step) in enumerate(self.steps):
+            each = [(number[source], way) for op in step for source, way in tasks.needs[op] if source in number]
+            needs.append({source: way for source, way in sorted(each, key=lambda one: one[1]) if source != at})
+        turn = {lane: iter([number[step[0]] for step in steps]) for lane, steps in enumerate(tasks.lanes)}
+        for lane, first in turn.items():
+            before = next(first)
+            for at in first:  # the ops of a lane keep their turn
+                needs[at].setdefault(before, 0.0)
+                before = at
+            del lane
+        readers: list[list[tuple[int, float]]] = [[] for _ in self.steps]
+        for reader, found in enumerate(needs):
+            for source, way in found.items():
+                readers[source].append((reader, way))
+        seconds = [sum(tasks.seconds[op] for op in step) for _, step in self.steps]
+        self.graph = TaskGraph(tasks.ranks, self.rank, seconds, readers, list(map(len, needs)))
+        self.whole = [sum(self._per_microbatch(rank)) for rank in range(tasks.ranks)]
+
+    def _per_microbatch(self, rank: int) -> list[int]:
+        """The residuals of the first microbatch that a rank takes."""
+        own = [at for at, one in enumerate(self.rank) if one == rank and self.takes[at]]
+        first = min((self.microbatch[at] for at in own), default=0)
+        return [self.takes[at] for at in own if self.microbatch[at] == first]
+
+    def order(self, rule: Rule) -> Rows | None:
+        """The order by a rule; None where it jams all the same."""
+        key = [
+            rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
+            for kind, depth, microbatch in zip(self.kind, self.depth, self.microbatch, strict=True)
+        ]
+        held = [0] * self.tasks.ranks
+        begun: list[dict[int, int]] = [{} for _ in held]  # microbatch -> residuals that it has still to make
+        gone = [0] * self.tasks.ranks
+
+        def pick(rank: int, time: float, ready: list[int]) -> int:
+            held[rank] -= gone[rank]
+            gone[rank] = 0
+            promised, best = sum(begun[rank].values()), NOTHING
+            for at in ready:
+                more = self.takes[at]
+                if (
+                    more
+                    and held[rank]
+                    + promised
+                    + (self.whole[rank] - more) * (self.microbatch[at] not in begun[rank])
+                    + more * (self.microbatch[at] not in begun[rank])
+                    > self.caps[rank]
+                ):
+                    continue
+                if best < 0 or (key[at], at) < (key[best], best):
+                    best = at
+            if best >= 0:
+                held[rank] += self.takes[best]
+                gone[rank] = self.drops[best]
+                if self.takes[best]:
+                    left = begun[rank].get(self.microbatch[best], self.whole[rank])
+                    begun[rank][self.microbatch[best]] = max(0, left - self.takes[best])
+            return best
+
+        found = list_schedule(self.graph, pick)
+        if any(found.stuck) or sum(map(len, found.rows)) < len(self.steps):
+            return None
+        return [[self.steps[at][0] for at in row] for row in found.rows]

@@ -1,0 +1,136 @@
+"""The orders that a search works on: the most promising are improved in turn, and the others fall out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fpipe.finding.climb import Climber, Value, worth
+from fpipe.finding.tasks import Rows, Tasks
+
+Limits = list[float]
+"""Residuals that each rank may hold."""
+
+
+@dataclass
+class Entry:
+    """An order of some tasks under some limits.
+
+    Args:
+        tasks: the ops on their ranks.
+        limits: residuals that each rank may hold.
+        rows: the order.
+        value: what it is worth.
+        floor: what no order of these tasks goes below.
+    """
+
+    tasks: Tasks
+    limits: Limits
+    rows: Rows
+    value: Value
+    floor: float
+
+
+def entries(tasks: Tasks, limits: Limits, orders: Iterable[Rows], objective: str, floor: float) -> list[Entry]:
+    """The orders that come to an end and keep to the limits."""
+    found: list[Entry] = []
+    for rows in orders:
+        flats = [tasks.flat(row) for row in rows]
+        if all(tasks.held(flat) <= limit for flat, limit in zip(flats, limits, strict=True)):
+            played = tasks.play(flats)
+            if played.ends:
+                found.append(Entry(tasks, limits, rows, worth(played, objective), floor))
+    return found
+
+
+WIDTH = 8
+"""How many orders are improved side by side."""
+ROUND = 400
+"""Changes of an order before it is the turn of the next."""
+IDLE = 6000
+"""Changes without success after which another order takes an order's place."""
+
+
+def improve(
+    pool: Sequence[Entry],
+    objective: str,
+    effort: float,
+    seed: int,
+    told: Callable[[float, float], None],
+) -> tuple[list[Entry], bool]:
+    """Improve orders for some effort: the best ones, of which in the end only two are left.
+
+    Args:
+        pool: what to begin with.
+        objective: "makespan" or "span".
+        effort: how many ops may be played.
+        seed: of the random choices.
+        told: called now and then with the effort so far and the best value.
+
+    Returns:
+        An entry for each order that was improved, the best first; and whether Ctrl-C stopped it.
+    """
+    starts = sorted(pool, key=lambda entry: entry.value)
+    different = [
+        one for one, before in zip(starts, [None, *starts], strict=False) if not before or one.value != before.value
+    ]
+    starts = different or starts
+    climbers = [(entry, _climber(entry, objective, seed + at)) for at, entry in enumerate(starts[:WIDTH])]
+    done: list[tuple[Entry, Climber]] = []
+    stopped = False
+    try:
+        _in_turn(starts, climbers, done, objective, effort, seed, told)
+    except KeyboardInterrupt:
+        stopped = True
+    found = [
+        Entry(entry.tasks, entry.limits, climber.best_rows, climber.best, entry.floor)
+        for entry, climber in [*done, *climbers]
+    ]
+    return sorted(found, key=lambda entry: entry.value), stopped
+
+
+def _in_turn(
+    starts: Sequence[Entry],
+    climbers: list[tuple[Entry, Climber]],
+    done: list[tuple[Entry, Climber]],
+    objective: str,
+    effort: float,
+    seed: int,
+    told: Callable[[float, float], None],
+) -> None:
+    """Let climbers climb a round each, until the effort is spent or the best is at its floor."""
+    left, number, turn = effort, len(climbers), 0
+    while climbers and left > 0:
+        turn += 1
+        for entry, climber in climbers:
+            before = climber.steps
+            climber.climb(min(ROUND, 1 + int(left / _price(entry))), entry.floor * (1 + 1e-9))
+            left -= max(1, climber.steps - before) * _price(entry)
+            if left <= 0:
+                break
+        climbers.sort(key=lambda one: one[1].best)
+        best, floor = climbers[0][1].best[0], climbers[0][0].floor
+        told(effort - max(left, 0.0), best)
+        if best <= floor * (1 + 1e-9) and all(entry.floor >= best * (1 - 1e-9) for entry, _ in climbers):
+            break
+        out = [one for one in climbers if one[0].floor >= best * (1 - 1e-9)]
+        rest = [one for one in climbers if one not in out]
+        if turn % 3 == 0 and len(rest) > 2:
+            drop = max(1, len(rest) // 3)
+            out, rest = [*out, *rest[-drop:]], rest[:-drop]
+        tired = [one for one in rest[1:] or rest if one[1].steps - one[1].since > IDLE]
+        done += [*out, *tired]
+        climbers[:] = [one for one in rest if one not in tired]
+        for _ in tired or ([] if climbers else out[:1]):
+            entry = starts[number % len(starts)]
+            climbers.append((entry, _climber(entry, objective, seed + number)))
+            number += 1
+
+
+def _price(entry: Entry) -> int:
+    """What a change costs, in played ops: to play those it has, and as long as 80 take to make it."""
+    return len(entry.tasks.ops) + 80
+
+
+def _climber(entry: Entry, objective: str, seed: int) -> Climber:
+    return Climber(entry.tasks, entry.rows, entry.limits, objective, seed)

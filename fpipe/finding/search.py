@@ -1,0 +1,293 @@
+"""Search for the schedule that is best for your costs and memory, and say how good any can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+from fpipe.finding.ask import SMALL, ask
+from fpipe.finding.found import Found
+from fpipe.finding.fuse import fused
+from fpipe.finding.hunt import Candidate, Hunt, Wanted, kinds_of, rank_of
+from fpipe.finding.kept import kept_of
+from fpipe.finding.solver import installed
+from fpipe.finding.stretch import short_of, stretched
+from fpipe.model import Model
+from fpipe.program import Program, ProgramError, kind_of
+from fpipe.schedules.registry import about
+from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.simulate import simulate
+from fpipe.training import program as base_program
+from fpipe.transforms.chain import chain
+from fpipe.transforms.checkpoint import checkpoint as recompute
+from fpipe.transforms.merge import merge
+from fpipe.transforms.place import stage_ranks
+from fpipe.transforms.split import split
+
+Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
+Checkpoint = Literal["never", "auto", "always", "except_last"] | Callable[[int, int], bool]
+Progress = Callable[[float, float, float], None]
+
+RATE = 2_500_000
+"""Ops that a second of searching plays: what one core of a usual machine does."""
+
+
+def search(
+    what: Program | Model | int,
+    costs: Costs | None = None,
+    *,
+    ranks: int,
+    microbatches: int | None = None,
+    placement: Placement = "any",
+    memory_cap: float | None = None,
+    objective: Literal["makespan", "span"] = "makespan",
+    seconds: float = 10,
+    solver: Literal["auto", "local", "cp-sat"] = "auto",
+    split_backward: bool | Literal["auto"] = "auto",
+    checkpoint: Checkpoint = "never",
+    without: Collection[str] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Found:
+    """Search for the schedule that takes least time for some costs and memory.
+
+    It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
+    and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
+    never worse than the best named schedule that fits.
+
+    Args:
+        what: a program that is split, or a `Model` or a number of stages and `microbatches`.
+        costs: seconds of each stage's ops; by default one for each F, I and W.
+        ranks: how many.
+        microbatches: how many, where `what` is no program.
+        placement: where stages are: "linear", "looped", "v" (waves, with more than two stages a rank), or the rank of
+            each stage. "any" tries all of them, others near the best, and those of named schedules (two replicas,
+            too).
+        memory_cap: the most that a rank may hold, in the unit of `Timeline.peak`: microbatches, or bytes where the
+            costs have bytes.
+        objective: what to make short, the "makespan" or the "span"; then the other.
+        seconds: how long to search, beside the second or two that named schedules take which search by themselves.
+            Without the solver they count played ops, `RATE` to a second, so that the result depends on the seed alone
+            and not on the machine. The solver is stopped by the clock; within it the result is the same where it
+            proves its answer, and may differ in its last improvements where it does not.
+        solver: "local" does without, "cp-sat" insists on it, "auto" uses it where it is installed and the step has at
+            most `SMALL` ops.
+        split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
+        checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") whole stages where it
+            helps.
+        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice,
+            "bpipe" and "pipe_offload" move residuals out of a rank.
+        seed: of the random choices.
+        progress: called now and then as `progress(share, best, bound)`: what share of the effort is spent, the best
+            seconds so far (infinite while nothing fits), and the bound.
+
+    Returns:
+        `Found`. After Ctrl-C the best so far, if there is any.
+
+    Raises:
+        ProgramError: nothing fits the cap, with the smallest cap that does; fewer stages than ranks.
+        ValueError: a word, number or cost that is none.
+        ModuleNotFoundError: solver="cp-sat" where OR-tools is not installed.
+
+    With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated: 1024 microbatches take
+    no longer to search than 32.
+
+    >>> import fpipe
+    >>> costs = fpipe.Costs(forward=5, backward_input=6, backward_weight=4)
+    >>> words = {"ranks": 2, "microbatches": 4, "placement": "v", "seconds": 0.2, "solver": "local"}
+    >>> found = fpipe.search(4, costs, memory_cap=1.5, **words)
+    >>> print(found)
+    makespan 138, span 138, bubble 13.0%, peak per rank [1.5, 1.5]
+    makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
+    the best schedule by name is zbv:memory_cap=1.5 with 138
+    """
+    base = _base(what, microbatches)
+    costs = _all_costs(costs, base)
+    wanted = _wanted(base, costs, ranks, placement, memory_cap, objective, split_backward, seed, without)
+    seconds = _number("seconds", seconds)
+    if solver not in ("auto", "local", "cp-sat"):
+        raise ValueError(f'solver is "auto", "local" or "cp-sat", found {solver!r}.')
+    if solver == "cp-sat" and not installed():
+        raise ModuleNotFoundError(
+            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. Without it (solver="local") the search '
+            "finds the same order nearly always, but proves less: the bound is that of fpipe.bounds."
+        )
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
+    bases = _recomputing(base, checkpoint)
+    short = short_of(base, wanted) if checkpoint in ("never", "auto") else None
+    searched = _recomputing(short, checkpoint) if short is not None else bases
+    named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
+    by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
+    run = _Run(base, searched, bases, wanted, seconds, by_solver, progress)
+    return run.found()
+
+
+def _base(what: Program | Model | int, microbatches: int | None) -> Program:
+    """The program to order, in microbatches."""
+    if isinstance(what, Program):
+        if microbatches is not None:
+            raise ValueError("microbatches= goes with a Model or a number of stages; a program is split already.")
+        return what
+    if type(microbatches) is not int or microbatches < 1:
+        raise ValueError(f"microbatches is a whole number, at least 1; found {microbatches!r}.")
+    return chain(split(microbatches), merge())(base_program(what))
+
+
+def _all_costs(costs: Costs | None, base: Program) -> Costs:
+    """The costs, of which none is missing."""
+    costs = the_costs(costs, base)
+    for op in base.ops:
+        costs.seconds(op)
+    return costs
+
+
+def _number(word: str, given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise ValueError(f"{word} is a number above 0, found {given!r}.")
+    return float(given)
+
+
+def _wanted(
+    base: Program,
+    costs: Costs,
+    ranks: object,
+    placement: Any,
+    memory_cap: object,
+    objective: str,
+    halves: object,
+    seed: object,
+    without: Collection[str],
+) -> Wanted:
+    """What is searched for, if that makes sense."""
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    if base.slices > 1:
+        raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
+    if objective not in ("makespan", "span"):
+        raise ValueError(f'objective is "makespan" or "span", found {objective!r}.')
+    if halves not in (True, False, "auto"):
+        raise ValueError(f'split_backward is True, False or "auto", found {halves!r}.')
+    if type(seed) is not int or seed < 0:
+        raise ValueError(f"seed is a whole number, at least 0; found {seed!r}.")
+    if isinstance(without, str):
+        raise ValueError(f"without lists names of schedules, such as ('chimera',); found {without!r}.")
+    for name in without:
+        about(name)
+    cap = math.inf if memory_cap is None else _number("memory_cap", memory_cap)
+    words = ("linear", "looped", "v") if placement == "any" else (placement,)
+    if isinstance(placement, str) and placement not in ("any", "linear", "looped", "v"):
+        raise ValueError(f'placement is "any", "linear", "looped", "v" or the rank of each stage, found {placement!r}.')
+    listed = [tuple(stage_ranks(word, base.stages, ranks)) for word in words]
+    odd = next((where for where in listed if {*where} != {*range(ranks)}), None)
+    if odd is not None:
+        raise ValueError(f"a placement has a stage for each of the ranks 0..{ranks - 1}, and no others; found {odd}.")
+    choice = None if halves == "auto" else bool(halves)
+    return Wanted(
+        ranks, costs, cap, objective, tuple(dict.fromkeys(listed)), placement == "any", choice, seed, frozenset(without)
+    )
+
+
+def _recomputing(base: Program, policy: Any) -> list[Program]:
+    """The program for each choice of what is recomputed."""
+    if policy == "never":
+        return [base]
+    if policy != "auto":
+        return [recompute(policy)(base)]
+    first = [recompute(lambda stage, microbatch, most=most: stage < most)(base) for most in range(1, base.stages + 1)]
+    return [base, *first]
+
+
+def _quiet(share: float, best: float, bound: float) -> None:
+    """No progress is asked for."""
+
+
+class _Run:
+    """The parts of a search, one after the other; what there is when it is stopped is what is found."""
+
+    def __init__(
+        self,
+        plain: Program,
+        searched: list[Program],
+        bases: list[Program],
+        wanted: Wanted,
+        seconds: float,
+        by_solver: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.plain, self.bases, self.wanted = plain, bases, wanted
+        self.seconds, self.by_solver = seconds, by_solver
+        self.progress = progress or _quiet
+        self.local = min(2.0, seconds / 4) if by_solver else seconds
+        self.hunt = Hunt(searched, wanted, self._told)
+        self.long = None if searched[0] is bases[0] else Hunt(bases, wanted, self._told)
+        self.proven: dict[Any, float] = {}
+
+    def found(self) -> Found:
+        """Search, and say what was found."""
+        complete = True
+        try:
+            self.hunt.gather()
+            self.hunt.improve(self.local * RATE)
+            complete = not self.hunt.stopped
+            if self.by_solver and complete and not self.hunt.optimal():
+                self.proven = ask(self.hunt, self.seconds - self.local, self._asked)
+        except KeyboardInterrupt:
+            complete = False
+            if self.hunt.best is None:
+                raise
+        best = self._best()
+        if self.long is None:
+            best = self._whole(best)
+        self.progress(1.0, best.value[0], self.bound)
+        hunt = self.long or self.hunt
+        names = sorted(hunt.named.values(), key=lambda row: rank_of(row, self.wanted.objective))
+        schedule = kept_of(best.program)
+        program, timeline = schedule(self.plain), best.timeline
+        if program != best.program:  # an OFFLOAD and a LOAD of one moment have changed places
+            timeline = simulate(program, self.wanted.costs)
+        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(names), complete)
+
+    def _told(self, played: float, best: float, bound: float) -> None:
+        whole = self.seconds / self.local if self.by_solver else 1.0
+        self.progress(min(1.0, played / (self.local * RATE)) / whole, best, bound)
+
+    def _asked(self, share: float, best: float, bound: float) -> None:
+        self.progress((self.local + share * (self.seconds - self.local)) / self.seconds, best, bound)
+
+    def _best(self) -> Candidate:
+        """The best that fits; of a short step, made long. Notes the bound."""
+        hunt = self.hunt
+        if self.long is not None and hunt.best is not None:
+            stretched(hunt, self.long)
+            hunt = self.long
+        if hunt.best is None:
+            raise ProgramError(
+                f"nothing fits memory_cap={self.wanted.cap:g}: the smallest cap that does is {hunt.least:g}."
+            )
+        program = hunt.best.program
+        self.bound = hunt.floor(program)
+        if self.long is None and kinds_of(program) in self.proven:
+            self.bound = max(self.bound, self.proven[kinds_of(program)])
+        self.bound = min(self.bound, hunt.best.value[0])
+        return hunt.best
+
+    def _whole(self, best: Candidate) -> Candidate:
+        """The best, with full backwards wherever halves gain nothing."""
+        wanted = self.wanted
+        if wanted.halves is not None:
+            return best
+        known: dict[int, Candidate] = {}
+
+        def good(program: Program) -> bool:
+            timeline = simulate(program, wanted.costs)
+            value = wanted.value(timeline)
+            fits = max(timeline.peak) <= wanted.cap * (1 + 1e-9)
+            known[id(program)] = Candidate(program, timeline, value)
+            return fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
+
+        recomputed = {op.stage for op in best.program.ops if op.kind == "R"}
+        base = next(base for base in self.bases if {op.stage for op in base.ops if op.kind == "R"} == recomputed)
+        made = fused(base, best.program, good)
+        return known.get(id(made), best)

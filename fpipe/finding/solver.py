@@ -1,0 +1,152 @@
+"""Ask OR-tools' CP-SAT for the best order of some tasks, and for a proof of how good any order can be.
+
+Each step of a row is an interval; those of a rank do not overlap. A residual is an interval too, from the start of the
+op that makes it to the end of the one that drops it, and no more of a rank's are open at once than fit. Microbatches
+are alike, so the ops of a lane keep their turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fpipe.finding.tasks import Rows, Tasks
+
+
+class Answer(NamedTuple):
+    """What the solver found: an order, if it found one better than what it was given, and what none goes below."""
+
+    rows: Rows | None
+    bound: float
+    proven: bool
+
+
+def installed() -> bool:
+    """Whether the solver is there."""
+    return find_spec("ortools") is not None
+
+
+def solve(
+    tasks: Tasks,
+    caps: Sequence[float],
+    objective: str,
+    start: Rows,
+    *,
+    seconds: float,
+    workers: int = 2,
+    seed: int = 0,
+    found: Callable[[float, float], None] | None = None,
+) -> Answer:
+    """The best order within some time.
+
+    Args:
+        tasks: the ops on their ranks.
+        caps: residuals that each rank may hold.
+        objective: "makespan" or "span".
+        start: an order to begin with.
+        seconds: when to stop.
+        workers: threads of the solver.
+        seed: of its random choices; one worker gives the same answer each time.
+        found: called with each better time and the bound so far.
+    """
+    from ortools.sat.python import cp_model
+
+    ticks, unit = _ticks(tasks)
+    before = tasks.play([tasks.flat(row) for row in start])
+    most = math.ceil(before.makespan / unit) + len(tasks.ops)
+    if objective == "span":
+        most += math.ceil(max(map(len, start)) * max(tasks.seconds) / unit)
+    model: Any = cp_model.CpModel()
+    took = [math.floor(one / unit + 1e-9) if not ticks else round(one / unit) for one in tasks.seconds]
+    starts = [model.new_int_var(0, most, f"s{at}") for at in range(len(took))]
+    ends = [begin + long for begin, long in zip(starts, took, strict=True)]
+    arrivals: list[list[tuple[int, int]]] = []
+    for at, needs in enumerate(tasks.needs):
+        arrivals.append([(source, math.floor(way / unit + 1e-9)) for source, way in needs])
+        for source, way in arrivals[-1]:
+            model.add(starts[at] >= (ends[source] if source < len(took) else 0) + way)
+    for row in start:
+        steps: list[Any] = []
+        for lane in dict.fromkeys(row):
+            for turn, step in enumerate(tasks.lanes[lane]):
+                first, last = step[0], step[-1]
+                if len(step) == 1:
+                    steps.append(model.new_fixed_size_interval_var(starts[first], took[first], f"i{first}"))
+                else:
+                    long = model.new_int_var(0, most, f"l{first}")
+                    steps.append(model.new_interval_var(starts[first], long, ends[last], f"i{first}"))
+                    for one, other in pairwise(step):
+                        model.add(starts[other] >= ends[one])
+                if turn:
+                    model.add(starts[first] >= ends[tasks.lanes[lane][turn - 1][-1]])
+        model.add_no_overlap(steps)
+    for rank, residuals in enumerate(tasks.residuals):
+        if len(residuals) > caps[rank]:
+            held: list[Any] = []
+            for maker, dropper in residuals:
+                long = model.new_int_var(took[maker], most, f"h{maker}")
+                held.append(model.new_interval_var(starts[maker], long, ends[dropper], f"r{maker}"))
+            model.add_cumulative(held, [1] * len(held), math.floor(caps[rank]))
+    value = model.new_int_var(0, most, "value")
+    for row in start:
+        last = model.new_int_var(0, most, "last")
+        own = [tasks.lanes[lane][-1][-1] for lane in dict.fromkeys(row)]
+        model.add_max_equality(last, [ends[at] for at in own])
+        if objective == "makespan":
+            model.add(value >= last)
+            continue
+        begun = model.new_int_var(0, most, "begun")
+        model.add_min_equality(begun, [starts[tasks.lanes[lane][0][0]] for lane in dict.fromkeys(row)])
+        model.add(value >= last - begun)
+        first = tasks.lanes[row[0]][0][0]  # a rank cannot put off what it does first
+        if all(tasks.lanes[lane][0][0] == first or tasks.follows(tasks.lanes[lane][0][0], first) for lane in row):
+            needs = arrivals[first]
+            if len(needs) == 1 and needs[0][0] < len(took):
+                model.add(starts[first] == ends[needs[0][0]] + needs[0][1])
+            elif not needs:
+                model.add(starts[first] == 0)
+    model.minimize(value)
+    for at, end in enumerate(before.ends[:-1]):
+        model.add_hint(starts[at], round((end - tasks.seconds[at]) / unit))
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = seed
+    status = solver.solve(model, _listener(found, unit) if found else None)
+    bound = max(0.0, solver.best_objective_bound) * unit
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, bound, False)
+    when = [solver.value(one) for one in starts]
+    rows: Rows = []
+    for row in start:
+        each = [
+            (when[step[0]], when[step[-1]] + took[step[-1]], step, lane)
+            for lane in set(row)
+            for step in tasks.lanes[lane]
+        ]
+        rows.append([lane for *_, lane in sorted(each)])
+    return Answer(rows, bound, status == cp_model.OPTIMAL)
+
+
+def _listener(found: Callable[[float, float], None], unit: float) -> Any:
+    from ortools.sat.python import cp_model
+
+    class Listener(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            found(self.objective_value * unit, self.best_objective_bound * unit)
+
+    return Listener()
+
+
+def _ticks(tasks: Tasks) -> tuple[bool, float]:
+    """Whether all times are whole numbers of a unit, and the unit; else one so small that they almost are."""
+    times = [*tasks.seconds, *(way for needs in tasks.needs for _, way in needs)]
+    most = max(times, default=0.0) or 1.0
+    shares = {Fraction(one / most).limit_denominator(10**4) for one in times}
+    fine = math.lcm(*(share.denominator for share in shares))
+    exact = fine <= 10**6 and all(abs(one / most * fine - round(one / most * fine)) < 1e-9 * fine for one in times)
+    return (True, most / fine) if exact else (False, most / 10**5)

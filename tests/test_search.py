@@ -1,0 +1,391 @@
+"""Search: never worse than a schedule by name, never below what is proven, never over the cap; and it runs."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from fpipe.finding import search as module
+from fpipe.finding import solver
+from fpipe.finding.climb import Climber
+from fpipe.finding.kept import Kept, kept_of
+from fpipe.finding.list_orders import ListOrders, rules
+from fpipe.finding.tasks import tasks_of
+from fpipe.program import ProgramError
+
+OPTIMA = json.loads((Path(__file__).parent / "data" / "search_optima.json").read_text())
+TEN = fpipe.Costs(5, 6, 4)  # F=10, B=12, W=8 of a rank with two stages
+OFFLOADING = ("bpipe", "pipe_offload")
+SLOW = ("zb_auto", "zbv", "v_half", "v_min")  # they search by themselves, for a second or two
+COSTS = [
+    fpipe.Costs(),
+    TEN,
+    fpipe.Costs(10, 11, 6, transfer=2),
+    fpipe.Costs(3, 4, 2, transfer=1, backward=5),
+    fpipe.Costs(1, 1, 3, recompute=0.5, transfer={(a, b): a + 0.5 * b for a in range(8) for b in range(8)}),
+    fpipe.Costs(4, 6, 1),
+]
+
+
+def step(stages: int, microbatches: int) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(microbatches), fpipe.merge())(fpipe.program(stages))
+
+
+def quick(*sizes: Any, **words: Any) -> fpipe.Found:
+    return fpipe.search(*sizes, **({"seconds": 0.1, "solver": "local", "without": (*SLOW, *OFFLOADING)} | words))
+
+
+def costs_of(fact: dict[str, Any]) -> fpipe.Costs:
+    three = (fact[word] for word in ("forward", "backward_input", "backward_weight"))
+    return fpipe.Costs(*three, transfer=fact["transfer"])
+
+
+def searched(fact: dict[str, Any], seconds: float, by: str, without: tuple[str, ...] = OFFLOADING) -> fpipe.Found:
+    sizes = {word: fact[word] for word in ("ranks", "microbatches", "placement", "memory_cap", "objective")}
+    found = fpipe.search(fact["stages"], costs_of(fact), **sizes, seconds=seconds, solver=by, without=without)  # type: ignore[arg-type]
+    assert max(found.timeline.peak) <= fact["memory_cap"] + 1e-9
+    assert found.bound <= fact["optimum"] + 1e-6
+    assert found.value >= fact["optimum"] - 1e-6
+    return found
+
+
+@pytest.mark.parametrize("name", fpipe.schedules.names())
+@pytest.mark.parametrize("policy", ["never", "always", "except_last"])
+def test_orders_as_numbers_take_what_simulate_says(name: str, policy: Any):
+    about = fpipe.schedules.about(name)
+    for ranks, microbatches in ((4, 8), (2, 4)):
+        base = fpipe.chain(fpipe.split(microbatches), fpipe.checkpoint(policy))(fpipe.program(about.wants(ranks, {})))
+        program = fpipe.chain(about.factory(ranks), fpipe.merge())(base)
+        for costs in COSTS[1:5]:
+            tasks = tasks_of(program, costs)
+            if tasks is None:
+                assert name in ("bpipe", "pipe_offload", "roundpipe")
+                continue
+            timeline, played = fpipe.simulate(program, costs), tasks.play([tasks.flat(row) for row in tasks.rows])
+            assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span), abs=1e-9)
+            assert tasks.peak(tasks.rows) == pytest.approx(timeline.peak)
+            assert tasks.ordered(tasks.rows) == program
+
+
+def test_what_a_change_leaves_alone_need_not_be_played_again():
+    """An order that is played on from what is known ends as the whole order does."""
+    tasks = tasks_of(fpipe.schedules.zbv(4)(fpipe.split_backward()(step(8, 8))), TEN)
+    assert tasks is not None
+    climber = Climber(tasks, tasks.rows, [8.0] * 4, "makespan", 0)
+    for _ in range(20):
+        climber.climb(20, 0.0)
+        assert climber.value == tasks.play([tasks.flat(row) for row in climber.rows])[:2]
+        assert all(held <= 4 for held in tasks.peak(climber.rows))
+
+
+def test_rules_keep_to_the_limits():
+    tasks = tasks_of(fpipe.place("looped", ranks=2)(fpipe.split_backward()(step(4, 6))), TEN)
+    assert tasks is not None
+    for cap, (_, rule) in ((cap, one) for cap in (2, 3, 5) for one in zip(range(20), rules(1), strict=False)):
+        rows = ListOrders(tasks, [cap, cap]).order(rule)
+        assert rows is not None
+        assert max(tasks.held(tasks.flat(row)) for row in rows) <= cap
+
+
+@pytest.mark.parametrize("number", range(0, len(OPTIMA), 10))
+def test_some_proven_optima_bound_what_is_found(number: int):
+    searched(OPTIMA[number], 0.05, "local", (*SLOW, *OFFLOADING))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(0)
+def test_nineteen_of_twenty_proven_optima_are_found_without_the_solver():
+    facts = [fact for fact in OPTIMA if fact["placement"] != "looped"]
+    reached = sum(searched(fact, 2, "local").value <= fact["optimum"] + 1e-6 for fact in facts)
+    assert reached >= 0.95 * len(facts)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("number", range(len(OPTIMA)))
+def test_all_proven_optima_are_found_and_proven_with_the_solver(number: int):
+    found = searched(OPTIMA[number], 60, "cp-sat")
+    assert found.value == pytest.approx(OPTIMA[number]["optimum"])
+
+
+def test_the_solver_improves_and_proves():
+    costs = fpipe.Costs(5, 6, 4)
+    found = fpipe.search(
+        6, costs, ranks=3, microbatches=3, placement="v", memory_cap=1.5, seconds=8, solver="cp-sat", without=SLOW
+    )
+    assert found.gap == 0
+    assert found.bound > fpipe.bounds(found.program, costs, memory_cap=1.5).makespan
+
+
+def test_it_beats_every_schedule_by_name_on_a_v():
+    """The published V-Min takes 344, and 321 is proven optimal."""
+    found = quick(8, TEN, ranks=4, microbatches=8, placement="v", memory_cap=2, without=())
+    assert found.timeline.makespan == 321
+    assert max(found.timeline.peak) == 2
+
+
+SIZES = [(2, 2, 3), (2, 4, 4), (3, 3, 5), (4, 4, 8), (4, 8, 8), (3, 6, 7)]
+
+
+def never_worse(ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, cap: float | None) -> None:
+    base = step(stages, microbatches)
+    found = quick(base, costs, ranks=ranks, memory_cap=cap, without=())
+    assert cap is None or max(found.timeline.peak) <= cap + 1e-9
+    assert found.bound <= found.value * (1 + 1e-9)
+    for name in fpipe.schedules.names():
+        about = fpipe.schedules.about(name)
+        for told in ({}, {"costs": costs}):
+            try:
+                program = about.factory(ranks, **told)(base)
+            except (ProgramError, TypeError):
+                continue
+            timeline = fpipe.simulate(program, costs)
+            fits = cap is None or max(timeline.peak) <= cap + 1e-9
+            if fits and program.ranks == ranks and not any(op.kind == "R" for op in program.ops):
+                assert found.value <= timeline.makespan * (1 + 1e-9), (name, told)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_it_is_never_worse_than_a_schedule_by_name(number: int):
+    never_worse(*SIZES[number], COSTS[2 * number], (None, 1, 2)[number])
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("cap", [1, 2, 3, None])
+def test_it_is_never_worse_whatever_the_size_costs_and_memory(sizes: Any, costs: fpipe.Costs, cap: Any):
+    never_worse(*sizes, costs, cap)
+
+
+@pytest.mark.parametrize("name", [name for name in fpipe.schedules.names() if name not in ("roundpipe", "seq1f1b")])
+def test_a_kept_schedule_is_the_schedule(name: str):
+    """bpipe and pipe_offload too, whose residuals wait elsewhere, and chimera with its two replicas."""
+    about = fpipe.schedules.about(name)
+    base = step(about.wants(4, {}), 8)
+    program = about.factory(4)(base)
+    kept = kept_of(program)
+    assert Kept.from_json(kept.to_json()) == Kept.from_csv(kept.to_csv(), replicated=kept.replicated) == kept
+    assert fpipe.simulate(kept(base), COSTS[2]).peak == fpipe.simulate(program, COSTS[2]).peak
+    if name != "pipe_offload":  # a LOAD and an OFFLOAD of one moment stand in another order there
+        assert kept(base) == program
+
+
+def test_what_is_recomputed_is_kept_too():
+    program = fpipe.chain(fpipe.checkpoint("except_last"), fpipe.schedules.zb_h1(3))(step(3, 5))
+    kept = kept_of(program)
+    assert kept(step(3, 5)) == program
+    assert Kept.from_csv(kept.to_csv())(step(3, 5)) == program
+
+
+def stage(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+def squares(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).square().mean()
+
+
+RUN: list[dict[str, Any]] = [
+    {"placement": "v", "memory_cap": 1.5},
+    {"placement": "looped", "split_backward": False},
+    {"memory_cap": 1, "checkpoint": "auto"},
+    {"checkpoint": "always", "objective": "span"},
+    {},
+]
+
+
+@pytest.mark.parametrize("words", RUN, ids=str)
+def test_what_is_found_runs(words: dict[str, Any]):
+    """The gradients of plain autograd, to the bit, and the schedule put on another program of these sizes."""
+    model = fpipe.from_functions([stage] * 4, squares)
+    torch.manual_seed(0)
+    params = tuple({"w": torch.randn(4, 4)} for _ in range(4))
+    batch = torch.randn(9, 4), torch.randn(9, 4)
+    found = quick(model, COSTS[3], ranks=2, microbatches=4, **words)
+    program = fpipe.chain(fpipe.split(4), found.schedule, fpipe.merge())(fpipe.program(model))
+    fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
+    assert fpipe.verify(program, model, params, batch).bitwise
+    assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
+
+
+def test_the_same_seed_gives_the_same_schedule():
+    words: dict[str, Any] = {"ranks": 3, "microbatches": 5, "memory_cap": 2, "seconds": 0.3}
+    assert quick(6, COSTS[2], seed=3, **words) == quick(6, COSTS[2], seed=3, **words)
+
+
+@pytest.mark.parametrize("placement", ["linear", "v", "looped", [0, 1, 1, 0, 1, 0]])
+@pytest.mark.parametrize("halves", [True, False])
+def test_it_keeps_to_the_words(placement: Any, halves: bool):
+    found = quick(6, TEN, ranks=2, microbatches=4, placement=placement, split_backward=halves)
+    where = (
+        fpipe.place(placement, ranks=2)(step(6, 4))
+        if isinstance(placement, str)
+        else fpipe.place(placement)(step(6, 4))
+    )
+    assert found.program.placement == where.placement
+    assert {op.kind for op in found.program.ops} & {"B", "I", "W"} == ({"I", "W"} if halves else {"B"})
+
+
+def test_a_backward_is_whole_where_halves_gain_nothing():
+    assert "I" not in {op.kind for op in quick(1, TEN, ranks=1, microbatches=2).program.ops}
+
+
+def test_stages_that_are_unlike_may_be_anywhere():
+    costs = fpipe.Costs([9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1])
+    found = quick(4, costs, ranks=2, microbatches=6, seconds=1, without=("chimera", "dualpipe", *SLOW))
+    best = min(quick(4, costs, ranks=2, microbatches=6, placement=word).value for word in ("linear", "looped", "v"))
+    assert found.value < best
+
+
+def test_recomputing_frees_memory_where_that_is_asked_for():
+    costs = fpipe.Costs(2, 2, 2, recompute=1)
+    words: dict[str, Any] = {
+        "ranks": 2,
+        "microbatches": 6,
+        "memory_cap": 1,
+        "placement": "linear",
+        "without": OFFLOADING,
+    }
+    assert quick(4, costs, checkpoint="auto", **words).value < quick(4, costs, **words).value
+
+
+def test_bytes_are_a_cap_where_costs_have_them():
+    costs = fpipe.Costs(
+        2,
+        3,
+        2,
+        bytes={
+            "res": 100,
+            "y": 10,
+            "dx": 10,
+            "wres": 40,
+            "x": 0,
+            "t": 0,
+            "w": 0,
+            "loss": 0,
+            "g": 5,
+            "sum": 5,
+            "params": 0,
+            "inputs": 0,
+            "target": 0,
+            "outputs": 0,
+            "dy": 10,
+        },
+    )
+    free = quick(3, costs, ranks=3, microbatches=6)
+    cap = 0.6 * max(free.timeline.peak)
+    found = quick(3, costs, ranks=3, microbatches=6, memory_cap=cap)
+    assert max(found.timeline.peak) <= cap
+    assert found.value >= free.value
+
+
+@pytest.mark.parametrize(("stages", "words"), [(4, {"memory_cap": 3}), (8, {"placement": "v", "memory_cap": 3})])
+def test_a_long_step_is_a_short_one_repeated(stages: int, words: dict[str, Any]):
+    costs = fpipe.Costs(5, 6, 4, transfer=1)
+    found = quick(stages, costs, ranks=4, microbatches=101, **words)
+    short = quick(stages, costs, ranks=4, microbatches=13, **words)
+    pace = (found.value - short.value) / (101 - 13)
+    assert max(found.timeline.peak) <= words.get("memory_cap", math.inf)
+    assert 30 * stages / 8 <= 2 * pace <= 2 * short.value / 13
+
+
+def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():
+    told: list[tuple[float, float, float]] = []
+
+    def stop(share: float, best: float, bound: float) -> None:
+        told.append((share, best, bound))
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    words: dict[str, Any] = {"ranks": 4, "microbatches": 8, "placement": "looped", "memory_cap": 3}
+    found = quick(8, TEN, progress=stop, **words)
+    assert not found.complete
+    assert "stopped" in repr(found)
+    share, best, bound = told[0]
+    assert 0 < share <= 1
+    assert bound <= found.value <= best
+    assert quick(8, TEN, **words).complete
+
+
+def test_nothing_fits_says_what_would():
+    with pytest.raises(ProgramError, match=r"nothing fits memory_cap=0\.9: the smallest cap that does is 1\."):
+        quick(4, TEN, ranks=2, microbatches=4, memory_cap=0.9, placement="v")
+    assert max(quick(4, TEN, ranks=2, microbatches=4, memory_cap=1, placement="v").timeline.peak) == 1
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"placement": "zigzag"},
+        'placement is "any", "linear", "looped", "v" or the rank of each stage, found \'zigzag\'.',
+    ),
+    ({"placement": [0, 0, 0, 0]}, "a placement has a stage for each of the ranks 0..1, and no others"),
+    ({"placement": [0, 1]}, "the placement lists 2 ranks for 4 stages"),
+    ({"objective": "time"}, 'objective is "makespan" or "span", found \'time\'.'),
+    ({"solver": "gurobi"}, 'solver is "auto", "local" or "cp-sat", found \'gurobi\'.'),
+    ({"split_backward": "maybe"}, "split_backward is True, False or \"auto\", found 'maybe'."),
+    (
+        {"checkpoint": "often"},
+        "policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found 'often'.",
+    ),
+    ({"memory_cap": -1}, "memory_cap is a number above 0, found -1."),
+    ({"memory_cap": "much"}, "memory_cap is a number above 0, found 'much'."),
+    ({"seconds": 0}, "seconds is a number above 0, found 0."),
+    ({"seed": -1}, "seed is a whole number, at least 0; found -1."),
+    ({"without": "chimera"}, "without lists names of schedules, such as ('chimera',); found 'chimera'."),
+    ({"without": ["chimaera"]}, "there is no schedule 'chimaera'; did you mean chimera?"),
+    ({"microbatches": None}, "microbatches is a whole number, at least 1; found None."),
+    ({"ranks": 0}, "ranks is a whole number, at least 1; found 0."),
+    ({"ranks": 5}, "5 ranks for 4 stages: each rank needs a stage."),
+    ({"costs": 3}, "costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found int."),
+    ({"costs": fpipe.Costs([1, 2])}, "forward lists 2 costs, but the program has a stage 2"),
+    ({"costs": fpipe.Costs(transfer={(0, 1): 1})}, "transfer says nothing of the link from rank 1 to rank 0"),
+    ({"progress": 3}, "progress is a function progress(share, best, bound), found 3."),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG, ids=lambda part: part if isinstance(part, str) else None)
+def test_what_makes_no_sense_is_refused(words: dict[str, Any], sentence: str):
+    with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
+        quick(4, **({"ranks": 2, "microbatches": 4} | words))
+
+
+def test_programs_have_their_microbatches():
+    with pytest.raises(ValueError, match="a program is split already"):
+        quick(step(2, 3), ranks=2, microbatches=3)
+    with pytest.raises(ProgramError, match=r"use fpipe\.schedules\.seq1f1b"):
+        quick(fpipe.split(2, slices=2)(fpipe.program(2)), ranks=2)
+
+
+def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch):
+    def absent() -> bool:
+        return False
+
+    monkeypatch.setattr(module, "installed", absent)
+    with pytest.raises(ModuleNotFoundError, match=r"needs OR-tools: pip install 'fpipe\[schedules\]'.*proves less"):
+        quick(2, ranks=2, microbatches=2, solver="cp-sat")
+    assert quick(2, ranks=2, microbatches=2, solver="auto", placement="linear").value == 7
+    assert solver.installed()
+
+
+def test_rows_say_what_it_beat():
+    found = quick(8, TEN, ranks=4, microbatches=8, memory_cap=4, placement="looped")
+    fitting = [row for row in found.named if row.fits]
+    assert found.beat == (fitting[0].name, min(row.makespan for row in fitting))
+    assert f"the best schedule by name is {fitting[0].name}" in str(found)
+
+
+def test_the_first_argument_may_be_a_model_or_a_program():
+    model = fpipe.from_functions([stage] * 2, squares)
+    words: dict[str, Any] = {"ranks": 2}
+    values = {
+        quick(what, TEN, **words, **more).value
+        for what, more in ((model, {"microbatches": 3}), (2, {"microbatches": 3}), (step(2, 3), {}))
+    }
+    assert len(values) == 1
