@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, check_grads, prove, see, write
+from fpipe.cli import bench, check_grads, find, prove, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -41,13 +41,14 @@ Version = Annotated[
 
 @app.callback()
 def start(imports: Imports = None, asked: Version = False) -> None:
-    """Pipeline schedules: list them, draw them, compare them, prove them, race them, take them elsewhere.
+    """Pipeline schedules: list, draw, compare, search, prove, race them, take them elsewhere.
 
     \b
     Examples:
       python -m fpipe schedules
       python -m fpipe show one_f_one_b --ranks 4 --microbatches 8
       python -m fpipe compare gpipe one_f_one_b --costs F=1,B=1,W=1,c=0.1
+      python -m fpipe search -p 4 -m 8 -s 8 --memory-cap 2 --costs F=10,B=12,W=8
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
@@ -79,9 +80,8 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, prove.check, prove.verify, check_grads.check_grads, bench.bench),
-    write.export,
+    *(see.schedules, see.show, see.compare, find.search, prove.check, prove.verify),
+    *(check_grads.check_grads, bench.bench, write.export),
 )
-
 for command in COMMANDS:
     app.command()(_refusing(command))

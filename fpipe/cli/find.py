@@ -1,0 +1,181 @@
+"""Search for the best schedule for some costs and memory, and put it beside those that have a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fpipe.cli.options import CostsSaid, Microbatches, Ranks, usage
+from fpipe.cli.output import columns_of_terminal, number, print_error, table
+from fpipe.cli.see import Html, Png, Svg
+from fpipe.finding.found import Found
+from fpipe.finding.search import search as find
+from fpipe.interop import to_json
+from fpipe.pictures.plot import plot
+from fpipe.timing.costs import Costs
+from fpipe.training import program as base_program
+from fpipe.transforms.chain import chain
+from fpipe.transforms.merge import merge
+from fpipe.transforms.place import place
+from fpipe.transforms.split import split
+
+
+class Objective(StrEnum):
+    """What to make short."""
+
+    makespan = "makespan"
+    span = "span"
+
+
+class Solver(StrEnum):
+    """Whether to ask CP-SAT."""
+
+    auto = "auto"
+    local = "local"
+    cp_sat = "cp-sat"
+
+
+class Halves(StrEnum):
+    """Which backwards to cut in two."""
+
+    auto = "auto"
+    all = "all"
+    none = "none"
+
+
+class Recompute(StrEnum):
+    """What to recompute."""
+
+    never = "never"
+    auto = "auto"
+    always = "always"
+    except_last = "except_last"
+
+
+def placement(text: str) -> Any:
+    """A word, or the rank of each stage.
+
+    >>> placement("v"), placement("0/1/1/0")
+    ('v', [0, 1, 1, 0])
+    """
+    if "/" not in text:
+        return text
+    try:
+        return [int(part) for part in text.split("/")]
+    except ValueError:
+        raise ValueError(f"a placement is a word, or the rank of each stage as in 0/1/1/0; found {text!r}.") from None
+
+
+Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default one a rank.")]
+Where = Annotated[
+    Any,
+    typer.Option(
+        "--placement", metavar="WORD", parser=usage(placement), help="any, linear, looped, v; or ranks: 0/1/1/0."
+    ),
+]
+Cap = Annotated[
+    float | None, typer.Option("--memory-cap", metavar="N", help="Microbatches that a rank may hold at most.")
+]
+Seconds = Annotated[float, typer.Option("--seconds", help="How long to search.")]
+Without = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Do not start from NAME.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it: .csv, or .json (a program).")]
+
+
+def search(
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages: Stages = None,
+    costs: CostsSaid = "",
+    where: Where = "any",
+    memory_cap: Cap = None,
+    objective: Objective = Objective.makespan,
+    seconds: Seconds = 10,
+    solver: Solver = Solver.auto,
+    split_backward: Halves = Halves.auto,
+    checkpoint: Recompute = Recompute.never,
+    without: Without = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")] = 0,
+    output: Output = None,
+    svg: Svg = None,
+    png: Png = None,
+    html: Html = None,
+) -> None:
+    """Search for the schedule that takes least time (fpipe.search).
+
+    Draws it, says how good it is and how long the schedules by name take. Costs
+    are of a whole rank (letters), which its stages share, or of one stage.
+    Ctrl-C ends the search with the best so far.
+
+    \b
+    Examples:
+      python -m fpipe search -p 4 -m 8 --costs F=10,B=12,W=8,c=0.5
+      python -m fpipe search -p 4 -m 8 -s 8 --placement v --memory-cap 2 -c F=10,B=12,W=8
+      python -m fpipe search -p 4 -m 1024 --memory-cap 4 --solver local --output mine.csv
+    """
+    if output is not None and output.suffix not in (".csv", ".json"):
+        raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
+    base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
+    seconds_of: Costs = costs.of(place("linear", ranks=ranks)(base))
+    halves = {"auto": "auto", "all": True, "none": False}[split_backward.value]
+    words: dict[str, Any] = {"objective": objective.value, "solver": solver.value, "checkpoint": checkpoint.value}
+    with _progress() as progress:
+        found = find(
+            base,
+            seconds_of,
+            ranks=ranks,
+            placement=where,
+            memory_cap=memory_cap,
+            seconds=seconds,
+            split_backward=halves,  # pyright: ignore[reportArgumentType]
+            without=without or (),
+            seed=seed,
+            progress=progress,
+            **words,
+        )
+    if not found.complete:
+        print_error("stopped; this is the best so far.")
+    width = columns_of_terminal()
+    shown = seconds_of if costs.text else None
+    print(plot(found.program, costs=shown, width=width and max(width, 40)))
+    print(found)
+    _rows(found)
+    if output is not None:
+        text = found.schedule.to_csv() if output.suffix == ".csv" else to_json(found.program)
+        output.write_text(text, encoding="utf-8")
+        print(f"wrote {output}")
+    for file in (svg, png, html):
+        if file is not None:
+            print(f"wrote {plot(found.program, costs=seconds_of, file=file, names=['found'])}")
+
+
+def _rows(found: Found) -> None:
+    """What was found beside the schedules by name."""
+    rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), "")]
+    rows += [(row.name, row.makespan, row.span, row.peak, "" if row.fits else "too much") for row in found.named]
+    table(
+        ("schedule", "makespan", "span", "peak", "memory"),
+        [(name, *map(number, three), fits or "fits") for name, *three, fits in rows],
+    )
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[float, float, float], None] | None]:
+    """A bar on a terminal, and nothing in a pipe."""
+    if columns_of_terminal() is None:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("searching", total=1.0)
+
+        def show(share: float, best: float, bound: float) -> None:
+            said = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
+            bar.update(task, completed=share, description=said)
+
+        yield show
