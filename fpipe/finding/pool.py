@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from fpipe.finding.climb import Climber, Value, worth
 from fpipe.finding.tasks import Rows, Tasks
@@ -70,11 +71,7 @@ def improve(
     Returns:
         An entry for each order that was improved, the best first; and whether Ctrl-C stopped it.
     """
-    starts = sorted(pool, key=lambda entry: entry.value)
-    different = [
-        one for one, before in zip(starts, [None, *starts], strict=False) if not before or one.value != before.value
-    ]
-    starts = different or starts
+    starts = _different(pool)
     climbers = [(entry, _climber(entry, objective, seed + at)) for at, entry in enumerate(starts[:WIDTH])]
     done: list[tuple[Entry, Climber]] = []
     stopped = False
@@ -87,6 +84,15 @@ def improve(
         for entry, climber in [*done, *climbers]
     ]
     return sorted(found, key=lambda entry: entry.value), stopped
+
+
+def _different(pool: Sequence[Entry]) -> list[Entry]:
+    """The best of each placement, then the second best of each, and so on, without those that are worth the same."""
+    groups: dict[tuple[object, ...], dict[Value, Entry]] = {}
+    for entry in sorted(pool, key=lambda entry: entry.value):
+        groups.setdefault(entry.tasks.program.placement, {}).setdefault(entry.value, entry)
+    turns = zip_longest(*(group.values() for group in groups.values()))
+    return [entry for turn in turns for entry in turn if entry is not None]
 
 
 def _in_turn(
