@@ -475,3 +475,50 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
     assert max(map(len, printed)) <= width
     assert len(printed) == lines
     assert sum("27.3%" in line for line in printed) == (2 if width == 80 else 4)
+
+
+def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
+    file = tmp_path / "found.csv"
+    typed = (
+        "-p",
+        "2",
+        "-m",
+        "3",
+        "--placement",
+        "linear",
+        "--memory-cap",
+        "1",
+        "--seconds",
+        "0.1",
+        "--without",
+        "bpipe",
+    )
+    printed = out("search", *typed, "-c", "F=1,B=1,W=1", "--without", "pipe_offload", "--output", str(file))
+    assert re.search(r"^makespan \d+: (no order of|none of) these ops", printed, re.MULTILINE)
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")][:2] == [
+        "found",
+        "zb_auto:memory_cap=1",
+    ]
+    assert f"wrote {file}" in printed
+    makespan = re.search(r"makespan \d+", printed)
+    assert makespan is not None
+    assert makespan[0] in out("show", str(file), "-c", "F=1,B=1,W=1")
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "sentence"),
+    [
+        (["--memory-cap", "0.5"], 1, "error: nothing fits memory_cap=0.5: the smallest cap that does is 1."),
+        (["--placement", "0/x"], 2, "a placement is a word, or the rank of each stage as in 0/1/1/0; found '0/x'."),
+        (["--placement", "zigzag"], 1, 'error: placement is "any", "linear", "looped", "v" or the rank of each stage'),
+        (["--output", "found.txt"], 2, "--output writes .csv or .json, found 'found.txt'."),
+        (["--solver", "gurobi"], 2, "'gurobi' is not one of"),
+        (["--costs", "F=1,B=-1,W=1"], 2, "B is a time in seconds, at least 0 and finite; found '-1'."),
+        (["--costs", "F=1"], 2, "'F=1' says F and nothing of the rest"),
+    ],
+    ids=str,
+)
+def test_search_refuses_in_a_sentence(typed: list[str], code: int, sentence: str):
+    ended = CliRunner().invoke(app, ["search", "-p", "2", "-m", "2", "--seconds", "0.1", *typed])
+    said = " ".join(ended.output.replace("│", " ").split())
+    assert (ended.exit_code, sentence in said) == (code, True), ended.output
