@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fpipe.models.freeze import freeze
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
+    from fpipe.models.from_module import from_module
     from fpipe.models.from_pipe import from_pipe
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.grads import add_grads, assign_grads, global_norm
@@ -80,6 +81,7 @@ _WITH_TORCH = {
     "models.freeze": ("freeze",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
+    "models.from_module": ("from_module",),
     "models.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
     "models.grads": ("add_grads", "assign_grads", "global_norm"),
@@ -165,6 +167,7 @@ __all__ = [
     "freeze",
     "from_functions",
     "from_loss",
+    "from_module",
     "from_pipe",
     "from_sequential",
     "global_norm",

@@ -97,14 +97,17 @@ class LossFunction(NamedTuple):
     """The function that a model was cut out of.
 
     Attributes:
-        call: `call(params, batch, key, microbatch)` is what it returns for the pytree of all parameters; it draws the
-            random numbers that the stages draw.
+        call: `call(params, batch, key, microbatch)` is what it returns for the pytree of all parameters, or for a dict
+            of them by name where they were in none; it draws the random numbers that the stages draw.
         eps: the machine epsilon of the least precise numbers that it computes with, where these are not those of the
             parameters.
+        who, door: what errors call it, and what has traced it.
     """
 
     call: Callable[[Any, Any, int | None, int], Any]
     eps: float = 0.0
+    who: str = "loss_fn"
+    door: str = "from_loss"
 
 
 @dataclass(frozen=True)

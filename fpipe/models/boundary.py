@@ -46,9 +46,7 @@ def boundary(values: Any) -> Any:
     >>> boundary({"x": torch.ones(2)})
     {'x': tensor([1., 1.])}
     """
-    if hasattr(_SEEDING, "stage"):
-        _SEEDING.stage += 1
-        torch.manual_seed(seed_of(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
+    next_stage()
     if not hasattr(_TRACING, "on"):
         return values
     leaves, containers = tree.flatten(values)
@@ -57,6 +55,13 @@ def boundary(values: Any) -> Any:
         raise ValueError("boundary() marks a pytree of tensors, found none in it.")
     marked = iter(MARK(tensors))
     return tree.unflatten(containers, [next(marked) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def next_stage() -> None:
+    """Where a function runs as a whole, draw from here on what the next stage draws."""
+    if hasattr(_SEEDING, "stage"):
+        _SEEDING.stage += 1
+        torch.manual_seed(seed_of(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
 
 
 @contextmanager

@@ -105,7 +105,8 @@ class Part:
         """The part as a graph of its own that returns a pytree of nodes: its placeholders are the parameters, then the
         leaves of the batch, then what it receives."""
         graph = fx.Graph()
-        own = {node: graph.placeholder(node.name) for node in (*self.params.values(), *self.batch, *self.received)}
+        given = (*self.params.values(), *self.batch, *self.received)
+        own: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in given}
         # Each size once and first, so that equal stages have equal graphs.
         own |= self._computed_sizes(graph, own)
 
@@ -121,8 +122,8 @@ class Part:
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 
-    def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Nodes of a new graph that compute the sizes, each once."""
+    def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+        """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -136,7 +137,7 @@ class Part:
                     made[one] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
             if expr not in made:
                 made[expr] = sympy_interp(PythonReferenceAnalysis, made, expr)
-        return {node: made[expr].node for node, expr in asked.items()}
+        return {node: getattr(made[expr], "node", made[expr]) for node, expr in asked.items()}
 
 
 class StageGraphs:
@@ -148,6 +149,8 @@ class StageGraphs:
         params: the parameters, by placeholder their names.
         batch: the leaves of the batch, by placeholder their places.
         excluded: operations of no stage, such as those of a loss behind the last.
+        given: what else a stage may read that no stage computes, by placeholder its name.
+        beside: of each stage what it returns beside what it hands on.
 
     Attributes:
         parts: of each stage what it runs and reads.
@@ -161,8 +164,11 @@ class StageGraphs:
         params: Mapping[fx.Node, str],
         batch: Mapping[fx.Node, int],
         excluded: Collection[fx.Node] = (),
+        given: Mapping[fx.Node, str] | None = None,
+        beside: Sequence[Sequence[fx.Node]] = (),
     ) -> None:
         self.marked, self.params, self.batch, self.excluded = marked, params, batch, excluded
+        self.given, self.beside = {**params, **(given or {})}, beside or [()] * marked.stages
         self.parts, handed_on = self._parts(results)
         self.outputs = [*(self._by_readers(values) for values in handed_on[:-1]), [handed_on[-1]]]
         self.port = {
@@ -180,7 +186,8 @@ class StageGraphs:
         handed_on[-1] = dict.fromkeys(results)
         parts: list[Part] = []
         for stage in reversed(range(self.marked.stages)):
-            part = Part(self.marked, handed_on[stage], self._is_of(stage), self.params, self.batch)
+            wanted = (*handed_on[stage], *self.beside[stage])
+            part = Part(self.marked, wanted, self._is_of(stage), self.given, self.batch)
             for node in part.received:
                 if node not in self.marked.stage_of:
                     raise ValueError(
@@ -240,8 +247,9 @@ class StageGraphs:
         )
 
     def module(self, stage: int) -> fx.GraphModule:
-        """A stage as a graph of its own."""
-        return self.parts[stage].module(_one_or_all([_one_or_all(group) for group in self.outputs[stage]]))
+        """A stage as a graph of its own; one that has something to return beside its output returns both."""
+        output = _one_or_all([_one_or_all(group) for group in self.outputs[stage]])
+        return self.parts[stage].module((output, list(self.beside[stage])) if self.beside[stage] else output)
 
     def places(self, stage: int) -> list[tuple[int, int]]:
         """For each tensor that the graph of a stage takes beside parameters, which of its inputs it is in, and at which
@@ -253,6 +261,12 @@ class StageGraphs:
             home, port = self._output_of(node)
             found.append((inputs.index((home, port) if port else home), self.outputs[home][port].index(node)))
         return found
+
+
+def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
+    """What a stage takes as `from_functions` has it, where one of several outputs of a stage is a tuple of its own."""
+    first, *others = sources
+    return tuple(sources) if others or isinstance(first, tuple) else first
 
 
 def open_sizes(node: fx.Node) -> dict[int, Any]:

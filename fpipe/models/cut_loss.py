@@ -5,7 +5,7 @@ embed  MARK  block  MARK  head  loss(target)        -->        [embed]  [block] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.model import Source
 from fpipe.models.contexts import restored_on_error
-from fpipe.models.cut_at_marks import Part, StageGraphs, open_sizes
+from fpipe.models.cut_at_marks import Part, StageGraphs, one_or_all, open_sizes
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.trace_loss import TracedLoss
@@ -52,7 +52,7 @@ class CutLoss:
         self.loss_part = self._loss_part()
         self.cut = StageGraphs(self.marked, self.loss_part.received, self.name_of, self.batch, self.judging)
         self.owned, self.ties = self.cut.owned, self.cut.ties
-        self.inputs: tuple[Source | tuple[Source, ...], ...] = tuple(_one_or_all(one) for one in self.cut.inputs)
+        self.inputs: tuple[Source | tuple[Source, ...], ...] = tuple(one_or_all(one) for one in self.cut.inputs)
         self.stages = [self._stage(number) for number in range(self.marked.stages)]
         self.loss = self._loss()
 
@@ -159,9 +159,3 @@ class CutLoss:
 def _places(half: Any) -> dict[fx.Node, int]:
     """The places of tensors among the leaves of the inputs, or of the target."""
     return {leaf: place for place, leaf in enumerate(tree.leaves(half)) if isinstance(leaf, fx.Node)}
-
-
-def _one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
-    """What a stage takes as `from_functions` has it, where one of several outputs of a stage is a tuple of its own."""
-    first, *others = sources
-    return tuple(sources) if others or isinstance(first, tuple) else first

@@ -14,8 +14,7 @@ Random numbers are drawn in the stage of the operation that draws them, and foll
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,20 +26,18 @@ from torch import Tensor, fx, nn
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.graphs.closure import modules_of
-from fpipe.graphs.fake import LeakedTensor
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
-from fpipe.models.boundary import KEY, seeding
+from fpipe.models.boundary import seeding
+from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
 from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import refuse_scripted
-from fpipe.models.params import join_params
 from fpipe.models.trace_loss import trace_loss
 from fpipe.models.traced_modes import TracedModes, called_modules
 from fpipe.runtimes.microbatch import check_batch
-from fpipe.runtimes.reference import over_parts
 
 _AMP: Any = torch.amp.autocast_mode
 
@@ -107,7 +104,12 @@ def from_loss(
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]), function=function)
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        _refuse_difference(loss_fn, params, batch, model, own, names, eps)
+
+        def run(leaves: Mapping[str, Tensor]) -> Any:
+            with seeding(), pure(loss_fn, "loss_fn", (params, batch)):
+                return loss_fn(tree.unflatten(tree.flatten(params)[1], leaves.values()), batch)
+
+        refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
     return model, own
 
 
@@ -180,68 +182,3 @@ def _autocast_eps(graph: fx.Graph) -> float:
     blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
     found = (block.args[1] for block in blocks if block.args[2])
     return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
-
-
-_ULPS = 16
-
-
-def _refuse_difference(
-    loss_fn: Callable[[Any, Any], Any],
-    params: Any,
-    batch: tuple[Any, Any],
-    model: Model,
-    own: tuple[Any, ...],
-    names: list[str],
-    eps: float,
-) -> None:
-    """A ValueError unless the stages give the function's own loss and gradients on the example: a trace may have lost
-    something, such as the backward of a custom `autograd.Function`."""
-    leaves = [leaf.detach() for leaf in tree.leaves(params)]
-    trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    with torch.enable_grad(), seeding(), pure(loss_fn, "loss_fn", (params, batch)):
-        loss = _loss_in(model, loss_fn(tree.unflatten(tree.flatten(params)[1], leaves), batch))
-        if hasattr(loss, "fake_mode"):
-            raise LeakedTensor(
-                "loss_fn computes with a fake tensor, which it has kept since it was traced (in a cache), "
-                "so its loss on the example has no data. Clear it there, and let loss_fn keep no tensors."
-            )
-        own_grads = (
-            torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else [None] * len(trained)
-        )
-    alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model))
-    found = over_parts(alone, own, [(batch, 1)], key=KEY)  # uncut: whichever rows its leaves have
-    if not torch.equal(found.loss, loss.detach()):
-        raise ValueError(
-            f"the stages give the loss {found.loss.item()}, loss_fn gives {loss.item()} on the same example: it does "
-            "something that a trace does not capture, such as values read by .item(), or a seed of its own."
-        )
-    right = dict(zip(map(id, trained), own_grads, strict=True))
-    # What is 0 but for rounding, as the gradient of a key's bias under a softmax, is as wrong as the whole is large.
-    whole = math.hypot(*(float(grad.norm()) for grad in own_grads if grad is not None))
-    for name, leaf, grad in zip(names, leaves, tree.leaves(join_params(model, found.grads)), strict=True):
-        expected = right.get(id(leaf))
-        error = grad if expected is None else grad - expected
-        least = max(eps, torch.finfo(leaf.dtype).eps)
-        limit = 0.0 if expected is None else expected.norm() * least**0.5 + whole * _ULPS * least
-        if leaf.requires_grad and error.norm() > limit:
-            raise ValueError(
-                f"the stages give another gradient of {name} than loss_fn: a custom autograd.Function, a hook or "
-                "inference_mode, say, which no trace above autograd captures. Use no_grad for the last, or "
-                "from_functions."
-            )
-
-
-def _loss_alone(model: Model) -> Callable[[Any, Any], Any]:
-    """The loss function of a model, without what it counts and its auxiliary results."""
-    whole: Any = model.loss
-
-    def loss(y: Any, target: Any) -> Any:
-        return _loss_in(model, whole(y, target))
-
-    return loss
-
-
-def _loss_in(model: Model, made: Any) -> Any:
-    """A loss without what it counts and its auxiliary results."""
-    made = made[0] if model.aux else made
-    return made[0] if model.reduction == "count" else made

@@ -59,13 +59,24 @@ class GraphStage(PositionalStage):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """The output from parameters by position; those that it does not read come last."""
+        return self.run(params[: len(self.reads)], self.given(x)), {}
+
+    def run(self, own: Sequence[Tensor], given: Sequence[Sequence[Any]]) -> Any:
+        """What the graph returns for what the stage has of its own, and the leaves of each of its inputs."""
+        with restored_on_error():
+            return self.graph.forward(*own, *[given[which][at] for which, at in self.places])
+
+    def given(self, x: Any) -> list[list[Any]]:
+        """The leaves of each of its inputs; a ValueError if the trace is not for them."""
         if self.traced_modes is not None:
             self.traced_modes.check()
-        given = [tree.leaves(one) for one in (x if self.many else (x,))]
-        if self.guard is not None:
-            self.guard.check(given[0])
-        with restored_on_error():
-            return self.graph.forward(*params[: len(self.reads)], *[given[which][at] for which, at in self.places]), {}
+        each = x if self.many else (x,)
+        if self.guard is None:
+            return [tree.leaves(one) for one in each]
+        first, *rest = each
+        found = [tree.leaves(self.guard.ordered(first)), *map(tree.leaves, rest)]
+        self.guard.check(found[0])
+        return found
 
     def moved(self) -> Mapping[str, int]:
         """The parameters that modules have elsewhere than when they were handed out."""
@@ -118,12 +129,30 @@ class BatchGuard:
         sizes: for each of its leaves, and then for each value that comes along, the dimensions that the trace leaves
             open, as expressions; a symbol is one number throughout.
         guards: what was decided by these symbols.
+        who, door: what errors call what was traced, and what has traced it.
     """
 
-    def __init__(self, example: Any, word: str, sizes: Sequence[Mapping[int, Any]], guards: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        example: Any,
+        word: str,
+        sizes: Sequence[Mapping[int, Any]],
+        guards: Sequence[Any],
+        who: str = "loss_fn",
+        door: str = "from_loss",
+    ) -> None:
+        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(_place, example), word
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
         self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
+
+    def ordered(self, found: Any) -> Any:
+        """The inputs with their dicts in the example's order, by which leaves are told."""
+        odd = tree.misfit(self.whole, found)
+        if odd is not None:
+            place, wanted, here = odd
+            raise ValueError(f"{self.word}{place} was {wanted} when {self.who} was traced, found {here}.")
+        return tree.like(self.whole, found)
 
     def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
         """A ValueError unless all sizes but the rows are the example's, and all that was decided by rows holds."""
@@ -136,11 +165,11 @@ class BatchGuard:
                     found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                     fixed = "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole."
                     raise ValueError(
-                        f"{place} was {tuple(example.shape)} when loss_fn was traced, found {found}: "
-                        f"{'only rows may differ.' if sizes else fixed} Call from_loss again for another shape."
+                        f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
+                        f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."
                     )
             elif leaf != example:
-                raise ValueError(f"{place} was {example!r} when loss_fn was traced, found {leaf!r}.")
+                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
         self._check_open([*others, *leaves])
         self.known.add(shapes)
 
@@ -163,8 +192,9 @@ class BatchGuard:
             if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
                 other, home = of[min(expr.free_symbols, key=str)]
                 raise ValueError(
-                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: loss_fn puts the "
-                    "two together, as x + y does. Cut both alike, or call from_loss on an example with rows like these."
+                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: {self.who} puts "
+                    f"the two together, as x + y does. Cut both alike, or call {self.door} on an example with rows "
+                    "like these."
                 )
         for guard in self.guards:
             if guard.free_symbols <= numbers.keys() and not guard.subs(numbers):
@@ -174,8 +204,13 @@ class BatchGuard:
                     text = text.replace(symbol, f"len({place})")
                 rows = " and ".join(str(size) for size, _ in said.values())
                 raise ValueError(
-                    f"loss_fn takes another branch for {rows} rows than for the example: {in_words(text)} is false."
+                    f"{self.who} takes another branch for {rows} rows than for the example: {in_words(text)} is false."
                 )
+
+
+def _place(leaf: Any) -> int:
+    """Stands for any leaf."""
+    return 0
 
 
 def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:

@@ -5,6 +5,7 @@ embed  MARK  block  MARK  head        -->        stage_of = {embed: 0, block: 1,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class MarkedGraph:
     Args:
         module: the trace.
         who: what errors call the function.
+        constants: the placeholders of what is no parameter and no input, such as a table of positions.
 
     Attributes:
         marked: for each output of a mark the value that was marked.
@@ -31,8 +33,8 @@ class MarkedGraph:
         replicated: the values that each stage which reads them computes again.
     """
 
-    def __init__(self, module: fx.GraphModule, who: str) -> None:
-        self.module, self.graph = module, module.graph
+    def __init__(self, module: fx.GraphModule, who: str, constants: Collection[fx.Node] = ()) -> None:
+        self.module, self.graph, self.constants = module, module.graph, constants
         self.marked = _marked_values(self.graph)
         self.stage_of = _stages(self.graph, self.marked, who)
         self.stages = 1 + max(self.stage_of.values())
@@ -62,7 +64,7 @@ class MarkedGraph:
         stage that handed one on would have an output more, and random numbers would be others in another stage."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
-            literal = node.op == "get_attr"
+            literal = node.op == "get_attr" or node in self.constants
             size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
             computed = node in self.stage_of and all(one in found for one in self.reads(node))
             if (literal or size or computed) and node not in self.mutators and not has_effect(node):

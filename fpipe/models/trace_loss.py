@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
@@ -25,6 +23,7 @@ from fpipe.graphs.keep import written_down
 from fpipe.graphs.keys import seeded
 from fpipe.graphs.symbols import in_words, symbols_in
 from fpipe.models.boundary import KEY, marking
+from fpipe.models.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure
 
 
 class TracedLoss(NamedTuple):
@@ -67,12 +66,12 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with _NoGenerators(), marking():
+        with NoGenerators("loss_fn"), marking():
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
     with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
         module = make_fx(flat, pre_dispatch=True)(*tensors)
-    _make_literals_pure(module.graph)
+    make_literals_pure(module.graph)
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
     rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -82,33 +81,9 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
             "len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic."
         )
-    # What compares the rows of two leaves is told by their having one symbol from then on.
-    asked = (sizes.replace(guard.expr) for guard in sizes.guards if _is_its_own(guard))
-    guards = tuple(expr for expr in dict.fromkeys(asked) if expr.free_symbols)
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    return TracedLoss(module, tree.leaves(named[0]), named[1], batch, guards)
-
-
-class _NoGenerators(TorchFunctionMode):
-    """Refuses random numbers from a generator, which follow from no key."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (kwargs or {}).get("generator") is not None:
-            name = getattr(func, "__name__", "")
-            raise ValueError(
-                f"loss_fn draws from a generator of its own ({name}), which is in no key; draw without it."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _make_literals_pure(graph: fx.Graph) -> None:
-    """torch.tensor(4) is traced as a copy that is then detached in place, though nothing is mutated."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
-        (copy,) = node.args
-        if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
-            node.replace_all_uses_with(copy)
-            graph.erase_node(node)
+    return TracedLoss(module, tree.leaves(named[0]), named[1], batch, asked_of_sizes(sizes))
 
 
 def _refuse_untraced(module: fx.GraphModule) -> None:
@@ -147,9 +122,3 @@ def _explained(batch: tuple[Any, Any]) -> Generator[None]:
         for symbol in sorted(symbols_in(str(error)) & rows.keys()):
             error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
         raise
-
-
-def _is_its_own(guard: Any) -> bool:
-    """Whether the function itself asked for a size; torch asks too, to choose a layout, as each stage does again."""
-    where = guard.sloc.framework_loc
-    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)

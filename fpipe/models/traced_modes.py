@@ -20,13 +20,18 @@ from fpipe.models.known_modules import may_depend_on_mode
 class TracedModes:
     """The modes of modules, as they are when a function that runs them is traced.
 
+    Args:
+        modules: with their paths.
+        who, door: what errors call the function, and what has traced it.
+
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> modes = TracedModes([*net.named_modules()])
     >>> modes.now(), net.eval().training, modes.now()
     ((True,), False, (False,))
     """
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, modules: Modules, who: str = "loss_fn", door: str = "from_loss") -> None:
+        self.who, self.door = who, door
         self.modules = [(path, module) for path, module in modules if may_depend_on_mode(module)]
         self.traced = self.now()
 
@@ -40,8 +45,8 @@ class TracedModes:
             if module.training != was:
                 words = ("training", "eval") if was else ("eval", "training")
                 raise ValueError(
-                    f"module {path!r} ({type(module).__name__}) was in {words[0]} when loss_fn was traced and is in "
-                    f"{words[1]} now: the trace goes on as it was. Call from_loss again in this mode."
+                    f"module {path!r} ({type(module).__name__}) was in {words[0]} when {self.who} was traced and is in "
+                    f"{words[1]} now: the trace goes on as it was. Call {self.door} again in this mode."
                 )
 
 

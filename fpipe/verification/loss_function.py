@@ -21,8 +21,8 @@ from fpipe.verification.report import GradientMismatch, largest
 from fpipe.verification.rounding import distance, norm, tolerance, vanish
 
 _WHY = (
-    "it has changed since from_loss traced it, or does what a trace does not capture. Make the model again, or compute "
-    "the same for all batches."
+    "it has changed since {} traced it, or does what a trace does not capture. Make the model again, or compute the "
+    "same for all batches."
 )
 
 
@@ -40,38 +40,41 @@ def check_function(
     Raises:
         GradientMismatch: another loss or gradient; the microbatch or the parameter is named.
     """
-    if model.function is None or model.whole is None:
+    if model.function is None:
         return
+    who, why = model.function.who, _WHY.format(model.function.door)
     trains = dict(pair for n, own in enumerate(params) for pair in zip(own, train(model, n, own), strict=True))
     own = {name: leaf for stage in params for name, leaf in stage.items()}
+    names = model.whole[0] if model.whole else [*own]
     rows = sum(size for _, size in parts)
     total: list[Tensor | None] = [None] * len(own)
     divisor: Any = 0
     for index, (part, size) in enumerate(parts):
-        leaves = {name: own[name].detach().requires_grad_(trains[name]) for name in model.whole[0]}
+        leaves = {name: own[name].detach().requires_grad_(trains[name]) for name in names}
+        whole = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves
         with torch.enable_grad():
-            made = model.function.call(tree.unflatten(model.whole[1], leaves.values()), part, key, index)
-            loss, count, _ = split_loss(made, model.reduction, model.aux, "what loss_fn returns")
+            made = model.function.call(whole, part, key, index)
+            loss, count, _ = split_loss(made, model.reduction, model.aux, f"what {who} returns")
             weighted = loss * (size / rows if model.reduction == "mean" else 1.0)
         here = result.losses[index]
         if not _close(here, loss.detach(), model.function):
-            figures = f"{float(here):.6g} by the stages and {float(loss.detach()):.6g} by loss_fn"
-            raise GradientMismatch(f"The loss of microbatch {index} is {figures}: {_WHY}")
+            figures = f"{float(here):.6g} by the stages and {float(loss.detach()):.6g} by {who}"
+            raise GradientMismatch(f"The loss of microbatch {index} is {figures}: {why}")
         total = [*map(added, total, _gradients(weighted, [*leaves.values()]))]
         divisor += count if model.reduction == "count" else 0
     divisor = divisor if divisor != 0 else 1
     by_stages = {name: grad for stage in result.grads for name, grad in stage.items()}
-    named = zip(model.whole[0], total, strict=True)
+    named = zip(names, total, strict=True)
     right = {
         name: torch.zeros_like(own[name]) if grad is None else grad / divisor for name, grad in named if trains[name]
     }
-    whole = norm(right.values())
+    all_of_it = norm(right.values())
     for name, grad in right.items():
         found = by_stages[name]
-        if not _close(found, grad, model.function) and not vanish(found, grad, whole):
+        if not _close(found, grad, model.function) and not vanish(found, grad, all_of_it):
             off = largest(found, grad)
             raise GradientMismatch(
-                f"The gradient of {name} by the stages is off by up to {off:.3g} from loss_fn's: {_WHY}"
+                f"The gradient of {name} by the stages is off by up to {off:.3g} from {who}'s: {why}"
             )
 
 

@@ -1,0 +1,98 @@
+"""Compare stages that were cut out of a traced function with the function itself, on the example it was traced with.
+
+loss, gradients of the stages  ==  loss, gradients of the function        or a ValueError that names the parameter
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.fake import LeakedTensor
+from fpipe.model import Model
+from fpipe.models.boundary import KEY
+from fpipe.runtimes.reference import over_parts
+
+_ULPS = 16
+
+
+def refuse_difference(
+    model: Model,
+    own: Sequence[Any],
+    batch: tuple[Any, Any],
+    leaves: Mapping[str, Tensor],
+    run: Callable[[Mapping[str, Tensor]], Any],
+    who: str,
+    eps: float = 0.0,
+    state: Sequence[Any] | None = None,
+) -> None:
+    """A ValueError unless the stages give the function's own loss and gradients on the example: a trace may have lost
+    something, such as the backward of a custom `autograd.Function`.
+
+    Args:
+        model, own, state: what the function was cut into, its parameters per stage, and its state.
+        batch: the example.
+        leaves: the parameters by name.
+        run: the function, of these.
+        who: what errors call it.
+        eps: the machine epsilon of what it computes with, where that is not the parameters'.
+    """
+    leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    trained = {
+        name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point() or leaf.is_complex()
+    }
+    with torch.enable_grad():
+        loss = _loss_in(model, run(leaves))
+        if hasattr(loss, "fake_mode"):
+            raise LeakedTensor(
+                f"{who} computes with a fake tensor, which it has kept since it was traced (in a cache), "
+                f"so its loss on the example has no data. Clear it there, and let {who} keep no tensors."
+            )
+        own_grads = (
+            torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+            if loss.requires_grad
+            else [None] * len(trained)
+        )
+    alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model) if model.loss else None)
+    found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
+    if not torch.equal(found.loss, loss.detach()):
+        raise ValueError(
+            f"the stages give the loss {found.loss.item()}, {who} gives {loss.item()} on the same example: it does "
+            "something that a trace does not capture, such as values read by .item(), or a seed of its own."
+        )
+    right = dict(zip(trained, own_grads, strict=True))
+    by_stages = {name: grad for stage in found.grads for name, grad in stage.items()}
+    # What is 0 but for rounding, as the gradient of a key's bias under a softmax, is as wrong as the whole is large.
+    whole = math.hypot(*(float(grad.norm()) for grad in own_grads if grad is not None))
+    for name, leaf in leaves.items():
+        expected, grad = right.get(name), by_stages[name]
+        error = grad if expected is None else grad - expected
+        least = max(eps, torch.finfo(leaf.dtype).eps)
+        limit = 0.0 if expected is None else expected.norm() * least**0.5 + whole * _ULPS * least
+        if leaf.requires_grad and error.norm() > limit:
+            raise ValueError(
+                f"the stages give another gradient of {name} than {who}: a custom autograd.Function, a hook or "
+                "inference_mode, say, which no trace above autograd captures. Use no_grad for the last, or "
+                "from_functions."
+            )
+
+
+def _loss_alone(model: Model) -> Callable[[Any, Any], Any]:
+    """The loss function of a model, without what it counts and its auxiliary results."""
+    whole: Any = model.loss
+
+    def loss(y: Any, target: Any) -> Any:
+        return _loss_in(model, whole(y, target))
+
+    return loss
+
+
+def _loss_in(model: Model, made: Any) -> Any:
+    """A loss without what it counts and its auxiliary results."""
+    made = made[0] if model.aux else made
+    return made[0] if model.reduction == "count" else made

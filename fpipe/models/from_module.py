@@ -1,0 +1,183 @@
+"""Make a model from any module: export its graph, and cut it between its blocks.
+
+net: wte, h.0 .. h.3, head        --> stages=2 -->        [wte h.0 h.1]  [h.2 h.3 head]
+
+Nothing is edited: `forward` is exported once by torch, and each of its operations runs in the stage of the module that
+it is in. What a stage reads of an earlier one is an edge of the dataflow, so skips need no words, and a parameter read
+in two stages is tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from fpipe import tree
+from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.model import LossFunction, Model, Reduction
+from fpipe.models.boundary import KEY
+from fpipe.models.compare_example import refuse_difference
+from fpipe.models.cut_net import DOOR, WHO, CutNet
+from fpipe.models.export_net import export_net
+from fpipe.models.from_functions import from_functions
+from fpipe.models.handed_out import HandedOut
+from fpipe.models.net_graph import NetGraph, held_by, read_graph
+from fpipe.models.place_cuts import place_cuts
+from fpipe.models.run_net import NetFunction
+from fpipe.models.traced_modes import TracedModes
+
+Params = tuple[dict[str, Tensor], ...]
+
+
+def from_module(
+    net: nn.Module | ExportedProgram,
+    stages: int | None = None,
+    *,
+    example: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    cuts: Sequence[str] | None = None,
+    costs: Mapping[str, float] | None = None,
+    reduction: Reduction = "mean",
+    aux: bool = False,
+) -> tuple[Model, Params, Params]:
+    """Cut any module into stages.
+
+    Args:
+        net: a module that `torch.export.export(strict=False)` takes, in the mode in which it is to run, or a program
+            that it made. `fpipe.boundary` in its forward is a cut too.
+        stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
+            expensive stage costs as little as can be.
+        example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
+            tuple of arguments, or the one argument. Rows may differ later, and so may the second dimension of integers,
+            the length of a sequence, where the net allows it. A dict stands for (inputs, None).
+        loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
+            when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the output itself.
+        cuts: instead of balanced blocks, the paths of modules after which stages end, as in ["encoder", "decoder.0"].
+        costs: of each block by its path, instead of floating-point operations.
+        reduction, aux: as in `from_functions`.
+
+    Returns:
+        The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
+        first name; per stage its module state: the buffers that it writes. Frozen parameters and other buffers are
+        constants. `stage.name` says which modules are in a stage. Random numbers are those that torch draws where each
+        stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+
+    Raises:
+        ValueError: a net that cannot be exported, with its own line; stages that are more than there are blocks; cuts
+            that name no module; no loss.
+
+    >>> import fpipe, torch
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    ...     def forward(self, x):
+    ...         for block in self.blocks:
+    ...             x = x + block(x).tanh()
+    ...         return x
+    >>> example = (torch.ones(4, 2), torch.zeros(4, 2))
+    >>> model, params, state = fpipe.from_module(Net(), 2, loss=torch.nn.functional.mse_loss, example=example)
+    >>> [stage.name for stage in model.stages]
+    ['blocks.0, blocks.1', 'blocks.2, blocks.3']
+    """
+    _check(net, stages, cuts, costs)
+    refuse_odd_modes()
+    batch = _batch(example, loss)
+    exported = net if isinstance(net, ExportedProgram) else export_net(net, batch[0])
+    held = held_by(net)
+    graph = read_graph(exported, held)
+    placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
+    modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
+    modes = TracedModes(modules, WHO, DOOR) if modules else None
+    inputs = _inputs(graph, batch[0])
+    result = graph.output if loss is not None else _loss_of(graph.output)
+    cut = CutNet(graph, held, inputs, batch[0], result, modes)
+    for run, own in zip(cut.stages, cut.owned, strict=True):
+        run.handed_out = HandedOut({name: held.now(name) for name in own}, [module for _, module in modules])
+    model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    each = zip(model.stages, cut.stages, placed.words, strict=True)
+    model = replace(
+        model,
+        stages=tuple(
+            replace(stage, name=name, names=tuple(held.names(*leaf) for leaf in run.names), **run.remembering())
+            for stage, run, name in each
+        ),
+    )
+    params = tuple({name: held.now(name).detach() for name in own} for own in cut.owned)
+    state = tuple(run.state() for run in cut.stages)
+    if isinstance(net, nn.Module) and not any(run.holds for run in cut.stages):
+        function = NetFunction(net, loss or (lambda output, _: _loss_of(output)), placed.ends)
+        model = replace(model, function=LossFunction(function, who=WHO, door=DOOR))
+        _compare(function, model, params, batch, state)
+    return model, params, state
+
+
+def _compare(function: NetFunction, model: Model, params: Params, batch: tuple[Any, Any], state: Params) -> None:
+    """Refuse stages that do something else than the net on the example."""
+    if any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
+        return
+    leaves = {name: leaf for stage in params for name, leaf in stage.items()}
+    refuse_difference(model, params, batch, leaves, lambda own: function(own, batch, KEY, 0), WHO, state=state)
+
+
+def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
+    """What is asked for can be."""
+    if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
+        found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
+        raise TypeError(f"from_module takes an nn.Module, or what torch.export made of one; found {found}.")
+    if stages is not None and (type(stages) is not int or stages < 1):
+        raise ValueError(f"stages is a whole number from 1, found {stages!r}.")
+    if stages is None and cuts is None:
+        raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
+    if cuts is not None and (isinstance(cuts, str) or not all(isinstance(path, str) for path in cuts)):
+        raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
+    if costs is not None and not isinstance(costs, Mapping):
+        raise ValueError(f"costs has a number for each block by its path; found {type(costs).__name__}.")
+
+
+def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
+    """An example as a batch."""
+    if isinstance(example, Mapping):
+        example = (example, None)
+    if not isinstance(example, tuple | list) or len(example) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            "example is a batch (inputs, target), inputs a dict of keywords, a tuple of arguments or the one argument; "
+            f"found {type(example).__name__}."  # pyright: ignore[reportUnknownArgumentType]
+        )
+    inputs, target = example  # pyright: ignore[reportUnknownVariableType]
+    if loss is not None and target is None:
+        raise ValueError("the example has no target for loss=; hand in example=(inputs, target).")
+    if loss is None and target is not None:
+        raise ValueError(
+            "without loss= the net computes the loss of its inputs, labels among them, and nobody reads the target: "
+            "hand in example=(inputs, None), or say loss=."
+        )
+    if not any(isinstance(leaf, Tensor) for leaf in tree.leaves(inputs)):
+        raise ValueError("the inputs of the example have no tensor.")
+    return inputs, target
+
+
+def _inputs(graph: NetGraph, inputs: Any) -> Any:
+    """The placeholders of the inputs, in their containers."""
+    args, kwargs = graph.inputs
+    if isinstance(inputs, Mapping):
+        return {name: kwargs[name] for name in inputs}  # pyright: ignore[reportUnknownVariableType]
+    return type(inputs)(args) if isinstance(inputs, tuple | list) else args[0]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _loss_of(output: Any) -> Any:
+    """The loss among what a net returns."""
+    entry: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found: Any = output if entry is None else entry
+    value = found.meta.get("val") if isinstance(found, fx.Node) else found
+    if not isinstance(value, Tensor) or value.ndim:
+        kind = type(output).__name__ if not isinstance(output, fx.Node) else f"a tensor of shape {tuple(value.shape)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportOptionalMemberAccess]
+        raise ValueError(
+            f"without loss= the net returns the loss, as .loss, as its entry 'loss', or alone; found {kind}. Hand in "
+            "labels= among the inputs, or say loss=."
+        )
+    return found

@@ -1,0 +1,141 @@
+"""Find the calls of modules in an exported graph, the blocks that repeat among them, and where to cut after which.
+
+wte  wpe  h.0  h.1  h.2  ln_f        -->        blocks h.0, h.1, h.2, each the nodes from its first to its last
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import groupby
+
+from torch import fx
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module: its path, its class, and the positions of its first and its last node in the graph.
+
+    Attributes:
+        number: how many calls of the same module come before it.
+        children: the calls that it makes, in order.
+    """
+
+    path: str
+    kind: str
+    start: int
+    end: int
+    number: int = 0
+    children: list[Call] = field(default_factory=list["Call"])
+
+    def all(self) -> Iterator[Call]:
+        """The call, and all that are made in it."""
+        yield self
+        for child in self.children:
+            yield from child.all()
+
+
+_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
+"""What torch.export says of nodes that it does not know the module of."""
+
+
+def calls_of(nodes: Sequence[fx.Node]) -> Call:
+    """The call of the whole net, by what each node says of the modules that it is in."""
+    root = Call("", "", 0, len(nodes) - 1)
+    known: dict[str, Call] = {}
+    for at, node in enumerate(nodes):
+        above = root
+        for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+            if not path or path == _NOWHERE:
+                continue
+            if key not in known:
+                known[key] = Call(path, kind, at, at, int(key.partition("@")[2] or 0))
+                above.children.append(known[key])
+            above = known[key]
+            above.end = at
+    return root
+
+
+def blocks_of(root: Call, least: int) -> list[Call]:
+    """The outermost blocks that repeat, such as the layers of a ModuleList; where these are less than `least`, those
+    inside them, and at last the modules that are called.
+
+    >>> chain = [Call(f"net.{at}", "Linear", at, at) for at in range(3)]
+    >>> [call.path for call in blocks_of(Call("", "", 0, 2, children=[Call("net", "", 0, 2, children=chain)]), 2)]
+    ['net.0', 'net.1', 'net.2']
+    """
+    for inner in (_repeated, _called):
+        found = inner(root) or [root]
+        while len(found) < least:
+            finer = [one for call in found for one in (inner(call) or [call])]
+            if finer == found:
+                break
+            found = finer
+        if len(found) >= least:
+            return found
+    return found
+
+
+def _repeated(call: Call) -> list[Call]:
+    """The outermost blocks inside a call that repeat: children of one list of which two are of one class."""
+    lists = Counter((_list_of(child), child.kind) for child in call.children)
+    repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
+    many = Counter(child.path for child in call.children)
+    found: list[Call] = []
+    for child in call.children:
+        found += [child] if _list_of(child) in repeating or many[child.path] > 1 else _repeated(child)
+    return found
+
+
+def _called(call: Call) -> list[Call]:
+    """What a call calls."""
+    return call.children
+
+
+def _list_of(call: Call) -> str | None:
+    """The list that a module is in, if its name is a number."""
+    above, _, name = call.path.rpartition(".")
+    return above if name.isdigit() else None
+
+
+def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
+    """The last call of each of these modules, or in one of these lists of modules.
+
+    Raises:
+        ValueError: no module of that path is called; close ones are named.
+    """
+    calls = [call for call in root.all() if call.path]
+    found: list[Call] = []
+    for path in paths:
+        own = [call for call in calls if call.path == path or call.path.startswith(f"{path}.")]
+        if not own:
+            near = get_close_matches(path, [*dict.fromkeys(call.path for call in calls)], 3, 0.5)
+            hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+            raise ValueError(f"cuts= names {path!r}, but no module of that path is called when the net runs{hint}.")
+        found.append(max(own, key=lambda call: (call.end, -len(call.path))))
+    return found
+
+
+def in_words(root: Call, start: int, end: int) -> str:
+    """The outermost calls that lie wholly in a part of the graph, in words.
+
+    >>> in_words(Call("", "", 0, 3, children=[Call(f"h.{at}", "Block", at, at) for at in range(4)]), 1, 3)
+    'h.1 to h.3'
+    """
+    rows = groupby(dict.fromkeys(call.path for call in _inside(root, start, end)), lambda path: path.rpartition(".")[0])
+    words: list[str] = []
+    for above, group in rows:
+        paths = list(group)
+        numbered = above and len(paths) > 2 and all(path.rpartition(".")[2].isdigit() for path in paths)
+        words += [f"{paths[0]} to {paths[-1]}"] if numbered else paths
+    return ", ".join(words)
+
+
+def _inside(call: Call, start: int, end: int) -> Iterable[Call]:
+    for child in call.children:
+        if start <= child.start and child.end <= end:
+            yield child
+        elif child.start <= end and child.end >= start:
+            yield from _inside(child, start, end)

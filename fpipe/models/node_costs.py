@@ -1,0 +1,56 @@
+"""Count what the operations of a graph cost, without running them: multiplications and additions of their shapes.
+
+linear(x[4, 16, 32], w[64, 32])        -->        2 * 4 * 16 * 32 * 64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def costs_of(nodes: Sequence[fx.Node]) -> list[int]:
+    """The floating-point operations of each node; equal operations on equal shapes are counted once."""
+    known: dict[Any, int] = {}
+    return [_cost(node, known) for node in nodes]
+
+
+def _cost(node: fx.Node, known: dict[Any, int]) -> int:
+    op = node.target
+    tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or len(tensors) < 2 or torch.Tag.pointwise in op.tags:
+        return 0
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
+    key = op, repr(fx.map_arg((node.args, dict(node.kwargs)), _signature))
+    if key not in known:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            op(*args, **kwargs)
+        known[key] = counter.get_total_flops()
+    return known[key]
+
+
+def _abstract(node: fx.Node) -> Any:
+    """A tensor without data that stands for a value, a number for an open size."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return torch.empty_strided(_numbers(value.shape), _numbers(value.stride()), dtype=value.dtype, device="meta")
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _signature(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (_numbers(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_number, sizes))
+
+
+def _number(size: Any) -> int:
+    """An open size as it was in the example."""
+    return size if isinstance(size, int) else int(size.node.hint)

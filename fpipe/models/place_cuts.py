@@ -1,0 +1,105 @@
+"""Say where the stages of a net end: after the modules that were named, or so that the blocks cost as even as they can.
+
+stages=2:  h.0 h.1 h.2 h.3        -->        h.0 h.1  MARK  h.2 h.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from fpipe.models.boundary import MARK
+from fpipe.models.module_calls import Call, blocks_of, calls_of, ends_of, in_words
+from fpipe.models.node_costs import costs_of
+from fpipe.timing.balance import balance
+
+
+class Placed(NamedTuple):
+    """Where a net was cut: the calls after which stages end, and in words what each stage runs."""
+
+    ends: list[Call]
+    words: list[str]
+
+
+def place_cuts(
+    graph: fx.Graph,
+    params: Mapping[fx.Node, str],
+    stages: int | None,
+    cuts: Sequence[str] | None,
+    costs: Mapping[str, float] | None,
+) -> Placed:
+    """Put marks into a graph that may have some.
+
+    Args:
+        graph: of a net.
+        params: its parameters, by placeholder.
+        stages: how many stages.
+        cuts: instead, the paths of the modules after which stages end.
+        costs: of blocks by path, instead of floating-point operations.
+
+    Raises:
+        ValueError: no such stages, modules or blocks.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    root = calls_of(nodes)
+    own = [at for at, node in enumerate(nodes) if node.target is MARK]
+    if cuts is not None or own:
+        ends = ends_of(root, cuts or ())
+        _check_count(stages, len(ends) + len(own), cuts)
+    else:
+        ends = _balanced(nodes, params, root, stages or 1, costs)
+    ends.sort(key=lambda call: call.end)
+    for call in ends:
+        with graph.inserting_after(nodes[call.end]):
+            graph.call_function(MARK, ([],))
+    bounds = sorted([*(call.end + 1 for call in ends), *own])
+    parts = zip([0, *bounds], [*bounds, len(nodes)], strict=True)
+    return Placed(ends, [in_words(root, start, end - 1) for start, end in parts])
+
+
+def _check_count(stages: int | None, marks: int, cuts: Sequence[str] | None) -> None:
+    if stages not in (None, marks + 1):
+        what = "cuts= and the boundaries in forward" if cuts is not None else "the boundaries in forward"
+        raise ValueError(f"stages={stages}, but {what} make {marks + 1} stages; leave one of the two out.")
+
+
+def _balanced(
+    nodes: Sequence[fx.Node],
+    params: Mapping[fx.Node, str],
+    root: Call,
+    stages: int,
+    costs: Mapping[str, float] | None,
+) -> list[Call]:
+    """The blocks after which stages end, so that the largest costs as little as can be."""
+    blocks = blocks_of(root, stages)
+    if stages > len(blocks):
+        raise ValueError(f"the net has {len(blocks)} modules to cut after, which make as many stages; found {stages=}.")
+    ends = [*(call.end + 1 for call in blocks[:-1]), len(nodes)]
+    parts = [nodes[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    if costs is None:
+        # Bytes of parameters count where operations do not.
+        sizes = [_bytes(part, params) for part in parts]
+        row: list[float] = [
+            operations * (1 + sum(sizes)) + size
+            for operations, size in zip((sum(costs_of(part)) for part in parts), sizes, strict=True)
+        ]
+    else:
+        row = [_said(costs, call, blocks) for call in blocks]
+    last = [*accumulate(balance(row, stages))][:-1]
+    return [blocks[end - 1] for end in last]
+
+
+def _said(costs: Mapping[str, float], call: Call, blocks: Sequence[Call]) -> float:
+    if call.path not in costs:
+        known = ", ".join(dict.fromkeys(one.path for one in blocks))
+        raise ValueError(f"costs= says nothing of block {call.path!r}; the blocks are {known}.")
+    return costs[call.path]
+
+
+def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
+    """The bytes of the parameters that some nodes read."""
+    read: dict[Any, Any] = {one: one.meta["val"] for node in nodes for one in node.all_input_nodes if one in params}
+    return sum(int(value.numel()) * value.element_size() for value in read.values() if isinstance(value, Tensor))
