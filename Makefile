@@ -10,7 +10,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs quick test deep lint bench
+.PHONY: help demo demo-distributed docs quick test deep families lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,6 +33,9 @@ test: lint ## Lint, types, tests, property tests, doctests and the code blocks o
 
 deep: $(INSTALLED) ## Thousands of random cases for each property, and the tests marked deep; hours, without a time limit
 	HYPOTHESIS_PROFILE=deep $(PYTEST) -m 'law or deep' --timeout=0 -o faulthandler_timeout=0
+
+families: $(INSTALLED) ## Every family of transformers at four stages, against its own autograd
+	$(PYTEST) tests/test_families.py -m 'deep or not deep' --timeout=0 -o faulthandler_timeout=0
 
 lint: $(INSTALLED) ## Check style, format and types
 	$(BIN)/ruff check .

@@ -38,13 +38,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        batches bounds cli compare_grads conformance counts demo digits distributed from_loss from_pipe grain interop
-        layers losses memory module_kinds offload peers random readme references schedules searched seq2seq
-        signatures slices state testing threads ties_and_skips torch_runtime traces train_gpt unread_state verify
+        batches bounds cli compare_grads compile conformance counts data_parallel demo derivatives digits distributed
+        dp_sgd families faults from_loss from_module from_pipe grain interop layers losses memory module_kinds offload
+        peers random readme references schedules search searched seq2seq signatures slices state testing threads
+        ties_and_skips torch_runtime traces train_gpt unread_state verify
     """,
     "property_tests": """
-        distributed_laws gradients in_place_laws language_laws linearize_laws schedule_laws slice_laws
-        time_laws two_ends_laws whole_laws
+        derivative_laws distributed_laws gradients in_place_laws language_laws linearize_laws schedule_laws slice_laws
+        time_laws transfer_laws two_ends_laws whole_laws
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}

@@ -148,3 +148,213 @@ def test_what_cannot_be_is_said_in_a_sentence(said: dict[str, Any], sentence: st
     asked = {"stages": None if "cuts" in said else 2, "loss": F.mse_loss, "example": rows(4)} | said
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.from_module(Net(4), **asked)
+
+
+def wrong(net: nn.Module, sentence: str, **said: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fpipe.from_module(net, 2, **({"loss": F.mse_loss, "example": rows(4)} | said))
+
+
+class Around(Net):
+    """Calls its blocks in a way of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return self.head(x)
+
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class WithoutGradients(Around):
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = block(x).square().mean()
+        return block(x) / (1 + scale)
+
+
+class Autocast(Around):
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            y = block(x)
+        return y.float()
+
+
+@pytest.mark.parametrize("kind", [WithoutGradients, Autocast])
+def test_blocks_keep_the_contexts_that_they_run_in(kind: type[Net]) -> None:
+    torch.manual_seed(0)
+    net, batch = kind(4), rows()
+    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+
+
+class Marked(Around):
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        y = block(x)
+        return fpipe.boundary(y) if block is self.blocks[0] else y
+
+
+def test_a_boundary_in_the_forward_is_a_cut_too() -> None:
+    model, params, _ = fpipe.from_module(Marked(4, nn.Dropout), 2, loss=F.mse_loss, example=rows())
+    assert [stage.name for stage in model.stages] == ["embed, blocks.0", "blocks.1 to blocks.3, head"]
+    assert fpipe.verify(pipeline(model), model, params, rows(), key=1).bitwise
+    more, _, _ = fpipe.from_module(Marked(4), cuts=["blocks.2"], loss=F.mse_loss, example=rows())
+    assert [stage.name for stage in more.stages] == ["embed, blocks.0", "blocks.1, blocks.2", "blocks.3, head"]
+    wrong(Marked(4), "stages=2, but cuts= and the boundaries in forward make 3 stages", cuts=["blocks.2"])
+
+
+class TwoTowers(nn.Module):
+    """Takes keywords, and returns a dict with the loss among its entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(Block() for _ in range(2))
+        self.right = nn.ModuleList(Block() for _ in range(2))
+        self.right[0].requires_grad_(False)
+
+    def forward(self, a: Tensor, b: Tensor, scale: float = 1.0, *, labels: Tensor | None = None) -> dict[str, Any]:
+        for block in self.left:
+            a = block(a)
+        for block in self.right:
+            b = block(b)
+        joint = a * b * scale
+        return {"joint": joint, "loss": None if labels is None else F.mse_loss(joint, labels)}
+
+
+def test_inputs_are_keywords_and_the_net_computes_the_loss() -> None:
+    torch.manual_seed(0)
+    net = TwoTowers()
+    inputs = {"a": torch.randn(4, WIDTH), "b": torch.randn(4, WIDTH), "labels": torch.randn(4, WIDTH)}
+    model, params, _ = fpipe.from_module(net, 4, example=inputs)
+    turned = {name: inputs[name] for name in ("labels", "b", "a")}
+    results = [fpipe.build(pipeline(model, 2), model)(params, (one, None)) for one in (inputs, turned)]
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert fpipe.verify(pipeline(model, 2), model, params, (inputs, None)).bitwise
+    frozen = {name for name, one in net.named_parameters() if not one.requires_grad}
+    assert fpipe.join_params(model, params).keys() == dict(net.named_parameters()).keys() - frozen
+    assert fpipe.split_params(model, net.state_dict())[0].keys() == params[0].keys()
+    with pytest.raises(ValueError, match=re.escape("inputs was a dict with 'a', 'b', 'labels' when the net")):
+        fpipe.build(pipeline(model, 2), model)(params, ({"a": inputs["a"], "b": inputs["b"]}, None))
+
+
+def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
+    net = TwoTowers()
+    batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH), 2.0), torch.randn(4, WIDTH)
+    model, params, _ = fpipe.from_module(net, 2, loss=lambda y, t: F.mse_loss(y["joint"], t), example=batch)
+    result = fpipe.reference(model, params, batch)
+    assert torch.equal(result.outputs["joint"], net(*batch[0])["joint"])
+    other = (*batch[0][:2], 3.0), batch[1]
+    with pytest.raises(ValueError, match=re.escape("inputs[2] was 2.0 when the net was traced, found 3.0.")):
+        fpipe.reference(model, params, other)
+
+
+class Counted(Around):
+    """Counts its calls, and keeps a mean by binding it anew, which no output reads."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+        self.calls: Tensor
+        self.mean: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return super().forward(x)
+
+
+class Normed(Around):
+    """A spectral norm, whose output reads what its forward writes."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+        nn.utils.parametrizations.spectral_norm(self.head, n_power_iterations=2)
+
+
+@pytest.mark.parametrize("kind", [Counted, Normed])
+def test_buffers_that_are_written_are_state(kind: type[Net]) -> None:
+    torch.manual_seed(0)
+    net, batch = kind(4), rows()
+    model, params, state = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    before = {name: held.clone() for name, held in net.named_buffers()}
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch, state=state).bitwise
+    result = fpipe.build(program, model)(params, batch, state=state)
+    assert all(torch.equal(before[name], held) for name, held in net.named_buffers())
+    for part in batch[0].tensor_split(4):
+        net(part)
+    now = dict(net.named_buffers())
+    written = {name: held for one in result.state for name, held in one.items()}
+    assert written.keys() == {name for name in now if not torch.equal(before[name], now[name])}
+    assert [name for name, held in written.items() if not torch.equal(held, now[name])] == []
+
+
+def test_a_net_that_has_turned_to_eval_is_refused() -> None:
+    net, batch = Net(4, nn.Dropout), rows()
+    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    net.eval()
+    with pytest.raises(ValueError, match=re.escape("was in training when the net was traced and is in eval now")):
+        fpipe.build(pipeline(model), model)(params, batch, key=0)
+    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+
+
+def test_an_exported_program_is_a_door_too() -> None:
+    torch.manual_seed(0)
+    net, batch = Net(4, Statistics), rows()
+    shapes = ({0: torch.export.Dim.AUTO},)
+    exported = torch.export.export(net, batch[:1], strict=False, dynamic_shapes=shapes)
+    model, params, state = fpipe.from_module(exported, 2, loss=F.mse_loss, example=batch)
+    same, own_params, own_state = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    found = fpipe.build(pipeline(model), model)(params, batch, state=state)
+    right = fpipe.build(pipeline(same), same)(own_params, batch, state=own_state)
+    assert [stage.name for stage in model.stages] == [stage.name for stage in same.stages]
+    for one, other in ((found.grads, right.grads), (found.state, right.state)):
+        assert [list(stage) for stage in one] == [list(stage) for stage in other]
+        assert all(torch.equal(one[s][name], other[s][name]) for s in range(2) for name in one[s])
+
+
+class Branching(Around):
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) if x.sum() > 0 else x
+
+
+class WritesInput(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Rounds(Around):
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        return Straight.apply(block(x))  # pyright: ignore[reportReturnType]
+
+
+def test_what_cannot_be_exported_is_said_with_the_users_line() -> None:
+    wrong(Branching(4), "in around: return block(x) if x.sum() > 0 else x)")
+    wrong(WritesInput(4), "the net writes")
+    shared = Net(4, Statistics)
+    shared.blocks[3] = shared.blocks[0]
+    wrong(shared, "choose cuts= that keep it in one")
+
+
+def test_a_gradient_that_the_trace_has_lost_is_refused() -> None:
+    wrong(Rounds(4), "the stages give another gradient of")
+
+
+@pytest.mark.parametrize("found", [Net, F.relu, [Net(2)]])
+def test_only_modules_are_cut(found: Any) -> None:
+    with pytest.raises(TypeError, match=r"from_module takes an nn\.Module, or what torch\.export made of one; found"):
+        fpipe.from_module(found, 2, example=rows())

@@ -7,8 +7,13 @@ Rows stay symbolic, and so does the second dimension of integers, the length of 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,9 +44,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     shapes: Any = tree.tree_map(_open_dims, (args, kwargs))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
     try:
-        with torch.enable_grad(), NoGenerators("the net"), marking(), without_cache(net):
-            shapes = _by_name(net, *shapes)
-            return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
+        with torch.enable_grad(), NoGenerators("the net"), marking(), without_cache(net), _quiet():
+            return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes[1] or shapes[0])
     except Exception as error:
         raise ValueError(_reason(net, error)) from error
     finally:
@@ -102,28 +106,34 @@ def _open_dims(leaf: Any) -> Any:
     return dict.fromkeys(range(min(leaf.ndim, 2 if sequence else 1)), torch.export.Dim.AUTO)
 
 
-def _by_name(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Shapes as torch.export wants them: those of arguments in a tuple, of keywords in a dict."""
-    return dict(kwargs) if kwargs else tuple(args)
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the graph that torch prints where an export ends in an error. A tensor that a module remembers in a plain
+    attribute is an error, but for the lists that an RNN has of its weights."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.filterwarnings("error", "The tensor attributes? .* assigned during export", UserWarning)
+            warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights", UserWarning)
+            yield
+    finally:
+        log.disabled = before
 
 
 def _reason(net: nn.Module, error: Exception) -> str:
     """Why a net cannot be exported: the module, torch's words, and the user's line."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    where = next((line.strip() for line in _user_lines(error)), "")
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
-        f"{in_words(lines[0] if lines else '')}{where} Change that line, or use from_loss with fpipe.boundary, or "
-        "from_functions."
+        f"{in_words(said)}{_where(error)}. Change that line, or use from_loss with fpipe.boundary, or from_functions."
     )
 
 
-def _user_lines(error: Exception) -> list[str]:
+def _where(error: Exception) -> str:
     """The innermost line of the net's own code, outside of torch and of this package."""
-    import traceback
-    from pathlib import Path
-
     ours = Path(__file__).parents[1], Path(torch.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if not any(Path(one.filename).is_relative_to(home) for home in ours)]
-    return [f" (at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line})." for one in own[-1:]]
+    return "".join(f" (at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line})" for one in own[-1:])

@@ -19,6 +19,7 @@ class Call:
     """One call of a module: its path, its class, and the positions of its first and its last node in the graph.
 
     Attributes:
+        trains: whether the module has parameters.
         number: how many calls of the same module come before it.
         children: the calls that it makes, in order.
     """
@@ -28,6 +29,7 @@ class Call:
     start: int
     end: int
     number: int = 0
+    trains: bool = True
     children: list[Call] = field(default_factory=list["Call"])
 
     def all(self) -> Iterator[Call]:
@@ -41,8 +43,9 @@ _NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
 """What torch.export says of nodes that it does not know the module of."""
 
 
-def calls_of(nodes: Sequence[fx.Node]) -> Call:
-    """The call of the whole net, by what each node says of the modules that it is in."""
+def calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> Call:
+    """The call of the whole net, by what each node says of the modules that it is in; `params` are its parameters."""
+    training = {name[:at] for name in params for at, letter in enumerate(name) if letter == "."}
     root = Call("", "", 0, len(nodes) - 1)
     known: dict[str, Call] = {}
     for at, node in enumerate(nodes):
@@ -51,7 +54,7 @@ def calls_of(nodes: Sequence[fx.Node]) -> Call:
             if not path or path == _NOWHERE:
                 continue
             if key not in known:
-                known[key] = Call(path, kind, at, at, int(key.partition("@")[2] or 0))
+                known[key] = Call(path, kind, at, at, int(key.partition("@")[2] or 0), path in training)
                 above.children.append(known[key])
             above = known[key]
             above.end = at
@@ -79,10 +82,11 @@ def blocks_of(root: Call, least: int) -> list[Call]:
 
 
 def _repeated(call: Call) -> list[Call]:
-    """The outermost blocks inside a call that repeat: children of one list of which two are of one class."""
+    """The outermost blocks inside a call that repeat: children of one list of which two are of one class, and the calls
+    of one module that has parameters."""
     lists = Counter((_list_of(child), child.kind) for child in call.children)
     repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
-    many = Counter(child.path for child in call.children)
+    many = Counter(child.path for child in call.children if child.trains)
     found: list[Call] = []
     for child in call.children:
         found += [child] if _list_of(child) in repeating or many[child.path] > 1 else _repeated(child)

@@ -44,7 +44,7 @@ def place_cuts(
         ValueError: no such stages, modules or blocks.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    root = calls_of(nodes)
+    root = calls_of(nodes, params.values())
     own = [at for at, node in enumerate(nodes) if node.target is MARK]
     if cuts is not None or own:
         ends = ends_of(root, cuts or ())
