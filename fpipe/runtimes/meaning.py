@@ -115,8 +115,8 @@ def _summand(leaf: Any) -> Any:
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs, or
     those of single rows."""
-    how = dict(op.how)
-    if op.writes[0].name == "rows":
+    how, wanted = dict(op.how), {value.name for value in op.writes}
+    if "rows" in wanted:
         return [[None if leaves[0] is None else torch.cat(leaves) for leaves in zip(*args, strict=True)]]
     if op.reads[0].name == "inputs":
         return [_of_inputs(args[0], args[1:], how)]
@@ -124,7 +124,6 @@ def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     for value, arg in zip(op.reads, args, strict=True):
         named.setdefault(value.name, []).append(arg)
     made: dict[str, Any] = {}
-    wanted = {value.name for value in op.writes}
     if "count" in named:
         made["count"] = sum(named["count"][1:], named["count"][0])
     if not wanted.isdisjoint({"loss", "total"}):
