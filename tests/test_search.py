@@ -237,6 +237,13 @@ def test_a_backward_is_whole_where_halves_gain_nothing():
     assert "I" not in {op.kind for op in quick(1, TEN, ranks=1, microbatches=2).program.ops}
 
 
+def test_replicas_may_have_whole_backwards():
+    """Chimera's backwards were put together on two ranks without saying that its stages have two homes."""
+    found = quick(2, COSTS[2], ranks=2, microbatches=2, seconds=0.01)
+    assert found.schedule.replicated
+    assert "B" in {op.kind for op in found.program.ops}
+
+
 def test_stages_that_are_unlike_may_be_anywhere():
     costs = fpipe.Costs([9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1])
     found = quick(4, costs, ranks=2, microbatches=6, seconds=1, without=("chimera", "dualpipe", *SLOW))

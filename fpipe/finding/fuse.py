@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
-from fpipe.program import Program, kind_of
+from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import by_table
 
@@ -45,7 +46,7 @@ def fused(base: Program, program: Program, good: Callable[[Program], bool]) -> P
         part = parts.pop()
         tried += 1
         made = _with(base, rows, kept | {*part})
-        if good(made):
+        if made is not None and good(made):
             kept |= {*part}
             found = made
         elif len(part) > 1:
@@ -53,9 +54,17 @@ def fused(base: Program, program: Program, good: Callable[[Program], bool]) -> P
     return found
 
 
-def _with(base: Program, rows: list[list[Key]], whole: set[tuple[int, tuple[int | None, ...]]]) -> Program:
+def _with(base: Program, rows: list[list[Key]], whole: set[tuple[int, tuple[int | None, ...]]]) -> Program | None:
     made: list[list[Key]] = []
+    where: defaultdict[int, set[int]] = defaultdict(set)
     for rank, row in enumerate(rows):
         kept = [key for key in row if key[0] != "W" or (rank, key[1:]) not in whole]
         made.append([("B", *key[1:]) if key[0] == "I" and (rank, key[1:]) in whole else key for key in kept])
-    return by_table(base, made, move=True)
+        for key in kept:
+            where[key[1] or 0].add(rank)
+    replicas = any(len(ranks) > 1 for ranks in where.values())
+    homes = {stage: sorted(ranks) for stage, ranks in where.items()} if replicas else None
+    try:
+        return by_table(base, made, move=True, homes=homes)
+    except ProgramError:  # what waits for the I alone would now wait for ever
+        return None

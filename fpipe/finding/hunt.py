@@ -197,8 +197,10 @@ class Hunt:
             self.told(played, best, min(entry.floor for entry in pool))
 
         improved, self.stopped = improve(pool, wanted.objective, effort, wanted.seed, told)
-        for entry in improved[: IMPROVED if wanted.costs.bytes is None else len(improved)]:
-            self.judge(entry)
+        exact = wanted.costs.bytes is None and wanted.costs.sender == "free"
+        for entry in improved[: IMPROVED if exact else len(improved)]:
+            if not exact or self.best is None or entry.value < self.best.value:
+                self.judge(entry)
         self.pool = [*improved[:IMPROVED], *self.pool]
 
     def judge(self, entry: Entry) -> None:
