@@ -237,6 +237,13 @@ def test_a_backward_is_whole_where_halves_gain_nothing():
     assert "I" not in {op.kind for op in quick(1, TEN, ranks=1, microbatches=2).program.ops}
 
 
+def test_a_bound_holds_for_full_backwards_that_take_less_than_their_halves():
+    """31 seconds were found, and no less than 32 was said to be possible, with halves everywhere."""
+    found = quick(2, COSTS[3], ranks=2, microbatches=3, memory_cap=3)
+    assert {op.kind for op in found.program.ops} >= {"B", "I", "W"}
+    assert found.bound <= found.value == 31
+
+
 def test_replicas_may_have_whole_backwards():
     """Chimera's backwards were put together on two ranks without saying that its stages have two homes."""
     found = quick(2, COSTS[2], ranks=2, microbatches=2, seconds=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
@@ -91,6 +91,8 @@ class Hunt:
         self.origins: dict[str, Entry] = {}  # of named schedules that can be improved
         self.stopped = False
         self.bounds: dict[Hashable, float] = {}
+        cheaper = wanted.halves is None and any(_full_are_cheaper(wanted.costs, base) for base in bases)
+        self.easier = _easier(wanted.costs, bases[0]) if cheaper else wanted.costs
 
     def gather(self) -> None:
         """Orders to begin with: of named schedules, and of list scheduling in every placement."""
@@ -239,15 +241,20 @@ class Hunt:
 
     def floor(self, program: Program) -> float:
         """Seconds that no order of these ops on these ranks goes below, under the cap."""
+        program = self.halved(program)
         key = kinds_of(program)
         if key not in self.bounds:
             cap = self.wanted.cap if self.wanted.costs.bytes is None else math.inf
             try:
-                found = bounds(program, self.wanted.costs, memory_cap=cap)
+                found = bounds(program, self.easier, memory_cap=cap)
             except ValueError:  # the cap is below what one op holds
                 return 0.0
             self.bounds[key] = getattr(found, self.wanted.objective)
         return self.bounds[key]
+
+    def halved(self, program: Program) -> Program:
+        """The program with halves, if those may be chosen: no order of it takes longer than with full backwards."""
+        return split_backward()(program) if self.wanted.halves is None else program
 
     def consider(self, program: Program, timeline: Timeline) -> bool:
         """Keep a program if it is the best that fits; whether it fits."""
@@ -298,6 +305,18 @@ def _full_are_cheaper(costs: Costs, program: Program) -> bool:
         costs.seconds(op) < (costs.seconds(op._replace(kind="I")) + costs.seconds(op._replace(kind="W"))) * (1 - 1e-12)
         for op in fulls
     )
+
+
+def _easier(costs: Costs, program: Program) -> Costs:
+    """Costs at which halves together take no longer than a full backward, for bounds that hold for both."""
+    inputs, weights = [0.0] * program.stages, [0.0] * program.stages
+    for op in parts_of(program.ops):
+        if op.kind == "B" and op.stage is not None:
+            bare = op._replace(how=())
+            full, half, rest = (costs.seconds(bare._replace(kind=kind)) for kind in "BIW")
+            inputs[op.stage] = min(full, half)
+            weights[op.stage] = min(rest, full - inputs[op.stage])
+    return replace(costs, backward_input=inputs, backward_weight=weights, backward=None)
 
 
 def rank_of(row: NamedRow, objective: str) -> tuple[bool, float, float]:

@@ -268,9 +268,10 @@ class _Run:
             )
         program = hunt.best.program
         self.bound = hunt.floor(program)
-        if self.long is None and kinds_of(program) in self.proven:
-            self.bound = max(self.bound, self.proven[kinds_of(program)])
-        self.bound = min(self.bound, hunt.best.value[0])
+        halved = kinds_of(hunt.halved(program))
+        if self.long is None and halved in self.proven and hunt.easier is self.wanted.costs:
+            self.bound = max(self.bound, self.proven[halved])
+        self.bound = min(self.bound, hunt.best.value[0])  # they differ in the last bit of a sum
         return hunt.best
 
     def _whole(self, best: Candidate) -> Candidate:
