@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from fpipe.runtimes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes, result
 from tests.test_profile import NAPS, napping
@@ -530,3 +532,30 @@ def two_hundred(rank: int) -> list[int]:
 
 def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
     assert pair.each(two_hundred) == [[0, 0, 0]] * 2
+
+
+def most_messages(rank: int, microbatches: int) -> int:
+    """How many messages this rank holds at most that it has sent."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program, batch = chained(model, fpipe.schedules.one_f_one_b(2), microbatches=microbatches), rows(microbatches)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
+    put, sent, most = Transfers._put, list[Any](), [0]
+
+    def watched(self: Transfers, one: Any, message: Tensor) -> None:
+        put(self, one, message)
+        sent.append(weakref.ref(message))
+        most[0] = max(most[0], sum(message() is not None for message in sent))
+
+    Transfers._put = watched
+    try:
+        step(own(program, rank, params), batch)
+    finally:
+        Transfers._put = put
+    return most[0]
+
+
+def test_a_sender_does_not_hold_all_that_it_has_sent(pair: Processes):
+    """It held every message until the end of the step, so that 1F1B held as many as there are microbatches."""
+    few, many = (pair.each(most_messages, count) for count in (6, 18))
+    assert few == many
+    assert max(many) <= 3

@@ -243,7 +243,7 @@ class OnRank(Prepared):
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
         own = [slots[slot] for slot in self.part.begins]
-        self.transfers.start(self.step, self.number)
+        self.transfers.start(self.step, self.number, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
             self.replicas.begin(self.sums, at_once=watch is not None and watch.check_finite)
         self.part.run(own, watch)

@@ -19,7 +19,8 @@ Lane = Callable[[int, int], Hashable]
 
 
 class Message(NamedTuple):
-    """A value that one rank sends another: its number among all, who wrote it, and which it is of those on its way."""
+    """A value that one rank sends another: its number among all, who wrote it, which it is of those on its way, and how
+    many of those on the way back its source has received by then."""
 
     number: int
     value: Value
@@ -27,6 +28,7 @@ class Message(NamedTuple):
     source: int
     target: int
     place: int
+    heard: int
 
 
 def messages(program: Program) -> list[Message]:
@@ -34,13 +36,17 @@ def messages(program: Program) -> list[Message]:
     ops = parts_of(program.ops)
     cells = {value: op.cell for op in ops for value in op.writes}
     targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
-    places: defaultdict[tuple[int, int], int] = defaultdict(int)
+    ways = defaultdict[tuple[int, int], list[Value]](list)
+    heard, came = defaultdict[tuple[int, int], int](int), set[Value]()
     found: list[Message] = []
     for op in ops:
         for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
-            way = op.rank, targets[value]
-            found.append(Message(len(found), value, cells.get(read, op.cell), *way, places[way]))
-            places[way] += 1
+            way, back = (op.rank, targets[value]), ways[targets[value], op.rank]
+            while heard[way] < len(back) and back[heard[way]] in came:
+                heard[way] += 1
+            found.append(Message(len(found), value, cells.get(read, op.cell), *way, len(ways[way]), heard[way]))
+            ways[way].append(value)
+        came.update(op.reads if op.kind == "RECV" else ())
     return found
 
 

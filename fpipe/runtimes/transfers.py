@@ -2,7 +2,8 @@
 
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
-No send blocks: it is over when the step is. Receives from a rank are posted in the order in which that rank sends, a
+No send blocks. A message is dropped when something comes back that the other rank sent after it had it, else at the end
+of the step. Receives from a rank are posted in the order in which that rank sends, a
 few ahead of the one that is waited for. A rank that fails says so in what it still owes the others, in place of the
 values: so all of them end, with the reason, and what is under way stays in order.
 """
@@ -67,20 +68,24 @@ class Transfers:
         self._by_value = {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
         self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
+        self._outgoing_to: defaultdict[int, list[Message]] = defaultdict(list)
         for one in every:
             if one.target == rank:
                 self._incoming[one.source].append(one)
+            if one.source == rank:
+                self._outgoing_to[one.target].append(one)
         self._room = {one.value: HEADER for one in every}
         self._signatures, self.ctrl_c = 0, CtrlC()
         self.begin()
 
     def begin(self) -> None:
         """Nothing of a step is sent or received."""
-        self._over, self._mark = False, MARKS
+        self._over, self._mark, self._keeps = False, MARKS, False
+        self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[Value, tuple[Tensor, Any]] = {}
-        self._sent: dict[Value, tuple[Tensor, Any]] = {}
+        self._sent: dict[Value, tuple[Tensor | None, Any]] = {}
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
         """Make room for what another signature sends, and number it. A rank that is handed other arguments than the
@@ -108,9 +113,11 @@ class Transfers:
         for value in self._sent:
             self._over_at(value)
 
-    def start(self, step: int, signature: int) -> None:
-        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it."""
+    def start(self, step: int, signature: int, keeps: bool) -> None:
+        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it. It `keeps` what
+        was sent if somebody looks at it in the end."""
         self.begin()
+        self._keeps = keeps
         self._mark = MARKS + (step + signature) % (256 - MARKS)
         self._head = word(self._mark, "").to(self.carried)
 
@@ -132,8 +139,8 @@ class Transfers:
         ways = [(self._by_value[value], layouts[value]) for value in op.reads]
         return lambda: [layout.unpack(self._receive(one)) for one, layout in ways]
 
-    def sent(self, value: Value) -> Tensor:
-        """The message of a value that this step has sent."""
+    def sent(self, value: Value) -> Tensor | None:
+        """The message of a value that this step has sent, if it keeps that."""
         return self._sent[value][0]
 
     def end(self) -> None:
@@ -193,7 +200,17 @@ class Transfers:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
         elif kind_of(message) != self._mark:
             raise self._told(message, f"rank {one.source}")
+        if not self._keeps:
+            self._drop(one)
         return message.to(self.device)
+
+    def _drop(self, heard: Message) -> None:
+        """Messages that the other rank had received before it sent this one are not needed any longer."""
+        at = self._dropped.get(heard.source, 0)
+        for one in self._outgoing_to[heard.source][at : heard.heard] if at < heard.heard else ():
+            self._over_at(one.value)
+            self._sent[one.value] = None, None
+            self._dropped[heard.source] += 1
 
     def _told(self, message: Tensor, who: str) -> RankError:
         """What a message says that came in place of what is waited for."""
@@ -224,8 +241,9 @@ class Transfers:
 
     def _over_at(self, value: Value) -> None:
         one, (message, work) = self._by_value[value], self._sent[value]
-        self._wait(work, one.target, f"did not receive what {one.cell} of rank {self._rank} writes")
-        self._sent[value] = message, None  # waited for twice, it would never come
+        if work is not None:  # waited for twice, it would never come
+            self._wait(work, one.target, f"did not receive what {one.cell} of rank {self._rank} writes")
+            self._sent[value] = message, None
 
     def _post(self, source: int, until: int) -> None:
         row = self._incoming[source]
