@@ -358,3 +358,54 @@ def test_a_gradient_that_the_trace_has_lost_is_refused() -> None:
 def test_only_modules_are_cut(found: Any) -> None:
     with pytest.raises(TypeError, match=r"from_module takes an nn\.Module, or what torch\.export made of one; found"):
         fpipe.from_module(found, 2, example=rows())
+
+
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def test_a_norm_that_is_called_twice_counts_both_calls() -> None:
+    torch.manual_seed(0)
+    net, batch = Twice(2, Statistics), rows()
+    model, params, state = fpipe.from_module(net, 1, loss=F.mse_loss, example=batch)
+    assert model.stages[0].update is not None, "no output reads the statistics, so updates come when they like"
+    result = fpipe.build(pipeline(model), model)(params, batch, state=state)
+    for part in batch[0].tensor_split(4):
+        net(part)
+    now = dict(net.named_buffers())
+    assert result.state is not None
+    assert [name for name, held in result.state[0].items() if not torch.equal(held, now[name])] == []
+    assert now["blocks.0.middle.0.num_batches_tracked"] == 8
+
+
+class InPlace(Net):
+    """A block changes what the block before has made; as a whole that is nobody else's."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ReadsMutated(InPlace):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        y = self.blocks[1](self.blocks[0](x[:, :]))
+        return self.head(y + x)
+
+
+def test_a_stage_mutates_a_copy_of_what_it_is_handed() -> None:
+    torch.manual_seed(0)
+    net, batch = InPlace(4), rows()
+    model, params, _ = fpipe.from_module(net, loss=F.mse_loss, example=batch, cuts=["embed", "blocks.1"])
+    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+    with pytest.raises(ValueError, match=r"stage 2 reads what stage 0 computes .* and stage 1 writes in place"):
+        fpipe.from_module(ReadsMutated(2), loss=F.mse_loss, example=batch, cuts=["embed", "blocks.1"])

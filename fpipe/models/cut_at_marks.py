@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from fpipe.graphs.in_place import mutated_by
 from fpipe.model import Source
 from fpipe.models.contexts import OUTSIDE, ContextWriter
 from fpipe.models.marked_graph import MarkedGraph, has_effect
+from fpipe.models.open_sizes import expr_of, follows, is_size, open_sizes
 
 _SIZE: Any = torch.ops.aten.sym_size.int
+_CLONE: Any = torch.ops.aten.clone.default
 
 
 class Part:
@@ -70,7 +73,7 @@ class Part:
             if node in found:
                 continue
             found[node] = None
-            if _is_size(node):
+            if is_size(node):
                 self.sizes[node] = None
             elif node in params:
                 self.params[params[node]] = node
@@ -85,7 +88,7 @@ class Part:
     def _uncomputed(self) -> list[fx.Node]:
         """What the sizes read that do not follow from those of what is read: these stay as the function has them."""
         known = self._known()
-        rest = [size for size in self.sizes if not _follows(_expr(size), known)]
+        rest = [size for size in self.sizes if not follows(expr_of(size), known)]
         for size in rest:
             del self.sizes[size]
         return [read for size in rest for read in self.marked.reads(size)]
@@ -113,6 +116,8 @@ class Part:
         def copied(node: fx.Node) -> fx.Node:
             return own[self.marked.value(node)]
 
+        for node in self._mutated():  # what another stage has made stays as it is
+            own[node] = graph.call_function(_CLONE, (own[node],))
         writer = ContextWriter(graph)
         for node in self.nodes:
             if node not in own:
@@ -122,13 +127,19 @@ class Part:
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 
+    def _mutated(self) -> list[fx.Node]:
+        """What it receives and mutates."""
+        ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
+        found = {value for one in ops for value in self.marked.viewed_by(one)}
+        return [node for node in self.received if node in found]
+
     def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
         """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
         known, made = self._known(), dict[Any, Any]()
-        asked = {node: _expr(node) for node in self.nodes if node in self.sizes}
+        asked = {node: expr_of(node) for node in self.nodes if node in self.sizes}
         for expr in asked.values():
             for one in (expr,) if expr in known else sorted(expr.free_symbols, key=str):
                 if one not in made:
@@ -194,10 +205,20 @@ class StageGraphs:
                         f"stage {stage} asks for a size of the target, which only the loss has; ask the inputs for it, "
                         "as in x.shape[0]."
                     )
+                self._refuse_mutated_between(node, stage)
                 handed_on[self.marked.stage_of[node]][node] = None
             parts.insert(0, part)
         order = {node: number for number, node in enumerate(self.marked.graph.nodes)}
         return parts, [sorted(values, key=order.__getitem__) for values in handed_on]
+
+    def _refuse_mutated_between(self, node: fx.Node, stage: int) -> None:
+        """A stage mutates a value of its own: a later one would read what was there before."""
+        home, mutator = self.marked.stage_of[node], self.marked.mutators.get(node)
+        if mutator is not None and home < self.marked.stage_of[mutator] < stage:
+            raise ValueError(
+                f"stage {stage} reads what stage {home} computes ({node.name}) and stage "
+                f"{self.marked.stage_of[mutator]} writes in place ({mutator.target}). Compute a new tensor instead."
+            )
 
     def _is_of(self, stage: int) -> Callable[[fx.Node], bool]:
         """Whether an operation runs in a stage."""
@@ -267,30 +288,6 @@ def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
     """What a stage takes as `from_functions` has it, where one of several outputs of a stage is a tuple of its own."""
     first, *others = sources
     return tuple(sources) if others or isinstance(first, tuple) else first
-
-
-def open_sizes(node: fx.Node) -> dict[int, Any]:
-    """Of a value's dimensions those that the trace leaves open, each as an expression."""
-    shape = getattr(node.meta.get("val"), "shape", ())
-    found = {dim: size.node.expr for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
-    return {dim: expr for dim, expr in found.items() if expr.free_symbols}
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether a node is a size that the trace leaves open, or is computed of such."""
-    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _expr(size: fx.Node) -> Any:
-    """A size as an expression, of one symbol for what must be equal."""
-    return size.meta["val"].node.expr
-
-
-def _follows(expr: Any, known: Collection[Any]) -> bool:
-    """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
-    from torch.utils._sympy.functions import CeilToInt, FloorToInt
-
-    return expr in known or (not expr.has(CeilToInt, FloorToInt) and all(one in known for one in expr.free_symbols))
 
 
 def _one_or_all(values: Sequence[Any]) -> Any:

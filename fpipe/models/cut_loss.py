@@ -14,9 +14,10 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.model import Source
 from fpipe.models.contexts import restored_on_error
-from fpipe.models.cut_at_marks import Part, StageGraphs, one_or_all, open_sizes
+from fpipe.models.cut_at_marks import Part, StageGraphs, one_or_all
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.marked_graph import MarkedGraph, draws_random, has_effect
+from fpipe.models.open_sizes import open_sizes
 from fpipe.models.trace_loss import TracedLoss
 from fpipe.models.traced_modes import TracedModes
 

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.model import Source
-from fpipe.models.cut_at_marks import StageGraphs, one_or_all, open_sizes
+from fpipe.models.cut_at_marks import StageGraphs, one_or_all
 from fpipe.models.graph_stage import BatchGuard
 from fpipe.models.marked_graph import MarkedGraph
 from fpipe.models.net_graph import Held, NetGraph
 from fpipe.models.net_stage import NetStage, Update
 from fpipe.models.net_state import Written, statistics_of, written_by
+from fpipe.models.open_sizes import open_sizes
 from fpipe.models.traced_modes import TracedModes
 
 WHO, DOOR = "the net", "from_module"

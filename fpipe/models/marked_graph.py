@@ -40,7 +40,7 @@ class MarkedGraph:
         self.stages = 1 + max(self.stage_of.values())
         self.contexts = contexts_of(self.graph)
         self.mutators = {
-            value: node for node in self.stage_of for one in mutated_by(node) for value in self._viewed_by(one)
+            value: node for node in self.stage_of for one in mutated_by(node) for value in self.viewed_by(one)
         }
         self.replicated = self._replicated()
 
@@ -52,7 +52,7 @@ class MarkedGraph:
         """What an operation reads, seen through the marks."""
         return [self.value(one) for one in node.all_input_nodes]
 
-    def _viewed_by(self, node: fx.Node) -> list[fx.Node]:
+    def viewed_by(self, node: fx.Node) -> list[fx.Node]:
         """A value, and all that it is a view of."""
         found = [self.value(node)]
         for one in found:  # it grows

@@ -48,16 +48,18 @@ class Written:
         return [] if self.part is None else [*self.part.received]
 
 
-def statistics_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The placeholders of the running statistics that norms in training write, though no schema tells, and the norm."""
-    norms = (n for op in (_BATCH_NORM, _INSTANCE_NORM) for n in graph.find_nodes(op="call_function", target=op))
-    return {
-        statistic: norm
-        for norm in norms
-        if norm.args[_TRAINING]
-        for statistic in norm.args[_MEAN : _VAR + 1]
-        if isinstance(statistic, fx.Node)
-    }
+Statistics = dict[fx.Node, list[fx.Node]]
+"""By placeholder the running statistics that norms in training write, though no schema tells, and these norms."""
+
+
+def statistics_of(graph: fx.Graph) -> Statistics:
+    """The running statistics in a graph."""
+    found: Statistics = {}
+    for norm in (n for op in (_BATCH_NORM, _INSTANCE_NORM) for n in graph.find_nodes(op="call_function", target=op)):
+        for statistic in norm.args[_MEAN : _VAR + 1] if norm.args[_TRAINING] else ():
+            if isinstance(statistic, fx.Node):
+                found.setdefault(statistic, []).append(norm)
+    return found
 
 
 def written_by(
@@ -96,9 +98,7 @@ def written_by(
         ordered = any(one in behind or draws_random(one) or _spills(one, touched, node) for one in touched)
         (home.held if ordered or node in behind else home.apart)[node] = names[node]
         home.ops |= touched
-        norm = statistics.get(node)
-        if norm is not None and norm not in home.norms:
-            home.norms.append(norm)
+        home.norms += [norm for norm in statistics.get(node, ()) if norm not in home.norms]
     for home in found:
         if home.held:
             home.held |= home.apart
@@ -131,12 +131,12 @@ def _update_of(norm: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return norm.target, (x, None, None, mean, var, training, momentum, *rest)
 
 
-def _touched(marked: MarkedGraph, buffer: fx.Node, statistics: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, None]:
+def _touched(marked: MarkedGraph, buffer: fx.Node, statistics: Statistics) -> dict[fx.Node, None]:
     """The operations that read a buffer, or what is computed from it; the output of a norm in training does not read
     its statistics."""
     found: dict[fx.Node, None] = {buffer: None}
     for node in marked.stage_of:
-        if any(one in found and statistics.get(one) is not node for one in marked.reads(node)):
+        if any(one in found and node not in statistics.get(one, ()) for one in marked.reads(node)):
             found[node] = None
     del found[buffer]
     return found
@@ -147,7 +147,7 @@ def _spills(node: fx.Node, touched: Mapping[fx.Node, None], buffer: fx.Node) -> 
     return any(one is not buffer and one not in touched for one in mutated_by(node))
 
 
-def _behind(marked: MarkedGraph, results: Sequence[fx.Node], statistics: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def _behind(marked: MarkedGraph, results: Sequence[fx.Node], statistics: Statistics) -> set[fx.Node]:
     """All that the results are computed from."""
     found: set[fx.Node] = set()
     todo = [*results]
@@ -155,5 +155,5 @@ def _behind(marked: MarkedGraph, results: Sequence[fx.Node], statistics: Mapping
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += [one for one in marked.reads(node) if statistics.get(one) is not node]
+            todo += [one for one in marked.reads(node) if node not in statistics.get(one, ())]
     return found
