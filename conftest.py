@@ -40,8 +40,8 @@ SLOW = {
     "tests": """
         batches bounds cli compare_grads compile conformance counts data_parallel demo derivatives digits distributed
         dp_sgd families faults from_loss from_module from_pipe grain interop layers losses memory module_kinds offload
-        peers random readme references schedules search searched seq2seq signatures slices state testing threads
-        ties_and_skips torch_runtime traces train_gpt unread_state verify
+        peers random readme references schedules search searched seq2seq sharded signatures slices state testing
+        threads ties_and_skips torch_runtime traces train_gpt unread_state verify
     """,
     "property_tests": """
         derivative_laws distributed_laws gradients in_place_laws language_laws linearize_laws net_laws schedule_laws

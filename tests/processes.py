@@ -17,6 +17,14 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 45
+_NEEDED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "fpipe.runtimes.distributed",
+    "tests.processes",
+]
 
 
 class Processes:
@@ -28,7 +36,7 @@ class Processes:
     def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "fpipe.runtimes.distributed", "torch._dynamo", "tests.processes"])
+        context.set_forkserver_preload(_NEEDED)
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
         at = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
         self.all = [

@@ -25,6 +25,7 @@ from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Graph, Name, Node, Stream
 from fpipe.graphs.keys import TORCHS_GENERATOR, seeded
 from fpipe.graphs.labels import GENERATORS
+from fpipe.graphs.sharded import of_sharded
 
 _torch: Any = torch
 _random: Any = torch.random
@@ -150,6 +151,8 @@ class Streams(TorchDispatchMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor, Stream]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
             generator = kwargs.get("generator")

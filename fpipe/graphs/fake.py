@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from fpipe.graphs.ambient import Untraceable, kernels
 from fpipe.graphs.keys import seeded
+from fpipe.graphs.sharded import is_collective
 
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.
@@ -146,7 +147,7 @@ def _mode() -> Any:
 @cache
 def _writes_its_own(op: Any) -> bool:
     """Whether an op writes tensors of its own, whose order in memory it chooses."""
-    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS:
+    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS or is_collective(op):
         return False
     schema: Any = vars(op)["_schema"]
     return bool(schema.returns) and all(result.alias_info is None for result in schema.returns)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.labels import GENERATORS
+from fpipe.graphs.sharded import Sharding, is_collective, local_of, sharding_of
 
 
 class Name(str):
@@ -25,13 +26,15 @@ class Name(str):
 
 
 class Aval(NamedTuple):
-    """What is known of a tensor before it exists, and whether a gradient of it is wanted."""
+    """What is known of a tensor before it exists, and whether a gradient of it is wanted; of a DTensor what is known of
+    the shard, and how it is put together."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     wants: bool = False
+    sharding: Sharding | None = None
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -104,6 +107,11 @@ class Graph:
             self._made[key] = make()
         return self._made[key]
 
+    @cached_property
+    def collective(self) -> bool:
+        """Whether other processes have to run it too."""
+        return any(is_collective(node.op) for node in self.nodes)
+
     def inputs(self) -> Iterator[Name]:
         """The names of all that it reads."""
         return (name for names in self.reads.values() for name in names if name is not None)
@@ -133,14 +141,16 @@ def layout_of(tensor: Tensor) -> str:
 
 def aval(tensor: Tensor) -> Aval:
     """What would have to be known of this tensor before it exists."""
-    return Aval(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    own = local_of(tensor)
+    return Aval(tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad, sharding_of(tensor))
 
 
 def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     """What there is to know of a tensor; `numbers` are those given to storages so far."""
-    number = numbers.setdefault(storage_of(tensor), fresh_storage())
-    size, offset = tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
-    return Fact(aval(tensor), number, size, offset, (tensor.is_conj(), tensor.is_neg()))
+    own = local_of(tensor)
+    number = numbers.setdefault(storage_of(own), fresh_storage())
+    size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
+    return Fact(aval(tensor), number, size, offset, (own.is_conj(), own.is_neg()))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -94,7 +94,7 @@ def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
 def _alone(node: Node, graph: Graph) -> list[Node]:
     """An op that draws, as it is before anything else is computed: what it fills is known by its shape alone."""
     if node.op is fill:
-        (shape, stride, dtype, device, _), empty = graph.facts[node.name].aval, Name(f"{node.name}_empty")
+        (shape, stride, dtype, device, *_), empty = graph.facts[node.name].aval, Name(f"{node.name}_empty")
         how = {"dtype": dtype, "device": device}
         made = Node(empty, _aten.empty_strided.default, ([*shape], [*stride]), how)
         return [made, Node(node.name, node.op, (empty, *node.args[1:]), node.kwargs)]

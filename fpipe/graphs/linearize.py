@@ -24,6 +24,7 @@ from fpipe.graphs.ambient import Untraceable, in_fake_mode, raw_ops
 from fpipe.graphs.code import compiled, source
 from fpipe.graphs.cut import Cut
 from fpipe.graphs.graph import Graph, Name, aval
+from fpipe.graphs.sharded import local_of, sharded_as
 from fpipe.graphs.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.trace_cache import Traces
 from fpipe.model import Model, PositionalStage, Stage
@@ -57,7 +58,7 @@ class Linearized:
                 inside its own backward. Otherwise `res` stays as it is, and may be read again.
         """
         dx, dparams = self._run("backward", params, dy=dy, res=_handed(res, "res", last))
-        return tree.unflatten(self.specs["x"], dx), tree.unflatten(self.specs["params"], dparams)
+        return tree.unflatten(self.specs["x"], dx), self._of_params(params, dparams)
 
     def backward_input(
         self, params: Any, res: list[Tensor], dy: Any, *, last: bool = False
@@ -70,7 +71,11 @@ class Linearized:
     def backward_weight(self, params: Any, wres: list[Tensor], *, last: bool = False) -> Any:
         """The gradients of the parameters. `last`: nobody reads `wres` again, and it is emptied."""
         (dparams,) = self._run("backward_weight", params, wres=_handed(wres, "wres", last))
-        return tree.unflatten(self.specs["params"], dparams)
+        return self._of_params(params, dparams)
+
+    def _of_params(self, params: Any, found: Sequence[Any]) -> Any:
+        """Gradients in the containers of the parameters, sharded as these are."""
+        return tree.unflatten(self.specs["params"], map(sharded_as, tree.leaves(params), found))
 
     def _run(self, name: str, params: Any, **given: Any) -> Any:
         kept = ("res", "wres")  # lists already, and perhaps to be emptied
@@ -80,6 +85,7 @@ class Linearized:
             if label in ("params", "x", "dy"):
                 self._check(name, label, names, lists[label])
         with raw_ops():
+            lists["params"] = [*map(local_of, lists["params"])]
             return (self._in_fake_mode if in_fake_mode() else self._functions)[name](*lists.values())
 
     def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.graphs.sharded import refuse_sharded
 from fpipe.graphs.symbols import in_words
 from fpipe.model import Model, Reduction, Stage
 
@@ -54,6 +55,7 @@ def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
 def refuse_odd_output(y: Any, who: str) -> None:
     """A stage returns tensors. One inside an object that is no pytree would pass uncut, and lose its gradient."""
     leaves = tree.leaves(y)
+    refuse_sharded(leaves, f"what {who} returned")
     for leaf in leaves:
         if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
             found = type(leaf).__name__
@@ -101,6 +103,7 @@ def _kind(found: Any) -> str:
 def _refuse_no_scalar(made: Any, who: str) -> None:
     if not isinstance(made, Tensor):
         raise TypeError(f"{who} is a 0-d tensor, found {_kind(made)}.")
+    refuse_sharded([made], who)
     if made.ndim:
         raise ValueError(
             f"{who} is a 0-d tensor, found shape {in_words(tuple(made.shape))}; reduce it, for instance by .mean()."

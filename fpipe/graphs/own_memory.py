@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.schema import written
+from fpipe.graphs.sharded import of_sharded
 
 
 class OwnMemory(TorchDispatchMode):
@@ -38,6 +39,8 @@ class OwnMemory(TorchDispatchMode):
         self.wrote: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is _DEVICE:  # two calls in three, where tensors are fake
             return func(*args, **kwargs)
@@ -79,6 +82,8 @@ class Followed(TorchDispatchMode):
         self.branched: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = self.behind(_tensors((*args, *kwargs.values())))
         results = func(*args, **kwargs)

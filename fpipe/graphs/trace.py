@@ -79,7 +79,7 @@ def _outline(
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
-                made = function(_apart(given) if apart else {label: [*leaves] for label, leaves in given.items()})
+                made = function(_handed(_apart(given) if apart else given, reads))
             unseeded.check()
         return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), _partly_python(made)
 
@@ -208,7 +208,8 @@ def _with_gradient(
 
     with _in_this_thread():
         with _as_if_it_ran():
-            made = function({label: given[label] for label in reads})
+            handed = _handed(given, reads)
+            made = function(handed)
         mode: Any = get_proxy_mode()
         before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
         yield from made.items()
@@ -224,7 +225,7 @@ def _with_gradient(
         if pairs and wanted:
             roots, starts = zip(*pairs, strict=True)
             gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
-            found = iter(around({label: given[label] for label in reads}, gradient))
+            found = iter(around(handed, gradient))
         for label, written in gradients.items():
             yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
 
@@ -241,6 +242,15 @@ def _in_this_thread() -> Generator[None]:
     and one that a stage takes within."""
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+def _handed(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
+    """What a function is handed: DTensors in the place of their shards."""
+
+    def whole(leaf: Any, known: Any) -> Any:
+        return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)
+
+    return {label: [*map(whole, given[label], known)] for label, known in reads.items()}
 
 
 def _just(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:

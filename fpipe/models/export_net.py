@@ -25,7 +25,7 @@ from fpipe import tree
 from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.symbols import in_words
 from fpipe.models.boundary import marking
-from fpipe.models.known_modules import refuse_impure, refuse_scripted
+from fpipe.models.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.trace_loss import NoGenerators
 
 
@@ -80,7 +80,7 @@ def without_cache(net: nn.Module) -> Generator[None]:
 def refuse_unexportable(net: nn.Module) -> None:
     """A ValueError for a module whose graph would not be what it does."""
     for path, module in net.named_modules():
-        refuse_scripted(path, module)
+        refuse_wrapped(path, module)
         refuse_impure(path, module)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):

@@ -28,13 +28,14 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.graphs.closure import modules_of
 from fpipe.graphs.outputs import split_loss
 from fpipe.graphs.pure import pure
+from fpipe.graphs.sharded import is_sharded
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.boundary import seeding
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
 from fpipe.models.handed_out import HandedOut
-from fpipe.models.known_modules import refuse_scripted
+from fpipe.models.known_modules import refuse_wrapped
 from fpipe.models.trace_loss import trace_loss
 from fpipe.models.traced_modes import TracedModes, called_modules
 from fpipe.runtimes.microbatch import check_batch
@@ -87,7 +88,7 @@ def from_loss(
     refuse_odd_modes()
     named = modules_of(loss_fn)
     for path, module in named:
-        refuse_scripted(path, module)
+        refuse_wrapped(path, module)
     names = _names(params)
     with called_modules() as called:
         traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
@@ -171,6 +172,11 @@ def _names(params: Any) -> list[str]:
             hint = " Of a module, hand in dict(net.named_parameters())." if isinstance(leaf, nn.Module) else ""
             raise ValueError(
                 f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.{hint}"
+            )
+        if is_sharded(leaf):
+            raise ValueError(
+                f"params{place} is a DTensor, of which no loss function is traced whole. from_sequential and "
+                "from_functions take them."
             )
     plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
     return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from fpipe.model import Model, Names, Reduction
 from fpipe.models.from_functions import from_functions
 from fpipe.models.handed_out import HandedOut
-from fpipe.models.known_modules import refuse_impure, refuse_scripted
+from fpipe.models.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.skips import plan_skips
 from fpipe.models.stage_module import How, StageModule
 from fpipe.models.state import written_buffers
@@ -47,7 +47,8 @@ def from_sequential(
     """Cut a Sequential into stages.
 
     Args:
-        net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force.
+        net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force. Parameters
+            may be DTensors, as `parallelize_module` makes them.
         stages: how many; the largest has as few bytes of parameters as can be.
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
@@ -183,6 +184,9 @@ def _refuse(net: Any) -> None:
         raise ValueError(
             f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {way}"
         )
+    for path, module in net.named_modules():
+        refuse_wrapped(path, module)
+        refuse_impure(path, module)
     if any(getattr(net, hooks, None) for hooks in _HOOKS):
         raise ValueError(
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
@@ -191,9 +195,6 @@ def _refuse(net: Any) -> None:
     own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
     if own:
         raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
-    for path, module in net.named_modules():
-        refuse_scripted(path, module)
-        refuse_impure(path, module)
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.graphs.sharded import is_sharded
 from fpipe.runtimes.result import Result, are_gradients
 
 
@@ -118,7 +119,8 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
     To clip: multiply each gradient by `min(1, limit / norm)`.
 
     Args:
-        grads: any pytree of gradients, dense, sparse or nested; None has none.
+        grads: any pytree of gradients, dense, sparse or nested; None has none. Of a DTensor the norm is that of the
+            whole: then all processes of its mesh call it.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
         mesh: of processes whose dimension "pp" has the ranks of a program: then `grads` has an entry for each stage,
             None for those of other ranks, and each process gets the norm over all stages. All call it.
@@ -143,7 +145,7 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
                 f"{hint}"
             )
     if mesh is None:
-        found = [_numbers(leaf) for leaf in tree.leaves(grads) if leaf is not None]
+        found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
         return torch.nn.utils.get_total_norm(found, norm_type)
     own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
     every: list[dict[int, list[Tensor]]] = [{} for _ in range(mesh.size(_dimension(mesh)))]
@@ -157,8 +159,11 @@ def _dimension(mesh: DeviceMesh) -> int:
     return mesh.mesh_dim_names.index("pp") if mesh.mesh_dim_names else 0
 
 
-def _numbers(grad: Tensor) -> Tensor:
-    """The numbers of a gradient: of a sparse one those that are not zero, of a nested one those of its parts."""
+def _numbers(grad: Any, norm_type: float) -> Tensor:
+    """The numbers of a gradient: of a sparse one those that are not zero, of a nested one those of its parts; of a
+    DTensor, whose numbers are on several processes, its norm."""
+    if is_sharded(grad):
+        return torch.linalg.vector_norm(grad, norm_type).full_tensor()
     if grad.is_nested:
         return torch.cat([part.flatten() for part in grad.unbind()])
     if grad.layout == torch.strided:

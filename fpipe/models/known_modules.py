@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import distributed, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
@@ -16,13 +19,28 @@ def may_depend_on_mode(module: nn.Module) -> bool:
     return isinstance(module, DEPEND_ON_MODE) or not type(module).__module__.startswith("torch.")
 
 
-def refuse_scripted(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that torch.jit has compiled."""
+def refuse_wrapped(path: str, module: nn.Module) -> None:
+    """A ValueError for a module that runs with no parameters but its own: torch.jit has compiled it, or hooks of its
+    parameters gather them and reduce their gradients."""
+    sharded: Any = sys.modules.get("torch.distributed.fsdp")
+    by_hooks = {"DistributedDataParallel": nn.parallel.DistributedDataParallel}
+    by_hooks |= {name: getattr(sharded, name) for name in _BY_HOOKS if sharded is not None}
+    for name, kind in by_hooks.items():
+        if isinstance(module, kind):
+            raise ValueError(
+                f"module {path!r} ({type(module).__name__}) is wrapped by {_BY_HOOKS.get(name, name)}, whose hooks "
+                "gather the module's own parameters and reduce their gradients; a stage computes with those that it is "
+                "handed, and no hook would run. Take the module without it: fpipe.data_parallel adds gradients up over "
+                "replicas, and parallelize_module shards parameters inside a stage."
+            )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
             "with no parameters but its own. Take the module that it was made from."
         )
+
+
+_BY_HOOKS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel"}
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:

@@ -57,7 +57,8 @@ def build(
         mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank, and that of
             `data_parallel` one for each replica; without it torch.distributed's default group. Each process passes and
             gets only what is its own (`local_params`), and None for other ranks' stages; all of a replica pass its
-            batch, or None for the side of it that is at home elsewhere.
+            batch, or None for the side of it that is at home elsewhere. Its other dimensions are of processes that
+            share stages, whose parameters may be DTensors over them.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
         broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
 

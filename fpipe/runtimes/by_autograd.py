@@ -22,6 +22,7 @@ from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.pure import pure
 from fpipe.graphs.rows import of_each_row, rows_of
+from fpipe.graphs.sharded import placed_as
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
 
@@ -235,7 +236,7 @@ def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tupl
     if roots and wanted:
         ends, seeds = zip(*roots, strict=True)
         found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
-    grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
+    grads = [[placed_as(leaf, next(found)) if _wants(leaf) else None for leaf in group] for group in groups]
     count = len(residuals.inputs)
     return grads[:count], grads[count], grads[count + 1 :]
 

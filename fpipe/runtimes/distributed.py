@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient, refuse_odd_modes
-from fpipe.graphs.graph import Fact
+from fpipe.graphs.graph import Fact, is_strided
 from fpipe.graphs.lru_cache import LRUCache
+from fpipe.graphs.sharded import is_sharded
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program, Value
 from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
@@ -153,6 +154,8 @@ def distributed(
                 if broken:
                     lost.append(LostRank(said))
                     raise lost[0] from None
+                if first.lowered.collective:  # what it did not come to, others would take its next step's for
+                    lost.append(LostRank(f"{said.rstrip('.')}; collectives inside stages are no longer in step"))
                 raise
 
     about = {"program": _digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
@@ -315,7 +318,9 @@ def _tensors(found: Any) -> list[tuple[str, Tensor]]:
 
 
 def _without_data(leaf: Any) -> Any:
-    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
+        return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")  # a shard may be a view
 
 
 def _filled(given: Any, example: Any) -> Any:

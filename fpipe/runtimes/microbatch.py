@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fpipe import tree as trees
 from fpipe.graphs.graph import is_strided, layout_of
+from fpipe.graphs.sharded import refuse_sharded
 from fpipe.runtimes.leaf_specs import What, cut_along, spread
 from fpipe.transforms.specs import Chunk, Sum, in_our_words
 
@@ -310,6 +311,7 @@ def check_batch(batch: Any) -> None:
         )
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{more}")
     for place, leaf in _named(batch, _BATCH):
+        refuse_sharded([leaf], place)
         if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__") and getattr(leaf, "ndim", 1):
             found = f"{type(leaf).__module__.split('.')[0]}.{type(leaf).__name__}"
             raise TypeError(

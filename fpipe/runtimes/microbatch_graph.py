@@ -16,6 +16,7 @@ from fpipe.graphs.keys import seed_of, seeded
 from fpipe.graphs.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.pure import pure
 from fpipe.graphs.rows import of_each_row, rows_of
+from fpipe.graphs.sharded import placed_as
 from fpipe.model import Model, who_draws
 from fpipe.program import Value
 
@@ -172,7 +173,7 @@ def gradients(
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
-    grads = [[next(found) if _wants(leaf) else None for leaf in group] for group in groups]
+    grads = [[placed_as(leaf, next(found)) if _wants(leaf) else None for leaf in group] for group in groups]
     count = len(leaves)
     summed = [reduce(added, each) for each in zip(*grads[count + 1 : count + 1 + len(inputs)], strict=True)]
     if see is not None:

@@ -6,6 +6,7 @@ params, batch, state        --> slots --> instructions --> slots -->        Resu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fpipe.graphs.ambient import Untraceable, raw_ops
 from fpipe.graphs.graph import Fact, fact, is_strided, layout_of
 from fpipe.graphs.inductor import compile_all
 from fpipe.graphs.keys import needs_key
+from fpipe.graphs.sharded import Sharding, local_of, sharding_of
 from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
 from fpipe.runtimes.by_autograd import StepContext
@@ -35,6 +37,7 @@ class _Leaf:
 
     def __init__(self, at: int, slot: int = -1, copied: bool = False) -> None:
         self.at, self.slot, self.copied = at, slot, copied
+        self.sharding: Sharding | None = None
 
 
 class Prepared:
@@ -119,6 +122,7 @@ class Prepared:
     ) -> Result:
         """One step."""
         slots = self.start[:]
+        leaves = [*map(local_of, leaves)]
         if self.key is not None:
             if key is None and self.lowered.drawing:
                 raise ValueError(needs_key(who_draws(self.model, self.lowered.drawing[0].stage or 0)))
@@ -130,7 +134,7 @@ class Prepared:
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
         for slot, stage in self.constants:
-            slots[slot] = stage.constants()
+            slots[slot] = [*map(local_of, stage.constants())]
         for slot, stage in self.factors:
             slots[slot] = stage.momenta()
         with raw_ops():
@@ -176,6 +180,9 @@ class Prepared:
         state = [None if n in untouched else own for n, own in enumerate(state)] if written else None
         whole = collect_results(program, self.model, params, batch, state, values, lambda leaf: leaf)
         found, containers = tree.flatten(whole)
+        for leaf, param in zip(tree.leaves(whole.get("grads", [])), cycle(tree.leaves(params)), strict=False):
+            if isinstance(leaf, _Leaf):  # in the containers of params, once or for each microbatch
+                leaf.sharding = sharding_of(param)
         for leaf in found:
             known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
             if isinstance(known, Fact):
@@ -191,7 +198,8 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch
     if not is_strided(leaf):
         raise Untraceable(f"it is handed a {layout_of(leaf)}")
     known = fact(leaf, storages)
-    device = (home or torch.get_default_device()) if leaf.is_meta else leaf.device  # an example without data
+    own = known.aval.device
+    device = (home or torch.get_default_device()) if own.type == "meta" else own  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
 
 
@@ -199,7 +207,8 @@ def _result(leaf: Any, slots: Sequence[Any], home: torch.device | None) -> Any:
     """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
     if isinstance(leaf, _Leaf):
         made = slots[leaf.slot][leaf.at]
-        return made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+        made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+        return made if leaf.sharding is None else leaf.sharding.whole(made)
     return (
         torch.zeros_like(leaf, device=(home or torch.get_default_device()) if leaf.is_meta else None)
         if isinstance(leaf, Tensor)

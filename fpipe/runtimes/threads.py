@@ -137,6 +137,11 @@ class OnThreads(Prepared):
 
     def __init__(self, workers: Workers, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
+        if self.lowered.collective:
+            raise ValueError(
+                "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
+                "which threads do not keep to; say runtime='distributed', or 'local'."
+            )
         self.workers, self.between = workers, HandOver(flights(self.instructions))
         turns = [*map(_in_turn, self.instructions)]
         both = self.between.send, self.between.receive

@@ -81,6 +81,7 @@ class Lowered:
         key: the slot of the step's key, if a stage draws random numbers.
         drawing: a forward of each stage that does.
         kernels: by their first op, the instructions that are to be compiled before they run.
+        collective: whether stages talk to other processes, which run the same program.
     """
 
     slots: Mapping[Any, int]
@@ -92,6 +93,7 @@ class Lowered:
     key: int | None
     drawing: tuple[Op, ...]
     kernels: Mapping[Op, Kernel]
+    collective: bool
 
 
 def lower(
@@ -139,6 +141,8 @@ class _Writer:
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
         self.compile, self.to_compile = compile, dict[Op, Kernel]()
+        known = (leaf for abstract in self.trees.values() for leaf in abstract.leaves)
+        self.collective = any(isinstance(leaf, Fact) and leaf.aval.sharding is not None for leaf in known)
         self.kept = {end.value for end in program.outputs}
         self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given)
         self.adds = self.sums.adds
@@ -171,6 +175,7 @@ class _Writer:
             slots.get(KEY),
             tuple(self.drawing.values()),
             self.to_compile,
+            self.collective,
         )
 
     def slot(self, value: Any) -> int:
@@ -219,6 +224,7 @@ class _Writer:
     def traced(self, at: int, op: Op) -> Instruction:
         """A part of a stage's graph."""
         cut = self.shapes.cut_of(op)
+        self.collective |= cut.graph.collective
         adds, update = self.adds.get(at, {}), self.updates.get(at)
         copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
         labels = tuple(label_of(value) for value in op.writes if not (update and value.name == "seen"))

@@ -17,6 +17,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient
 from fpipe.graphs.graph import layout_of
+from fpipe.graphs.sharded import local_of, sharding_of
 from fpipe.model import Model, of_net
 
 
@@ -102,14 +103,16 @@ def _known(leaf: Any) -> Any:
     """What of a leaf the traces depend on."""
     if isinstance(leaf, Tensor):
         try:
-            return leaf.stride(), *_looks(leaf)
+            own = local_of(leaf)
+            known = own.stride(), *_looks(own)
+            return known if own is leaf else (*known, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 
 def _at_home(known: Any, home: torch.device) -> Any:
-    return (*known[:3], home) if len(known) == 4 and known[3].type == "meta" else known
+    return (*known[:3], home, *known[4:]) if len(known) > 3 and known[3].type == "meta" else known
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:
@@ -136,5 +139,5 @@ def _changed(before: Any, now: Any, given: Any) -> str:
 def _shown(known: Any) -> str:
     if len(known) == 2:
         return str(known[1])
-    stride, shape, dtype, device = known
+    stride, shape, dtype, device, *_ = known
     return f"{str(dtype).removeprefix('torch.')}{[*shape]} with strides {[*stride]} on {device}"

@@ -1,0 +1,88 @@
+"""Take a DTensor for what it is in one process: its own shard, and a rule for putting it together.
+
+    w = DTensor(shard, mesh, [Shard(0)])        --> local_of -->        shard        --> whole -->        w
+
+A graph is traced of shards. The stage is handed DTensors made of them, so what torch computes of those, and sends to
+the other processes of the mesh, are ops of the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Sharding(NamedTuple):
+    """How shards make a DTensor: over which processes, and which part of it each one has."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def whole(self, shard: Tensor) -> Tensor:
+        """The DTensor of which this process has this shard; its gradient is placed as it is."""
+        from torch.distributed.tensor import DTensor
+
+        known = {"shape": self.shape, "stride": self.stride}
+        return DTensor.from_local(shard, self.mesh, self.placements, run_check=False, **known)  # pyright: ignore[reportArgumentType]
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Whether it is a DTensor. There is none before its module is imported, which takes long."""
+    if type(leaf) in _COMMON:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+_COMMON = (Tensor, nn.Parameter, int, float, bool, type(None))
+
+
+def of_sharded(types: Iterable[type]) -> bool:
+    """Whether a call is of DTensors, which a mode leaves to them, so that it sees the ops on their shards instead."""
+    module = sys.modules.get("torch.distributed.tensor") if types else None
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in types)
+
+
+def is_collective(op: Any) -> bool:
+    """Whether an op waits for other processes, which have to run it too, and in the same order."""
+    return getattr(op, "namespace", "") in ("_c10d_functional", "_dtensor")
+
+
+def sharding_of(leaf: Any) -> Sharding | None:
+    """How a DTensor is sharded; None of what is none."""
+    if not is_sharded(leaf):
+        return None
+    return Sharding(leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape), leaf.stride())
+
+
+def local_of(leaf: Any) -> Any:
+    """The shard of a DTensor, without its graph; any other leaf as it is."""
+    return leaf.detach().to_local() if is_sharded(leaf) else leaf
+
+
+def sharded_as(param: Any, shard: Any) -> Any:
+    """The DTensor of which this is the shard, where the parameter is one."""
+    known = sharding_of(param)
+    return shard if known is None or shard is None else known.whole(shard)
+
+
+def placed_as(param: Any, grad: Any) -> Any:
+    """A gradient that is placed as its parameter, as from where the parameter was put together."""
+    if not is_sharded(param) or grad is None:
+        return grad
+    return grad.redistribute(param.device_mesh, param.placements)
+
+
+def refuse_sharded(leaves: Iterable[Any], what: str) -> None:
+    """A TypeError for what is no parameter, and so is each process's own."""
+    if any(map(is_sharded, leaves)):
+        raise TypeError(
+            f"{what} holds a DTensor; only parameters and buffers are sharded, and what flows is each process's own "
+            "tensor, which a rank can send. Call .to_local() or .full_tensor() there; parallelize_module's plans do "
+            "where use_local_output is True."
+        )

@@ -1,0 +1,335 @@
+"""Parallelism inside a stage, on four processes: two ranks of a program, times two that share each rank's stages."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fpipe
+from fpipe.tree import tree_map
+from tests.processes import Processes, result
+
+LIMIT = 3.0
+"""Seconds that a collective inside a stage waits for one that will not come."""
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    made = Processes(4)
+    yield made
+    made.close()
+
+
+def meshed(limit: float = 40.0) -> DeviceMesh:
+    options = dist.ProcessGroupGloo.Options("gloo", timedelta(seconds=limit))
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"), backend_override={"tp": options})
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def words(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(12, 8), Block(dropout=dropout), Block(dropout=dropout), nn.Linear(8, 12))
+
+
+def sharded(net: nn.Sequential, tp: DeviceMesh, sequence: bool) -> nn.Sequential:
+    """Rows of the embedding, columns and rows of the products; with `sequence` what is between them too."""
+    flows = Shard(1) if sequence else Replicate()
+    between = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))} if sequence else {}
+    block = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=flows)} | between
+    ends = RowwiseParallel(input_layouts=Replicate(), output_layouts=flows)
+    parallelize_module(net, tp, {"0": ends, "3": ColwiseParallel(input_layouts=flows, output_layouts=Replicate())})
+    for one in net[1:3]:
+        parallelize_module(one, tp, block)
+    return net
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(12, (8, 6)), torch.randint(12, (8, 6))
+
+
+def chained(model: fpipe.Model, schedule: Any, *more: Any) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(4), *more, schedule, fpipe.merge())(fpipe.program(model))
+
+
+def by_autograd(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """The gradients of one device."""
+    for x, target in zip(*(part.tensor_split(4) for part in batch), strict=True):
+        (loss(net(x), target) * 0.25).backward()
+    return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(rank: int, sequence: bool) -> list[str]:
+    """What is odd after a step of all ranks: against one device to rounding, since an all-reduce adds in its own order;
+    against one process for all ranks of the program to the bit."""
+    mesh = meshed()
+    net, batch, place = sharded(words(), mesh["tp"], sequence), sentences(), mesh.get_local_rank("pp")
+    expected = by_autograd(words(), batch)
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=loss)
+    program = chained(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
+    example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example)
+    found = step(fpipe.local_params(program, params, place), batch)
+    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
+    odd = [name for name, grad in grads.items() if not torch.allclose(whole(grad), expected[name], atol=1e-7)]
+    own = dict(net.named_parameters())
+    odd += [f"{name} elsewhere" for name, grad in grads.items() if placed(grad) != placed(own[name])]
+
+    alone = fpipe.build(program, model)(params, batch)
+    plain = fpipe.build(program, model, trace=False)(params, batch)
+    pairs = [(found, alone), *([(alone, plain)] if sequence else [])]
+    for one, other in pairs:
+        both = zip(one.grads, other.grads, strict=True)
+        odd += [name for a, b in both if a and b for name in a if not torch.equal(shard(a[name]), shard(b[name]))]
+    norm = fpipe.global_norm(found.grads, mesh=mesh)
+    odd += ["norm"] * (not torch.allclose(norm, nn.utils.get_total_norm(list(expected.values()))))
+
+    optimizer = torch.optim.SGD([leaf for stage in params for leaf in stage.values()], lr=0.1)
+    fpipe.assign_grads(params, alone.grads)
+    optimizer.step()
+    moved = {name: whole(param.detach()) for name, param in net.named_parameters()}
+    start = dict(words().named_parameters())
+    close = {name: torch.allclose(start[name] - moved[name], 0.1 * expected[name], atol=1e-6) for name in moved}
+    return odd + [f"{name} is not trained" for name, one in close.items() if not one]
+
+
+def placed(tensor: Tensor) -> Any:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_stages_have_the_gradients_of_one_device(four: Processes, sequence: bool):
+    assert four.each(trained, sequence) == [[]] * 4
+
+
+def verified(rank: int) -> tuple[bool, list[list[str]], bool]:
+    """Whether a program is plain autograd's on the same shards, with dropout; the collectives of each part of a stage;
+    and whether its gradients are placed as its parameters."""
+    mesh = meshed()
+    net = sharded(words(dropout=0.5), mesh["tp"], False)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
+    program = chained(model, fpipe.schedules.zb_h1(2), fpipe.checkpoint())
+    report = fpipe.verify(program, model, params, sentences(), key=7)
+
+    net.eval()
+    x = torch.randn(2, 6, 8)
+    own = {name: param.detach() for name, param in net[1].named_parameters()}
+    one = fpipe.linearize(lambda p, x: torch.func.functional_call(net[1], p, (x,)), own, x)
+    parts = [
+        [word for word in ("all_reduce", "wait_tensor") for _ in range(part.count(f"{word}("))]
+        for part in (str(one).split("\n\n")[at] for at in (0, 2, 3))
+    ]
+    y, res = one.forward(own, x)
+    _, wres = one.backward_input(own, res, torch.ones_like(y))
+    found = one.backward_weight(own, wres)
+    same = all(placed(found[name]) == placed(own[name]) for name in own)
+    return report.bitwise, parts, same
+
+
+def test_collectives_are_ops_of_f_and_i_and_none_is_w_s(four: Processes):
+    """F adds the parts of its output up, I those of its input's gradient; each is waited for in the same part."""
+    both = ["all_reduce", "wait_tensor"]
+    assert four.each(verified) == [(True, [both, both, []], True)] * 4
+
+
+class Enter(torch.autograd.Function):
+    """Megatron's f: its gradients are added up over the shards that read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return added(dy, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """Megatron's g: the parts of a result are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return added(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def added(x: Tensor, group: Any) -> Tensor:
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+
+
+def by_hand(mesh: DeviceMesh) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Stages of plain shards that call collectives themselves, and the whole parameters by stage and name."""
+    group, at = mesh.get_group("tp"), mesh.get_local_rank("tp")
+    torch.manual_seed(2)
+    full = {f"{n}{name}": torch.randn(8, 8).mul_(0.5).requires_grad_() for n in range(2) for name in ("up", "down")}
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return Leave.apply(torch.tanh(Enter.apply(x, group) @ p["up"]) @ p["down"], group)
+
+    cut = {"up": 1, "down": 0}
+    params = tuple({name: full[f"{n}{name}"].detach().chunk(2, dim)[at] for name, dim in cut.items()} for n in range(2))
+    model = fpipe.from_functions([stage, stage], nn.functional.mse_loss)
+    return model, params, (torch.randn(8, 8), torch.randn(8, 8)), full
+
+
+def collectives_by_hand(rank: int) -> list[str]:
+    mesh = meshed()
+    model, params, batch, full = by_hand(mesh)
+    program, place = chained(model, fpipe.schedules.zb_h1(2)), mesh.get_local_rank("pp")
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    found = step(fpipe.local_params(program, params, place), batch).grads[place]
+    for x, target in zip(*(part.chunk(4) for part in batch), strict=True):
+        for n in range(2):
+            x = torch.tanh(x @ full[f"{n}up"]) @ full[f"{n}down"]
+        (nn.functional.mse_loss(x, target) * 0.25).backward()
+    dims = {"up": 1, "down": 0}
+    at = mesh.get_local_rank("tp")
+    own = {name: full[f"{place}{name}"].grad.chunk(2, dim)[at] for name, dim in dims.items()}
+    return [name for name in own if not torch.allclose(found[name], own[name], atol=1e-6)]
+
+
+def test_stages_of_plain_shards_may_call_collectives_themselves(four: Processes):
+    assert four.each(collectives_by_hand) == [[]] * 4
+
+
+def refused(rank: int, how: str) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = meshed()
+    tp, batch = mesh["tp"], sentences()
+    net = sharded(words(), tp, False)
+    try:
+        if how == "loss function":
+
+            def loss_fn(params: Any, batch: Any) -> Tensor:
+                return loss(torch.func.functional_call(net, params, (batch[0],)), batch[1])
+
+            fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
+        if how == "output":
+            net = words()
+            parallelize_module(net, tp, {"3": ColwiseParallel(use_local_output=False)})
+        if how in ("fully_shard", "whole"):
+            net = words()
+            for one in [net] if how == "whole" else net[1:3]:
+                fully_shard(one, mesh=tp)
+        if how == "ddp":
+            net = nn.Sequential(nn.parallel.DistributedDataParallel(words(), process_group=tp.get_group()))
+        model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
+        if how == "by hand":
+            model, params, batch, _ = by_hand(mesh)
+        program = chained(model, fpipe.schedules.gpipe(2))
+        if how == "batch":
+            batch = DTensor.from_local(batch[0], tp, [Replicate()]), batch[1]
+        if how in ("threads", "by hand"):
+            fpipe.build(program, model, runtime="threads")(params, batch)
+        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+REFUSED = {
+    "threads": "stages that talk to other processes (DTensors, collectives) must do so in the same order in each",
+    "by hand": "stages that talk to other processes (DTensors, collectives) must do so in the same order in each",
+    "output": "TypeError: what it returned holds a DTensor; only parameters and buffers are sharded",
+    "batch": "inputs holds a DTensor; only parameters and buffers are sharded",
+    "loss function": "is a DTensor, of which no loss function is traced whole. from_sequential and from_functions take",
+    "fully_shard": "module '1' (FSDPBlock) is wrapped by fully_shard, whose hooks gather the module's own parameters",
+    "whole": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own parameters",
+    "ddp": "module '0' (DistributedDataParallel) is wrapped by DistributedDataParallel, whose hooks gather",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_is_refused(four: Processes, how: str):
+    for said in four.each(refused, how):
+        assert REFUSED[how] in said
+
+
+def in_trouble(rank: int, how: str) -> list[Any]:
+    """What a process says of a step in which one fails that shares a stage with another, and of the next step."""
+    mesh = meshed(LIMIT)
+    model, params, batch, _ = by_hand(mesh)
+    program = chained(model, fpipe.schedules.one_f_one_b(2))
+    options: Any = {"mesh": mesh, "example": (params, batch), "timeout": 2 * LIMIT, "check_finite": True}
+    step = fpipe.build(program, model, runtime="distributed", **options)
+    own = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
+    dist.barrier()
+    step(own, batch)
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), 9)
+    if rank == 1:
+        batch[0][5] = torch.nan
+    told: list[Any] = []
+    for _ in range(2):
+        started = time.monotonic()
+        try:
+            step(own, batch)
+            told.append("worked")
+        except (RuntimeError, FloatingPointError) as error:
+            told += [f"{type(error).__name__}: {error}", time.monotonic() - started]
+    return told
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_who_shares_a_stage_with_one_that_is_lost_ends_in_time(how: str):
+    """And no step follows: its collectives would be taken for those of the one before."""
+    processes = Processes(4)
+    try:
+        processes.start(in_trouble, how)
+        for rank, told in enumerate([result(pipe) for pipe in processes.pipes]):
+            if rank == 1 and how == "killed":
+                assert told is None
+                continue
+            assert told[1] < (2 if how == "killed" else 2 * LIMIT + 2)
+            assert "start all ranks again" in told[2]
+            if rank == 0:
+                assert told[0].startswith("RuntimeError: ")
+                assert "collectives inside stages are no longer in step" in told[2]
+            if rank == 1:
+                assert told[0].startswith("FloatingPointError: ")
+    finally:
+        processes.close()
