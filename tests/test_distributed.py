@@ -291,15 +291,17 @@ def test_what_an_op_raises_is_told_at_the_end_of_a_step_that_looks_at_no_message
             assert told[0].startswith("RankError: rank 1 failed in 1F3: stage 1 (stage), microbatch 3")
 
 
-def without_pp(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+def without_pp(rank: int) -> list[str]:
+    """A mesh without names is none, rather than one whose first dimension is taken for the ranks."""
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     program = chained(model, fpipe.schedules.one_f_one_b(2))
-    try:
-        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    told: list[str] = []
+    for shape, names in (((4,), ("dp",)), ((2, 2), None)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(ValueError, match="along dimension") as found:
+            fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+        told.append(str(found.value))
+    return told
 
 
 def test_the_dimension_pp_of_a_mesh_has_the_ranks():
@@ -307,7 +309,9 @@ def test_the_dimension_pp_of_a_mesh_has_the_ranks():
     try:
         for names in (("dp", "pp"), ("pp", "dp")):
             assert four.each(on_a_mesh, names) == [[]] * 4
-        assert all("the mesh has no dimension 'pp'" in said for said in four.each(without_pp))
+        for said in four.each(without_pp):
+            assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in said[0]
+            assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in said[1]
     finally:
         four.close()
 
@@ -341,7 +345,8 @@ def refused(rank: int, how: str) -> str:
             model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)
             program, example = chained(model, fpipe.schedules.gpipe(2)), (({}, {}), rows())
         step = fpipe.build(program, model, runtime="distributed", example=example)
-        step(own(program, rank, params), rows(), key=rank if how == "key" else None)
+        given = rows(12 + rank if how == "rows" else 10)
+        step(own(program, rank, params), given, key=rank if how == "key" else None)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -351,7 +356,8 @@ REFUSED = {
     "size": "the program has 1 ranks and the process group 2 processes",
     "program": "rank 1 differs from rank 0 in its program",
     "example": "rank 1 differs from rank 0 in its model or example",
-    "key": "rank 1 differs from rank 0 in its key: key 0 there, 1 here",
+    "key": "rank 1 differs from rank 0 in its key: rank 0 has key 0; rank 1 has key 1. This is rank ",
+    "rows": "rank 1 differs from rank 0 in its arguments: rank 0 has arguments ",
     "untraceable": "stage 0 (<lambda>): DataDependentOutputException",
 }
 
@@ -368,6 +374,9 @@ def test_without_a_process_group_it_says_so():
         fpipe.build(program, model, runtime="distributed", example=(params, rows()))
     with pytest.raises(ValueError, match="needs example="):
         fpipe.build(program, model, runtime="distributed")
+    for timeout in (0, "3", timedelta(seconds=3)):
+        with pytest.raises(ValueError, match="timeout is a number of seconds above 0; found"):
+            fpipe.build(program, model, runtime="distributed", example=(params, rows()), timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="are of runtime='distributed'"):
         fpipe.build(program, model, timeout=3)
 

@@ -60,6 +60,7 @@ def refusing(rank: int, who: int) -> list[Any]:
         "parameters": lambda: step(({}, {}, {}), rows()),
         "key": lambda: step(mine, rows(), key="seven"),
         "rows": lambda: step(mine, rows(3)),
+        "nothing": lambda: step((None, None, None), rows()),
     }
     told: list[Any] = []
     for call in calls.values():
@@ -70,13 +71,13 @@ def refusing(rank: int, who: int) -> list[Any]:
 
 
 KEY = "TypeError: a key is a whole number"
-WHY = ["params", KEY, "ValueError: 3 rows cannot fill 4 microbatches", KEY]
+WHY = ["params", KEY, "ValueError: 3 rows cannot fill 4 microbatches", "and was handed None or a meta tensor", KEY]
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
 def test_arguments_that_one_rank_refuses_end_all_and_the_next_step_works(trio: Processes, who: int):
     for rank, told in enumerate(trio.each(refusing, who)):
-        assert told[1::2] == [[]] * 4
+        assert told[1::2] == [[]] * 5
         assert all(soon for _, soon in told[:-2:2])  # at last, the others trace first
         for (said, _), why in zip(told[::2], WHY, strict=True):
             assert why in said

@@ -148,15 +148,11 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
         found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
         return torch.nn.utils.get_total_norm(found, norm_type)
     own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
-    every: list[dict[int, list[Tensor]]] = [{} for _ in range(mesh.size(_dimension(mesh)))]
-    dist.all_gather_object(every, own, group=mesh.get_group(_dimension(mesh)))
+    group = mesh.get_group("pp")
+    every: list[dict[int, list[Tensor]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(every, own, group=group)
     norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
     return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
-
-
-def _dimension(mesh: DeviceMesh) -> int:
-    """The dimension of the ranks of a program."""
-    return mesh.mesh_dim_names.index("pp") if mesh.mesh_dim_names else 0
 
 
 def _numbers(grad: Any, norm_type: float) -> Tensor:

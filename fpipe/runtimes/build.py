@@ -68,8 +68,8 @@ def build(
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime is not
-            known, or the loss scale is no number above 0. Of runtime="distributed" also: there is no group of that
-            size, a stage cannot be traced, or the ranks are about to do different things.
+            known, or the loss scale or the timeout is no number above 0. Of runtime="distributed" also: there is no
+            group of that size, a stage cannot be traced, or the ranks are about to do different things.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -89,6 +89,8 @@ def build(
         raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
     if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
+    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
     check_match(program, model)
     given = None if example is None else check_example(example)
     if runtime == "distributed":

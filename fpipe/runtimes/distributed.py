@@ -42,6 +42,7 @@ from fpipe.runtimes.result import Result
 from fpipe.runtimes.transfers import AHEAD, Transfers
 from fpipe.runtimes.walk import Step
 from fpipe.transforms.communicate import with_transfers
+from fpipe.transforms.data_parallel import axis_of
 
 Given = tuple[Any, Any, Any]
 
@@ -60,7 +61,7 @@ def distributed(
     compile: bool,
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike."""
-    group, rank = _group_of(mesh, program.ranks)
+    group, rank = _group_of(mesh, program)
     told = program if record else None
     program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
     check_transfers(program, AHEAD)
@@ -85,12 +86,12 @@ def distributed(
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
             raise ValueError(
-                f"{error}. What cannot be traced runs where the whole program is: write the stage without what stops "
-                "the trace, or say runtime='threads' or 'local'."
+                f"{str(error).rstrip('.')}. What cannot be traced runs where the whole program is: write the stage "
+                "without what stops the trace, or say runtime='threads' or 'local'."
             ) from error
 
-    def agreed(where: str, made: OnRank, key: int | None) -> OnRank:
-        meeting.agree(where, {"model or example": made.digest, "key": key})
+    def agreed(where: str, what: str, made: OnRank, key: int | None) -> OnRank:
+        meeting.agree(where, {what: made.digest, "key": key})
         if compile:
             compiled = f"{where}, compiled"
             try:
@@ -114,9 +115,10 @@ def distributed(
         if made is None or number == 1:  # at the first step the key is new
             made = made or prepared(given, key)
             transfers.meet()
-            known[signature] = agreed(f"step {number}", made, key)
+            known[signature] = agreed(f"step {number}", "arguments", made, key)
         if number == 1 and replicas is not None:
             everyone.agree("step 1", {"key": key})
+        made.refuse_missing(leaves)
         made.step = number
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
@@ -163,7 +165,7 @@ def distributed(
     about |= {"parameters": _digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
     everyone.agree("building the step", about)
     try:
-        first = agreed(_TRACED, prepared(shapes, None), None)
+        first = agreed(_TRACED, "model or example", prepared(shapes, None), None)
         if replicas is not None:
             everyone.agree(_TRACED, {}, patience=_COMPILING * compile)
     except Exception as error:
@@ -215,9 +217,25 @@ class OnRank(Prepared):
         self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
         self.prepare = [one for one in self.prepare if one[2] in self.part.at]
         self.results = self._here(*self.results)
+        read = {*self.part.begins, *(slot for one in self.prepare for slot in one[1])}
+        values = {slot: value for value, slot in self.lowered.slots.items()}
+        self._read = [(values[slot], places) for slot, places in self.inputs if slot in read]
         about: list[Any] = [(str(value), layout.size) for value, layout in self.layouts.items()]
         about += [(str(value), *map(_looks, self.trees[value].leaves)) for value, _ in self.program.inputs]
         self.digest = _digest(about)
+
+    def refuse_missing(self, leaves: Sequence[Any]) -> None:
+        """What this rank reads, it is handed.
+
+        Raises:
+            ValueError: it is not; the value, and who passes what.
+        """
+        for value, places in self._read:
+            if any(isinstance(leaves[at], Tensor) and leaves[at].is_meta for at in places):
+                raise ValueError(
+                    f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
+                    "local_params(program, params, rank), and its batch."
+                )
 
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: this rank's, where it has one."""
@@ -286,25 +304,32 @@ def _everywhere(program: Program) -> Program:
     return Program.trusted(program.inputs, program.ops, ends)
 
 
-def _group_of(mesh: DeviceMesh | None, ranks: int) -> tuple[ProcessGroup, int]:
+def _group_of(mesh: DeviceMesh | None, program: Program) -> tuple[ProcessGroup, int]:
     """The processes that run the ranks of a program, and which of them this is.
 
     Raises:
-        ValueError: there is no such group, or it has another size.
+        ValueError: there is no such group, it has another size, or the mesh has no dimension for ranks or replicas.
     """
     if not dist.is_initialized():
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
-    if mesh is None:
-        group = dist.group.WORLD
-    else:
-        names = mesh.mesh_dim_names
-        if names is not None and "pp" not in names:
-            raise ValueError(f"the mesh has no dimension 'pp' for the ranks of a program; it has {', '.join(names)}.")
-        group = mesh.get_group("pp" if names else 0)
-    assert group is not None
-    if group.size() != ranks:
+    axis = axis_of(program)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    of = ({} if axis is None else {axis: "replicas"}) | {"pp": "ranks"}
+    missing = next((name for name in of if name not in names), None)
+    if missing is not None and (mesh is not None or axis is not None):
+        sizes = f"(replicas, {program.ranks})" if axis else f"({program.ranks},)"
+        found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
         raise ValueError(
-            f"the program has {ranks} ranks and the process group {group.size()} processes; they must be as many."
+            f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
+            f"mesh=init_device_mesh(device, {sizes}, mesh_dim_names={tuple(of)})."
+        )
+    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
+    assert group is not None
+    if group.size() != program.ranks:
+        where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
+        raise ValueError(
+            f"the program has {program.ranks} ranks and {where} {group.size()} processes; they must be as many. Start "
+            f"{program.ranks}, or say in a mesh which are the ranks."
         )
     return group, group.rank()
 

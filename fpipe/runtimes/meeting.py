@@ -87,8 +87,10 @@ class Meeting:
             if odd:
                 raise ValueError(
                     f"{who} differs from {self._names[0]} in its {' and '.join(odd)}: "
-                    + "; ".join(f"{name} {said[0][name][:80]} there, {said[at][name][:80]} here" for name in odd)
-                    + f". This is {self._names[self._at]}; all ranks build the same step."
+                    + "; ".join(
+                        f"{self._names[one]} has {name} {said[one][name][:80]}" for name in odd for one in (0, at)
+                    )
+                    + f". This is {self._names[self._at]}; all ranks come to {where} with the same."
                 )
 
     def refuse(self, where: str, words: str) -> None:

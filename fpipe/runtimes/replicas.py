@@ -227,21 +227,12 @@ def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:
 def replicas_of(
     program: Program, mesh: DeviceMesh | None, ranks: ProcessGroup, timeout: float | None, device: torch.device
 ) -> Replicas | None:
-    """The other replicas of a program that has them.
-
-    Raises:
-        ValueError: the mesh has no dimension for them.
-    """
+    """The other replicas of a program that has them; the mesh has a dimension for them."""
     axis = axis_of(program)
     if axis is None:
         return None
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is None or axis not in names:
-        found = f"the mesh has {', '.join(names) or 'none with a name'}" if mesh is not None else "there is no mesh"
-        raise ValueError(
-            f"the program has replicas along dimension {axis!r} (fpipe.data_parallel), and {found}. Say "
-            f"mesh=init_device_mesh(device, (replicas, {program.ranks}), mesh_dim_names=({axis!r}, 'pp'))."
-        )
+    assert mesh is not None
+    names = mesh.mesh_dim_names or ()
     group, both = mesh.get_group(axis), (axis, "pp")
     here = tuple(
         slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
