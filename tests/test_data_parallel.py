@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from fpipe.tree import leaves
-from tests.processes import Processes, result
+from tests.processes import SOON, Processes, result
 from tests.test_distributed import MSE, TROUBLE, alike, blocks, hang, kill, own, raising, rows, trouble
 
 BEHIND = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
@@ -350,9 +350,10 @@ def troubled(ranks: int) -> tuple[fpipe.Program, fpipe.Model, Any, tuple[Tensor,
 def in_trouble(rank: int, shape: tuple[int, int], who: int, what: Any, timeout: float | None) -> list[Any]:
     mesh, _, place = meshed(shape=shape)
     program, model, params, batch = troubled(shape[1])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=timeout)
     mine = own(program, place, params)
-    before = step(mine, batch)
+    for limit in (None, timeout) if timeout else (None,):  # what is traced already takes no time of the others
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=limit)
+        before = step(mine, batch)
     TROUBLE["what"] = what if rank == who else None
     told: list[Any] = []
     for _ in range(2):
@@ -370,7 +371,7 @@ def in_trouble(rank: int, shape: tuple[int, int], who: int, what: Any, timeout: 
 def test_what_an_op_raises_is_told_in_every_replica_and_the_next_step_works(four: Processes, who: int):
     for rank, told in enumerate(four.each(in_trouble, (2, 2), who, raising, None)):
         assert told[2] == "worked"
-        assert told[1] < 2
+        assert told[1] < SOON
         if rank == who:
             assert told[0] == "MemoryError: out of memory"
         else:
@@ -436,14 +437,14 @@ def test_eighty_steps_leave_nothing_behind(four: Processes):
     ],
 )
 def test_a_process_that_is_lost_is_named_in_every_replica(what: Any, shape: tuple[int, int]):
-    who, timeout = 1, 1.0 if what is hang else None
+    who, timeout = 1, 2.0 if what is hang else None
     name = "replica 0: rank 1" if shape == (2, 2) else "replica 1: rank 0"
     several = Processes(shape[0] * shape[1])
     try:
         several.start(in_trouble, shape, who, what, timeout)
         for told in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
             assert told[0].startswith(f"LostRank: {name} {'did not' if what is hang else 'is gone'}")
-            assert told[1] < (timeout or 0) + 2
+            assert told[1] < (timeout or 0) + SOON
             assert "start all ranks again" in told[2]
     finally:
         several.all[who].kill()

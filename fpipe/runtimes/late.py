@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
+LOST = "lost"
 _PATIENCE = 1.0
 _TICK = 0.02
 
@@ -70,7 +71,7 @@ def who_is_late(board: Board, rank: int, other: int, words: str, patience: float
             seen.add(last)
             following, _, told = store.get(_waiting(last)).decode().partition(" ")
             last = int(following)
-        return store.compare_set(_LOST, "", told).decode()
+        return store.compare_set(LOST, "", told).decode()
 
     return board.ask(follow, patience + 0.2) or words + board.host
 
@@ -80,13 +81,15 @@ def who_is_gone(board: Board, rank: int, other: int, words: str) -> str:
     return who_is_late(board, rank, other, words, _PATIENCE / 4)
 
 
+def timed_out(error: RuntimeError) -> bool:
+    """Whether a rank was not heard of in time, or else is gone."""
+    return "imed out" in str(error) or "imeout" in str(error)
+
+
 def first_told(board: Board, words: str) -> str:
     """What the first rank to notice said; `words` if this is it, or if nobody can be asked."""
-    told = board.ask(lambda: board.store.compare_set(_LOST, "", words).decode(), _PATIENCE)
+    told = board.ask(lambda: board.store.compare_set(LOST, "", words).decode(), _PATIENCE)
     return told or words + board.host
-
-
-_LOST = "lost"
 
 
 def _waiting(rank: int) -> str:

@@ -8,31 +8,31 @@ Ranks of the replica that is to blame know better who it is, and say it first.
 
 from __future__ import annotations
 
-import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import Store
+
+from fpipe.runtimes.late import LOST, Board, timed_out
 
 _PATIENCE, _TICK = 1.4, 0.02
 
 
-def who_is_lost(store: Store, group: ProcessGroup, rank: int, error: RuntimeError, what: str) -> str:
+def who_is_lost(board: Board, group: ProcessGroup, rank: int, error: RuntimeError, what: str) -> str:
     """What is said of the replica whose process is gone, or was not heard of in time.
 
     Args:
-        store: where all processes of all replicas leave what they know.
+        board: where all processes of all replicas leave what they know.
         group: those of one rank, by replica.
         rank: which rank that is.
         error: what torch says.
         what: what this process was waiting for.
     """
-    late, others = _is_late(error), [number for number in range(group.size()) if number != group.rank()]
+    late, others = timed_out(error), [number for number in range(group.size()) if number != group.rank()]
+    store = board.store
 
     def words(numbers: list[int]) -> str:
         who = " or ".join(f"replica {number}: rank {rank}" for number in numbers or others)
@@ -41,22 +41,16 @@ def who_is_lost(store: Store, group: ProcessGroup, rank: int, error: RuntimeErro
     def mark(number: int) -> str:
         return f"noticed/{number}/{rank}"
 
-    def ask() -> None:
-        with suppress(RuntimeError):
-            store.set(mark(group.rank()), "")
-        lost = others if late else _closed(group, others)
+    def look() -> str:
         ends = time.monotonic() + (_PATIENCE if late else _PATIENCE / 4)
-        with suppress(RuntimeError):
-            while time.monotonic() < ends and not store.check(["lost"]):
-                time.sleep(_TICK)
-            found.append(words([one for one in lost if not store.check([mark(one)])] or lost))
-            found.append(store.compare_set("lost", "", found[0]).decode())
+        while time.monotonic() < ends and not store.check([LOST]):
+            time.sleep(_TICK)
+        said = words([one for one in lost if not store.check([mark(one)])] or lost)
+        return store.compare_set(LOST, "", said).decode()
 
-    found: list[str] = []
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()  # the store's host may be the one that hangs, and never answer
-    asking.join(_PATIENCE + 0.2)
-    return found[-1] if found else words(others)
+    board.ask(lambda: store.set(mark(group.rank()), ""), _PATIENCE)
+    lost = others if late else _closed(group, others)
+    return board.ask(look, _PATIENCE + 0.2) or words(lost) + board.host
 
 
 def _closed(group: Any, others: list[int]) -> list[int]:
@@ -74,9 +68,5 @@ def _closed(group: Any, others: list[int]) -> list[int]:
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
-            found += [] if _is_late(error) else [other]
+            found += [] if timed_out(error) else [other]
     return found
-
-
-def _is_late(error: RuntimeError) -> bool:
-    return "imed out" in str(error) or "imeout" in str(error)

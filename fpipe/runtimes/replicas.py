@@ -207,7 +207,7 @@ class Replicas:
 
     def _lost(self, error: RuntimeError, what: str) -> LostRank:
         self._broken = True
-        return LostRank(who_is_lost(self.meeting.board.store, self.group, self._rank, error, what))
+        return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, error, what))
 
 
 def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:

@@ -3,9 +3,9 @@
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
 No send blocks. A message is dropped when something comes back that the other rank sent after it had it, else at the end
-of the step. Receives from a rank are posted in the order in which that rank sends, a
-few ahead of the one that is waited for. A rank that fails says so in what it still owes the others, in place of the
-values: so all of them end, with the reason, and what is under way stays in order.
+of the step. Receives from a rank are posted in the order in which that rank sends, a few ahead of the one that it waits
+for. A rank that fails says so in what it still owes the others, in place of the values: so all of them end, with the
+reason, and what is under way stays in order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
 from fpipe.runtimes.ctrl_c import CtrlC
-from fpipe.runtimes.late import who_is_gone, who_is_late
+from fpipe.runtimes.late import timed_out, who_is_gone, who_is_late
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
 from fpipe.runtimes.rendezvous import Message
-from fpipe.runtimes.ways import by_nccl, each_way
+from fpipe.runtimes.ways import by_nccl, groups_of_two
 
 Leaves = list[Any]
 AHEAD = 2
@@ -62,7 +62,7 @@ class Transfers:
         self.carried = device if self._apart else torch.device("cpu")
         self._ways: dict[tuple[int, int], tuple[Any, int]]
         if self._apart:
-            self._ways = each_way(ways, rank, meeting.board.store, device, self._timeout)
+            self._ways = groups_of_two(ways, rank, meeting.board.store, device, self._timeout)
         else:
             self._ways = {way: (group, way[1] if way[0] == rank else way[0]) for way in ways}
         self._by_value = {one.value: one for one in every}
@@ -260,7 +260,7 @@ class Transfers:
         try:
             work.wait() if self._apart else work.wait(self._timeout)
         except RuntimeError as error:
-            raise (self._late(rank, what) if "imed out" in str(error) else self._gone(rank, error)) from None
+            raise (self._late(rank, what) if timed_out(error) else self._gone(rank, error)) from None
 
     def _late(self, rank: int, what: str) -> LostRank:
         return LostRank(who_is_late(self.meeting.board, self._rank, rank, f"rank {rank} {what} in time"))

@@ -30,7 +30,7 @@ def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
     return backend.name() == "nccl"
 
 
-def each_way(
+def groups_of_two(
     ways: Iterable[Way], rank: int, store: Store, device: torch.device, timeout: timedelta
 ) -> dict[Way, tuple[Any, int]]:
     """A group of two for each way that a rank has part in, and who the other is in it.
