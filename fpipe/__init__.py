@@ -13,6 +13,7 @@ from fpipe.pictures.plot import plot
 from fpipe.pictures.style import Style
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
+from fpipe.schedules.periodic import Periodic, periodic
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
@@ -130,6 +131,7 @@ __all__ = [
     "Model",
     "Op",
     "Output",
+    "Periodic",
     "Plan",
     "Pop",
     "Program",
@@ -184,6 +186,7 @@ __all__ = [
     "offload",
     "pair",
     "per_example",
+    "periodic",
     "place",
     "plan",
     "plot",

@@ -1,0 +1,45 @@
+"""A schedule at a size that no list of ops fits: its numbers, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import fpipe
+
+
+def test_figures_of_papers_hold_where_no_program_fits():
+    """1F1B idles (p-1)T, ZB-H1 a third of it at F = B = W, ZB-V at span 0; 1F1B's first rank holds p."""
+    p, m = 256, 4096
+    found = {name: fpipe.periodic(name, p, m) for name in ("one_f_one_b", "zb_h1")}
+    assert (found["one_f_one_b"].idle, found["zb_h1"].idle) == ((p - 1) * 3, p - 1)
+    assert found["one_f_one_b"].peak[:2] == (p, p - 1)
+    assert fpipe.periodic("zbv", 64, 1024).span == 6 * 1024
+
+
+def test_a_row_is_shown_in_runs():
+    found = fpipe.periodic("zb_h1", 4, 100)
+    assert found.row(1) == "2 x (1F0) | 1F2 1I0 | 97 x (1F3 1I1 1W0) | 2 x (1I98 1W97) | 1W99"
+    assert str(found).startswith("zb_h1, 4 ranks, 100 microbatches: makespan 303, ")
+    with pytest.raises(ValueError, match=r"ranks are 0\.\.3, found 4\."):
+        found.row(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("zb_auto", 4, 8), "zb_auto has no period that is known before its order is"),
+        (("interleaved", 4, 10), "interleaved: its rounds are of 4 microbatches, and 10 leave a short one"),
+        (("zbv", 4, 6), "zbv: it repeats nothing before every rank is full; take 7 microbatches or more, found 6"),
+        (("dualpipe", 3, 6), "dualpipe: the number of ranks is even, found 3"),
+        (("one_f_one_b", 0, 6), "ranks is a whole number, at least 1; found 0."),
+        (("one_f_one_b", 2, 6, fpipe.Costs(transfer={(0, 1): 1})), "one latency for all links; found a transfer of"),
+        (("one_f_one_b", 2, 6, fpipe.Costs(sender="busy")), "found a busy sender. Simulate a program of a smaller"),
+        (("one_f_one_b", 2, 6, fpipe.Costs([1])), "forward lists 1 costs, but the program has a stage 1"),
+    ],
+)
+def test_what_has_no_period_says_so(given: Any, expected: str):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        fpipe.periodic(*given)
