@@ -17,6 +17,7 @@ from fpipe.schedules.periodic import Periodic, periodic
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
+from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs, register_cost
 from fpipe.timing.plan import Plan, plan
 from fpipe.timing.simulate import simulate
@@ -120,6 +121,7 @@ _ROOMS = (
 __all__ = [
     "Bounds",
     "Chunk",
+    "Cluster",
     "Comparison",
     "Costs",
     "Dual",

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, cast
 
 from fpipe.program import Op, Program, Value, kind_of
+from fpipe.timing.cluster import Cluster
 
 PerStage = float | Sequence[float]
 Link = tuple[int, int]
@@ -56,6 +57,7 @@ class Costs:
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
+        cluster: what it runs on: the speed of ranks and their links, in place of `transfer` and `bandwidth`.
         bytes: of a value: `{name: bytes}` (or one number for each stage), `f(value) -> bytes`, or `fpipe.Sizes`. With
             it a timeline's peaks are bytes.
 
@@ -84,6 +86,7 @@ class Costs:
     bytes: Bytes | None = None
     backward: PerStage | None = None
     reduce: PerStage = 0
+    cluster: Cluster | None = None
 
     def __new__(cls, *given: Any, **named: Any) -> Costs:
         """Say what letters are for: the papers' are of a whole rank."""
@@ -138,6 +141,11 @@ class Costs:
                 _rate(word, rate)
             if getattr(self, word) is not None and self.bytes is None:
                 raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
+        if self.cluster is not None:
+            if self.transfer != 0 or self.bandwidth is not None:
+                raise ValueError("a cluster says how long transfers take; leave out transfer= and bandwidth=.")
+            if self.cluster.has_bandwidth and self.bytes is None:
+                raise ValueError("a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too.")
         if self.sender not in ("free", "busy"):
             raise ValueError(f'a sender is "free" or "busy", found {self.sender!r}.')
         if not callable(self.pair) and self.pair not in ("sum", "max"):
@@ -152,15 +160,21 @@ class Costs:
 
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
+        seconds = self._seconds(op)
+        slow = self.cluster is not None and seconds and kind_of(op.kind).lane == "main"
+        return seconds / self.cluster.speed[op.rank] if self.cluster is not None and slow else seconds
+
+    def _seconds(self, op: Op) -> float:
+        """The same on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
                 return _seconds(f"pair({op.cell})", self.pair(op))
-            return (sum if self.pair == "sum" else max)(self.seconds(part) for part in op.parts)
+            return (sum if self.pair == "sum" else max)(self._seconds(part) for part in op.parts)
         kind, stage = op.kind, op.stage or 0
         if kind == "F":
             return _at(self.forward, stage, "forward")
         if op.how and kind in "BI":  # it computes its stage again itself
-            return self.seconds(op._replace(how=())) + self.seconds(op._replace(kind="R"))
+            return self._seconds(op._replace(how=())) + self._seconds(op._replace(kind="R"))
         if kind == "B" and self.backward is not None:
             return _at(self.backward, stage, "backward")
         if kind == "B":
@@ -191,13 +205,22 @@ class Costs:
 
     def latency(self, source: int, target: int) -> float:
         """Seconds on the way from one rank to another."""
+        if self.cluster is not None:
+            return self.cluster.link(source, target).latency
         return _seconds("transfer", _on_link(self.transfer, source, target, "transfer"))
 
     def carrying(self, value: Value, source: int, target: int) -> float:
         """Seconds for which a value keeps its link from other values."""
+        if self.cluster is not None:
+            rate = self.cluster.link(source, target).bandwidth
+            return self.size(value) / rate if rate < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
         return self.size(value) / _rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
+
+    def wire(self, source: int, target: int) -> Hashable:
+        """What carries one value at a time on the way from one rank to another."""
+        return (source, target) if self.cluster is None else self.cluster.wire(source, target)
 
     def size(self, value: Value) -> float:
         """Bytes of a value when it travels."""
@@ -237,6 +260,8 @@ def the_costs(costs: object, program: Program | None = None) -> Costs:
         return Costs()
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
+    if program is not None and costs.cluster is not None and program.ranks > len(costs.cluster.speed):
+        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {len(costs.cluster.speed)}.")
     lists = {word: len(given) for word in _PER_STAGE if isinstance(given := getattr(costs, word), Sequence)}
     for word, length in lists.items():
         if program is not None and length < program.stages:

@@ -12,8 +12,9 @@ matter, and a law compares them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from heapq import heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
 
@@ -125,7 +126,7 @@ class _Lanes:
         self.free = [0.0] * ranks  # of main lanes
         self.begun = [0.0] * ranks  # the last main op
         self.copying = [0.0] * ranks
-        self.links: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.links: defaultdict[Hashable, float] = defaultdict(float)
         self.homes = {end.value: end.homes for end in program.inputs}
         self.targets = {
             sources[0]: op.rank for op, sources in zip(program.ops, program.sources, strict=True) if op.kind == "RECV"
@@ -143,8 +144,7 @@ class _Lanes:
         """One iteration, whose inputs are there at the times `given`, else from the start."""
         program, free, begun = self.program, self.free, self.begun
         ops = program.ops
-        starts: list[float] = []
-        ends: list[float] = []
+        starts, ends = [0.0] * len(ops), [0.0] * len(ops)
         landed: dict[tuple[Value, int], float] = {}
         transfers: list[Transfer] = []
         arrivals: dict[int, Transfer] = {}  # of what a SEND sent
@@ -160,13 +160,19 @@ class _Lanes:
                 transfers.append(Transfer(value, min(homes), rank, there, landed[value, rank]))
             return landed[value, rank]
 
-        for position, (op, sources, cost) in enumerate(zip(ops, program.sources, self.seconds, strict=True)):
+        def asked(position: int) -> float:
+            """When a SEND asks for its link."""
+            op, (source,) = ops[position], program.sources[position]
+            ready = at_rank(op.reads[0], source, op.rank)
+            return max(ready, begun[op.rank]) if self.by_hand else ready
+
+        for position in self._order(asked):
+            op, sources, cost = ops[position], program.sources[position], self.seconds[position]
             kind, rank = op.kind, op.rank
             if kind == "RECV":
                 sent = arrivals[sources[0]]
                 transfers.append(sent)
-                starts.append(sent.end)
-                ends.append(sent.end)
+                starts[position] = ends[position] = sent.end
                 continue
             start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
@@ -181,8 +187,7 @@ class _Lanes:
                 end = free[rank] = start + cost
             else:
                 end = start
-            starts.append(start)
-            ends.append(end)
+            starts[position], ends[position] = start, end
         writer = program.writer
         results = {
             (end.value, home): at_rank(end.value, writer[end.value], home)
@@ -191,12 +196,54 @@ class _Lanes:
         }
         return Iteration(starts, ends, transfers, results)
 
+    def _order(self, asked: Callable[[int], float]) -> Iterator[int]:
+        """The ops as they are simulated: in their order, but where links are shared, each SEND as it asks for its own.
+
+        Each rank goes on as far as it can; then of all SENDs that wait for a link the first is served. Whatever follows
+        from it asks later than it did.
+        """
+        ops, sources = self.program.ops, self.program.sources
+        if self.costs.cluster is None or not self.costs.cluster.has_queues:
+            yield from range(len(ops))
+            return
+        rows: list[deque[int]] = [deque() for _ in range(self.program.ranks)]
+        for position, op in enumerate(ops):
+            rows[op.rank].append(position)
+        done, sleeping = [False] * len(ops), defaultdict[int, list[int]](list)
+        asking: list[tuple[float, int]] = []
+        todo = list(range(len(rows)))
+        while todo or asking:
+            while todo:
+                row = rows[todo.pop()]
+                while row:
+                    position = row[0]
+                    rank = ops[position].rank
+                    missing = next((at for at in sources[position] if at >= 0 and not done[at]), None)
+                    if missing is not None:
+                        sleeping[missing].append(rank)
+                        break
+                    row.popleft()
+                    if ops[position].kind == "SEND":
+                        heappush(asking, (asked(position), position))
+                        if self.costs.sender == "busy":
+                            sleeping[position].append(rank)
+                            break
+                        continue
+                    yield position
+                    done[position] = True
+                    todo += sleeping.pop(position, ())
+            if asking:
+                _, position = heappop(asking)
+                yield position
+                done[position] = True
+                todo += sleeping.pop(position, ())
+
     def _send(
         self, op: Op, ready: float, target: int, arrivals: dict[int, Transfer], position: int
     ) -> tuple[float, float]:
         """Start and end of a SEND, which is noted as a transfer."""
         rank, value = op.rank, op.reads[0]
-        link = (rank, target)
+        link = self.costs.wire(rank, target)
         start = max(ready, self.begun[rank]) if self.by_hand else ready
         taken = self.costs.carrying(carried(op), rank, target)
         if taken:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 from fpipe.program import Program, building, the_program
+from fpipe.timing.cluster import Cluster
 from fpipe.timing.columns import OpGroups, is_plain, op_groups, walk_plain
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.lanes import as_before, program_of_lanes, run_lanes, walk
@@ -12,7 +14,9 @@ from fpipe.timing.memory import bytes_held, units_held
 from fpipe.timing.timeline import Timeline
 
 
-def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 1) -> Timeline:
+def simulate(
+    program: Program, costs: Costs | None = None, *, iterations: int = 1, cluster: Cluster | str | None = None
+) -> Timeline:
     """Run a program against costs: each rank does its ops in order, each as soon as what it reads is there.
 
     Args:
@@ -21,12 +25,15 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
         iterations: how many training steps in a row. A rank goes on with the next one when it is done with its part of
             this one, and a stage's parameters are new when its gradient is there, so that `Timeline.steady` is less
             than the makespan of one step where the end of one overlaps with the start of the next.
+        cluster: what it runs on, a `Cluster` or its text: links, and the speed of ranks, in place of `Costs(transfer=,
+            bandwidth=)`. One with shared links is simulated for one iteration.
 
     Returns:
         A `Timeline`.
 
     Raises:
-        ValueError: a cost that is missing: of a stage, a link, a kind of op, or the bytes of a value that travels.
+        ValueError: a cost that is missing: of a stage, a link, a kind of op, or the bytes of a value that travels; a
+            cluster that cannot be read or has too few ranks.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
@@ -35,9 +42,14 @@ def simulate(program: Program, costs: Costs | None = None, *, iterations: int = 
     (15.0, 0.2, (2.0, 1.0))
     """
     program = the_program(program)
+    costs = the_costs(costs)
+    if cluster is not None:
+        costs = replace(costs, cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
     costs = the_costs(costs, program)
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
+    if iterations > 1 and costs.cluster is not None and costs.cluster.has_queues:
+        raise ValueError(f"a cluster with shared links is simulated for one iteration, found iterations={iterations}.")
     with building():
         known = op_groups(program.ops)
         if iterations == 1 and is_plain(known, costs):

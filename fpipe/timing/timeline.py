@@ -154,7 +154,9 @@ class Timeline(HtmlRepr):
     @cached_property
     def _waiting(self) -> Waiting:
         updates = updated_by(self.program) if self.program else {}
-        return Waiting(self.events, self._moved, updates, self.costs is not None and self.costs.sender == "busy")
+        if self.costs is None:
+            return Waiting(self.events, self._moved, updates, busy=False)
+        return Waiting(self.events, self._moved, updates, self.costs.sender == "busy", self.costs.wire)
 
     @cached_property
     def critical_path(self) -> tuple[PathStep, ...]:
@@ -194,6 +196,23 @@ class Timeline(HtmlRepr):
         if rank not in range(self.ranks):
             raise ValueError(f"ranks are 0..{self.ranks - 1}, found {rank!r}.")
         return [*self._held[rank]]
+
+    @property
+    def lacking(self) -> dict[int, float]:
+        """The ranks that hold more bytes than a cluster gives them, and how many more; parameters do not count.
+
+        >>> import fpipe
+        >>> costs = fpipe.Costs(bytes={name: 8e9 * (name == "res") for name in "x t w y dx g loss res".split()})
+        >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(1))(fpipe.program(1))
+        >>> fpipe.simulate(program, costs, cluster="1 rank; rank 0 memory 20GB").lacking
+        {0: 12000000000.0}
+        """
+        if self.costs is None or self.costs.cluster is None or self.costs.bytes is None:
+            raise ValueError(
+                "a timeline lacks memory on a cluster, in bytes: simulate(cluster=) and Costs(bytes=)."
+            )
+        pairs = enumerate(zip(self.peak, self.costs.cluster.memory, strict=False))
+        return {rank: held - memory for rank, (held, memory) in pairs if held > memory}
 
     @cached_property
     def _held(self) -> list[list[tuple[float, float]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fpipe.program import Op, Value, kind_of
@@ -68,8 +68,9 @@ class Waiting:
         transfers: Sequence[Sequence[Transfer]],
         updates: Mapping[Value, Sequence[tuple[Value, int]]],
         busy: bool,
+        wire: Callable[[int, int], Hashable] = lambda source, target: (source, target),
     ) -> None:
-        self.events, self.busy, self.updates = events, busy, updates
+        self.events, self.busy, self.updates, self.wire = events, busy, updates, wire
         self.rounds = max(len(transfers), 1)
         self.size = len(events) // self.rounds or 1
         self.writer = {value: at for at, event in enumerate(events[: self.size]) for value in event.op.writes}
@@ -110,9 +111,9 @@ class Waiting:
                 if ("main", op.rank) in last:
                     self.lanes[at] = (last["main", op.rank], "rank")
                 last["main", op.rank] = begun[op.rank] = at
-        links: dict[tuple[int, int], Transfer] = {}
+        links: dict[Hashable, Transfer] = {}
         for one in sorted((one for each in transfers for one in each), key=lambda one: (one.start, one.end)):
-            link = (one.source, one.target)
+            link = self.wire(one.source, one.target)
             if link in links:
                 self.before_link[id(one)] = links[link]
             links[link] = one

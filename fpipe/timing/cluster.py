@@ -1,0 +1,190 @@
+"""What a program runs on, as a short text: hosts and ranks, links inside and between hosts, speeds and memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+_TIMES = {"ns": Fraction("1e-9"), "us": Fraction("1e-6"), "ms": Fraction("1e-3"), "s": Fraction(1)}
+_SIZES = {"B": Fraction(1)} | {
+    f"{letter}{more}B": Fraction(1024 if more else 1000) ** power
+    for power, letter in enumerate("KMGT", 1)
+    for more in ("", "i")
+}
+_FORM = "2 hosts x 4 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8 memory 40GiB"
+
+
+class Link(NamedTuple):
+    """Seconds on the way, bytes a second (infinite if not said), and whether all transfers share one link."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with as many ranks each, and what is between them. Ranks count through the hosts, one after the other.
+
+    A value takes latency + bytes/bandwidth from rank to rank, and keeps its link for the second of these. Each two
+    ranks have a link of their own each way; where links are `shared`, there is one inside each host, and one from each
+    host to each other. A link serves one transfer at a time, in the order in which they are asked for.
+
+    Args:
+        hosts, ranks: how many hosts, and ranks on each.
+        inside, between: the links inside a host, and from host to host.
+        speed: of each rank; what a rank of speed 0.5 does takes twice as long as `Costs` say.
+        memory: bytes of each rank.
+
+    >>> cluster = Cluster.parse("2 hosts x 2 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8")
+    >>> cluster.link(0, 1), cluster.link(1, 2).shared, cluster.speed
+    (Link(latency=5e-06, bandwidth=200000000000.0, shared=False), True, (1.0, 1.0, 1.0, 0.8))
+    """
+
+    hosts: int
+    ranks: int
+    inside: Link
+    between: Link
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A cluster as it is typed: clauses with semicolons between them, the sizes first.
+
+        `inside` and `between` say a latency (5us), a bandwidth (200GB/s) or both, and `shared`; `rank 3`, `ranks 0-3`
+        and `each rank` say a speed, a memory or both. What is not said is no time, no limit, and speed 1.
+
+        Raises:
+            ValueError: what cannot be read, with its place.
+
+        >>> Cluster.parse("4 ranks; between 5us")
+        Traceback (most recent call last):
+        ValueError: a cluster of one host has nothing between hosts, at 'between 5us' (character 10 of the text).
+        """
+        return _Reader(text).cluster()
+
+    def host(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.ranks
+
+    def link(self, source: int, target: int) -> Link:
+        """What is between two ranks."""
+        return self.inside if self.host(source) == self.host(target) else self.between
+
+    def wire(self, source: int, target: int) -> Hashable:
+        """What serves one transfer at a time: transfers of the same wire wait for each other."""
+        if self.link(source, target).shared:
+            return "shared", self.host(source), self.host(target)
+        return source, target
+
+    @property
+    def has_bandwidth(self) -> bool:
+        """Whether the bytes of a value matter to how long it travels."""
+        return min(self.inside.bandwidth, self.between.bandwidth) < math.inf
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether ranks wait for each other's transfers."""
+        return self.inside.shared or self.between.shared
+
+
+class _Reader:
+    """Reads the text of a cluster, and knows where each clause stands."""
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"a cluster is a text such as {_FORM!r}, found {text!r}.")
+        self.text = text
+
+    def wrong(self, what: str, found: re.Match[str]) -> ValueError:
+        return ValueError(f"{what}, at {found[0].strip()!r} (character {_start(found) + 1} of the text).")
+
+    def cluster(self) -> Cluster:
+        """The whole text."""
+        clauses = [found for found in re.finditer(r"[^;]+", self.text) if found[0].strip()]
+        if not clauses:
+            raise ValueError(f"a cluster says at least how many ranks there are, as in {_FORM!r}; found {self.text!r}.")
+        sizes = re.fullmatch(r"(?:(\d+) hosts? x )?(\d+) ranks?", " ".join(clauses[0][0].split()))
+        if not sizes or "0" in (sizes[1], sizes[2]):
+            raise self.wrong("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
+        hosts, ranks = int(sizes[1] or 1), int(sizes[2])
+        count = hosts * ranks
+        links: dict[str, Link] = {}
+        speed, memory = [1.0] * count, [math.inf] * count
+        for clause in clauses[1:]:
+            head = clause[0].split()[0]
+            if head in ("inside", "between"):
+                if head in links:
+                    raise self.wrong(f"{head} is said twice", clause)
+                if head == "between" and hosts == 1:
+                    raise self.wrong("a cluster of one host has nothing between hosts", clause)
+                links[head] = self._link(clause)
+            elif head in ("rank", "ranks", "each"):
+                self._of_ranks(clause, speed, memory)
+            else:
+                raise self.wrong("a clause begins with inside, between, rank, ranks or each", clause)
+        return Cluster(
+            hosts, ranks, links.get("inside", Link()), links.get("between", Link()), tuple(speed), tuple(memory)
+        )
+
+    def _words(self, clause: re.Match[str]) -> Iterator[re.Match[str]]:
+        return re.compile(r"\S+").finditer(self.text, *clause.span())
+
+    def _link(self, clause: re.Match[str]) -> Link:
+        found: dict[str, float | bool] = {}
+        _, *words = self._words(clause)
+        for word in words:
+            name, value = "shared", True
+            if word[0] != "shared":
+                name = "bandwidth" if word[0].endswith("/s") else "latency"
+                units = _SIZES if name == "bandwidth" else _TIMES
+                value = self._amount(word, word[0].removesuffix("/s"), units, "a latency (5us), a bandwidth (200GB/s)")
+            if name in found:
+                raise self.wrong(f"a second {name} of one link", word)
+            if name == "bandwidth" and not value:
+                raise self.wrong("a bandwidth is more than 0", word)
+            found[name] = value
+        if not found:
+            raise self.wrong("a link has a latency (5us), a bandwidth (200GB/s) or both", clause)
+        if found.get("shared") and "bandwidth" not in found:
+            raise self.wrong("a shared link has a bandwidth, for which its transfers wait", clause)
+        return Link(**found)  # pyright: ignore[reportArgumentType]
+
+    def _of_ranks(self, clause: re.Match[str], speed: list[float], memory: list[float]) -> None:
+        head, *words = self._words(clause)
+        if len(words) not in (3, 5):
+            raise self.wrong("ranks have a speed, a memory or both, as in 'rank 3 speed 0.8 memory 40GiB'", clause)
+        whom, *words = words
+        ranks = range(len(speed))
+        if head[0] != "each":
+            numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", whom[0])
+            if not numbers or int(numbers[2] or numbers[1]) >= len(speed) or int(numbers[1]) > int(numbers[2] or 1e9):
+                raise self.wrong(f"ranks are 0..{len(speed) - 1}, one (3) or several (0-3)", whom)
+            ranks = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+        for word, amount in zip(words[::2], words[1::2], strict=True):
+            if word is None or amount is None or word[0] not in ("speed", "memory"):
+                raise self.wrong("ranks have a speed or a memory", word or clause)
+            each = speed if word[0] == "speed" else memory
+            value = self._amount(
+                amount, amount[0], {"": Fraction(1)} if each is speed else _SIZES, "a speed (0.8), a memory (40GiB)"
+            )
+            if not value:
+                raise self.wrong(f"a {word[0]} is more than 0", amount)
+            for rank in ranks:
+                each[rank] = value
+
+    def _amount(self, word: re.Match[str], text: str, units: dict[str, Fraction], expected: str) -> float:
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
+        if not found or found[2] not in units:
+            said = ", ".join(unit for unit in units if unit)
+            raise self.wrong(f"expected {expected}{f' in {said}' if said else ''}", word)
+        return float(Fraction(found[1]) * units[found[2]])
+
+
+def _start(found: re.Match[str]) -> int:
+    return found.start() + len(found[0]) - len(found[0].lstrip())
