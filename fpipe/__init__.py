@@ -19,7 +19,9 @@ from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs, register_cost
+from fpipe.timing.noise import Noise
 from fpipe.timing.plan import Plan, plan
+from fpipe.timing.robustness import Robustness, robustness
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program
@@ -111,6 +113,7 @@ _ROOMS = (
     "models",
     "pictures",
     "runtimes",
+    "robustness",
     "schedules",
     "testing",
     "timing",
@@ -131,6 +134,7 @@ __all__ = [
     "Kind",
     "Linearized",
     "Model",
+    "Noise",
     "Op",
     "Output",
     "Periodic",
@@ -142,6 +146,7 @@ __all__ = [
     "Replicate",
     "Report",
     "Result",
+    "Robustness",
     "Sizes",
     "Stage",
     "Stash",
@@ -200,6 +205,7 @@ __all__ = [
     "register_meaning",
     "register_spec",
     "reorder",
+    "robustness",
     "schedules",
     "search",
     "simulate",

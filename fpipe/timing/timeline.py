@@ -119,8 +119,7 @@ class Timeline(HtmlRepr):
         """When the work of each iteration ends, in seconds."""
         size = len(self.ops) // self.rounds
         rows = (slice(size * n, size * (n + 1)) for n in range(self.rounds))
-        works = (_work_of(self.ops[row], self.starts[row], self.ends[row], self.ranks) for row in rows)
-        return tuple(max((last for _, _, last in each), default=0.0) for each in works)
+        return tuple(makespan_of(self.ops[row], self.starts[row], self.ends[row], self.ranks) for row in rows)
 
     @cached_property
     def steady(self) -> float:
@@ -208,9 +207,7 @@ class Timeline(HtmlRepr):
         {0: 12000000000.0}
         """
         if self.costs is None or self.costs.cluster is None or self.costs.bytes is None:
-            raise ValueError(
-                "a timeline lacks memory on a cluster, in bytes: simulate(cluster=) and Costs(bytes=)."
-            )
+            raise ValueError("a timeline lacks memory on a cluster, in bytes: simulate(cluster=) and Costs(bytes=).")
         pairs = enumerate(zip(self.peak, self.costs.cluster.memory, strict=False))
         return {rank: held - memory for rank, (held, memory) in pairs if held > memory}
 
@@ -238,6 +235,11 @@ def _delivered(program: Program, costs: Costs, ends: Sequence[float]) -> float:
         (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
         default=0.0,
     )
+
+
+def makespan_of(ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int) -> float:
+    """The last end of work, in seconds."""
+    return max((last for _, _, last in _work_of(ops, starts, ends, ranks)), default=0.0)
 
 
 def _work_of(
