@@ -253,7 +253,7 @@ class _Plan:
 
         with torch.inference_mode():
             ranks, depth, way = self.ranks, self.depth, float(cast("float", self.costs.transfer))
-            room, width = max(256, depth // 2), ranks + 1
+            room, width = max(256, depth // 4), ranks + 1
             recent = torch.zeros(depth + room, width, dtype=torch.float64)
             recent[:, ranks] = -math.inf  # for ops that read nothing from another rank
             windows = [recent[at : at + depth].view(-1) for at in range(room)]
