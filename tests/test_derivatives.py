@@ -58,12 +58,12 @@ def close(found: Named, expected: Named) -> None:
         torch.testing.assert_close(leaf, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.slow
-def test_the_hessian_product_of_a_transformer():
+@pytest.mark.parametrize("trace", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_the_hessian_product_of_a_transformer(trace: bool):
     """Autograd over forward mode would be wrong, silently: torch forgets the mean inside a layer norm's derivative."""
     net = transformer()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=cross_entropy)
-    found = step(fpipe.jvp(model))(fpipe.make_dual(params, direction(params)), TEXT)
+    found = step(fpipe.jvp(model), trace=trace)(fpipe.make_dual(params, direction(params)), TEXT)
     product, gradient = map(named, fpipe.unpack_dual(found.grads))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         own, v = dict(net.named_parameters()), named(direction(params))
