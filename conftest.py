@@ -1,6 +1,8 @@
-"""What every test runs under: one torch thread, the same hypothesis examples each time, and which files are slow."""
+"""What every test runs under: one torch thread, the same hypothesis examples each time, groups of processes, and which
+files are slow."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # "Bitwise equal" is promised for one number of threads. The variable reaches the processes that tests start.
@@ -11,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fpipe.program import Program
+from tests.processes import Processes
 
 torch.set_num_threads(1)
 
@@ -49,6 +52,21 @@ SLOW = {
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}
+
+
+def processes(size: int) -> object:
+    """A fixture: so many processes of one group, for all tests of a file."""
+
+    @pytest.fixture(scope="module")
+    def made() -> Iterator[Processes]:
+        group = Processes(size)
+        yield group
+        group.close()
+
+    return made
+
+
+pair, trio, four = map(processes, (2, 3, 4))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import example, given
 
@@ -19,13 +17,6 @@ from tests.test_data_parallel import meshed
 from tests.test_distributed import both, own
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Processes]:
-    made = Processes(2)
-    yield made
-    made.close()
-
-
 def differs(rank: int, run: Run) -> list[str]:
     return both(rank, run.program, run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
 
@@ -35,13 +26,6 @@ def differs(rank: int, run: Run) -> list[str]:
 def test_two_processes_give_the_bits_of_one(pair: Processes, run: Run):
     fpipe.check(run.program)
     assert pair.each(differs, run) == [[], []]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
 
 
 def differs_from_one_device(rank: int, run: Run) -> list[str]:

@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,13 +127,6 @@ def unmeshed(rank: int) -> bool:
         with pytest.raises(ValueError, match=r"Say mesh=init_device_mesh\(device, \(replicas, 2\), mesh_dim_names="):
             fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
     return True
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
 
 
 def meshed(names: tuple[str, str] = ("dp", "pp"), shape: tuple[int, int] = (2, 2)) -> tuple[DeviceMesh, int, int]:

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +26,6 @@ from tests.test_profile import NAPS, napping
 
 MSE = nn.functional.mse_loss
 STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Processes]:
-    made = Processes(2)
-    yield made
-    made.close()
 
 
 def blocks(count: int = 4, width: int = 8) -> nn.Sequential:
@@ -486,13 +478,6 @@ def test_what_an_op_raises_is_told_on_every_rank_and_the_next_step_works(trio: P
             assert told[0] == "MemoryError: out of memory"
         else:
             assert told[0].startswith(f"RankError: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ from tests.test_distributed import (
     stop,
     troubled,
 )
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Processes]:
-    made = Processes(3)
-    yield made
-    made.close()
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, bool]:

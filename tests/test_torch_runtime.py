@@ -28,13 +28,6 @@ in_two_processes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Processes]:
-    made = Processes(2)
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process."""
