@@ -342,6 +342,30 @@ class Rounds(Around):
         return Straight.apply(block(x))  # pyright: ignore[reportReturnType]
 
 
+class Causal(nn.Module):
+    """Hands torch's decoder a mask without saying that it is causal: torch then compares its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2, 8, batch_first=True), 2)
+
+    def forward(self, x: Tensor, **said: bool) -> Tensor:
+        x = x.unsqueeze(-1).expand(-1, -1, WIDTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.decoder(x, x, tgt_mask=mask, **said).mean(-1)
+
+
+class SaysSo(Causal):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, tgt_is_causal=True)
+
+
+def test_a_module_of_torch_that_cannot_be_exported_is_said_with_its_line_too() -> None:
+    wrong(Causal(), "tgt_is_causal = _detect_is_causal_mask(tgt_mask, tgt_is_causal, seq_len)). Change that line")
+    model, _, _ = fpipe.from_module(SaysSo(), 2, loss=F.mse_loss, example=rows(4))
+    assert [stage.name for stage in model.stages] == ["decoder.layers.0", "decoder.layers.1"]
+
+
 def test_what_cannot_be_exported_is_said_with_the_users_line() -> None:
     wrong(Branching(4), "in around: return block(x) if x.sum() > 0 else x)")
     wrong(WritesInput(4), "the net writes")

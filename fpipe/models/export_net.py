@@ -132,8 +132,18 @@ def _reason(net: nn.Module, error: Exception) -> str:
 
 
 def _where(error: Exception) -> str:
-    """The innermost line of the net's own code, outside of torch and of this package."""
-    ours = Path(__file__).parents[1], Path(torch.__file__).parent
+    """The innermost line of the net's own code, outside of torch and of this package; and of the forward of a module of
+    torch's that it calls, for what that one takes, such as the word `tgt_is_causal` beside a mask."""
+    torchs = Path(torch.__file__).parent
+    ours = Path(__file__).parents[1], torchs
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not any(Path(one.filename).is_relative_to(home) for home in ours)]
-    return "".join(f" (at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line})" for one in own[-1:])
+    own = [at for at, one in enumerate(frames) if not any(Path(one.filename).is_relative_to(home) for home in ours)]
+    if not own:
+        return ""
+    modules = torchs / "nn" / "modules"
+    called = [one for one in frames[own[-1] :] if one.name == "forward" and Path(one.filename).parent == modules]
+    lines = [
+        f"at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line}"
+        for one in (frames[own[-1]], *called[-1:])
+    ]
+    return f" ({'; which calls torch '.join(lines)})"
