@@ -21,7 +21,7 @@ def differs(rank: int, run: Run) -> list[str]:
     return both(rank, run.program, run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
 
 
-@few(12)
+@few(8)
 @given(run=runs().filter(lambda run: run.program.ranks == 2 and "free()" not in run.chain.steps))
 def test_two_processes_give_the_bits_of_one(pair: Processes, run: Run):
     fpipe.check(run.program)
@@ -50,7 +50,7 @@ PRECISE = nets().map(lambda net: replace(net, dtype="float64"))
 
 
 @example(Run(Net(("linear", "linear"), ("batch", 0), "count"), 1, 2, Chain(("schedule", "merge()"), ("gpipe", 2)), 1))
-@few(8)
+@few(4)
 @given(run=runs(PRECISE).filter(lambda run: run.program.ranks == 2))
 def test_two_replicas_of_two_processes_are_one_device(four: Processes, run: Run):
     assert four.each(differs_from_one_device, run) == [[]] * 4

@@ -70,7 +70,7 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     assert same_bits(run.result(), loss, grads)
 
 
-@few(20)
+@few(15)
 @given(runs())
 def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
     alone, together = run.result(), run.result("threads")

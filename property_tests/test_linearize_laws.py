@@ -140,7 +140,7 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@few(30)
+@few(20)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int

@@ -18,14 +18,14 @@ from property_tests.test_time_laws import costs
 NAMED = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one_b", "zb_h1", "gpipe")}
 
 
-@few(12)
+@few(6)
 @given(plans(), costs())
 def test_without_noise_every_draw_is_the_simulation(plan: Plan, costs: fpipe.Costs):
     (found,) = fpipe.robustness(plan.program, costs, noise=fpipe.Noise(), samples=3)
     assert {*found.makespans, found.said} == {fpipe.simulate(plan.program, costs).makespan}
 
 
-@few(12)
+@few(6)
 @given(plans(), costs(plain=True), st.integers(0, 9))
 def test_draws_at_once_are_the_draws_one_by_one(plan: Plan, costs: fpipe.Costs, seed: int):
     noise, program = fpipe.Noise(jitter=0.2, slow_rank=2, slow_link=3), plan.program
@@ -34,7 +34,7 @@ def test_draws_at_once_are_the_draws_one_by_one(plan: Plan, costs: fpipe.Costs, 
     assert at_once == pytest.approx([drawing._alone(program, costs, draws, number) for number in range(5)])
 
 
-@few(12)
+@few(6)
 @given(plans(), costs(), st.integers(0, 9))
 def test_slower_is_never_shorter(plan: Plan, costs: fpipe.Costs, seed: int):
     """One order, one link each: what is slower makes nothing else faster."""
