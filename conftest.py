@@ -24,7 +24,7 @@ settings.register_profile(
     database=None,
     deadline=None,
     print_blob=True,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.too_slow],
 )
 # `make deep`

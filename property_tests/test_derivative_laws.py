@@ -117,7 +117,9 @@ MODELS: dict[int, tuple[Net, Any, Any]] = {}
 WHOLE = [name for name in fpipe.schedules.names() if about(name).source and name != "seq1f1b"]  # which slices sequences
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name", [*WHOLE[::4], *(pytest.param(one, marks=pytest.mark.deep) for one in WHOLE if one not in WHOLE[::4])]
+)
 def test_under_every_schedule(name: str):
     """The bits are those of the reference, one microbatch after the other, whatever the schedule."""
     ranks, microbatches, stages = small(name)

@@ -70,7 +70,7 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     assert same_bits(run.result(), loss, grads)
 
 
-@few(15)
+@few(10)
 @given(runs())
 def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
     alone, together = run.result(), run.result("threads")
@@ -79,7 +79,7 @@ def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
 
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
 @example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, Chain(("schedule", "merge()")), 1))
-@few(12)
+@few(8)
 @given(runs())
 def test_gradients_are_the_references_bit_by_bit(run: Run):
     expected = fpipe.reference(
@@ -88,7 +88,7 @@ def test_gradients_are_the_references_bit_by_bit(run: Run):
     assert same_bits(run.result(), expected.loss, expected.grads)
 
 
-@few(12)
+@few(8)
 @given(runs())
 def test_outputs_are_the_references_bit_by_bit(run: Run):
     expected = fpipe.reference(
@@ -98,7 +98,7 @@ def test_outputs_are_the_references_bit_by_bit(run: Run):
     assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
 
 
-@few(12)
+@few(8)
 @given(runs(nets().map(lambda net: Net(net.bodies, net.takes, net.reduction, "float64"))))
 def test_gradients_are_those_of_the_undivided_batch(run: Run):
     loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
@@ -165,7 +165,7 @@ def replicated(draw: st.DrawFn) -> tuple[Net, int, tuple[tuple[str, ...], ...]]:
     return net, m, draw(legal_tables(split, replicas=True))
 
 
-@few(12)
+@few(8)
 @given(replicated(), st.sampled_from(["never", "except_last", "always"]), SEED)
 def test_gradients_do_not_depend_on_where_replicas_are(
     found: tuple[Net, int, tuple[tuple[str, ...], ...]], policy, seed: int
@@ -177,7 +177,7 @@ def test_gradients_do_not_depend_on_where_replicas_are(
     assert same_bits(fpipe.build(program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
 
 
-@few(12)
+@few(8)
 @given(replicated(), SEED)
 def test_replicas_that_communicate_give_the_same(found: tuple[Net, int, tuple[tuple[str, ...], ...]], seed: int):
     net, m, table = found

@@ -116,7 +116,7 @@ def _like(leaf: Tensor, make: torch.Generator) -> Tensor:
     return torch.empty_like(leaf).copy_(torch.randn(leaf.shape, generator=make))
 
 
-@few(15)
+@few(7)
 @given(recipes(), ROWS, SEED)
 def test_the_four_functions_give_plain_autograds_bits(recipe: Recipe, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
@@ -140,7 +140,7 @@ ARITHMETIC = st.sampled_from([operator.add, operator.sub, operator.mul, operator
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 
 
-@few(20)
+@few(12)
 @given(ARITHMETIC, NUMBERS, DTYPES, st.sampled_from([(), (3,), (2, 3)]), SEED)
 def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     op: Callable[[Any, Any], Tensor], number: float, dtype: torch.dtype, shape: tuple[int, ...], seed: int
@@ -161,7 +161,7 @@ def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
     assert bits([dx, dparams["w"]]) == bits(torch.autograd.grad(y, wanted, dy))
 
 
-@few(10)
+@few(7)
 @given(recipes(), ROWS, SEED)
 def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
@@ -178,7 +178,7 @@ def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
         assert forward + backward == plain.flops
 
 
-@few(10)
+@few(7)
 @given(recipes(), ROWS, SEED)
 def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, seed: int):
     """An op in place is a new tensor in a trace, so that what it changed may be kept beside what came of it."""
@@ -194,7 +194,7 @@ def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, s
         assert sum(storages(res, tensors((params, x))).values()) <= autograd(recipe, rows, seed).saved
 
 
-@few(10)
+@few(7)
 @given(recipes(), ROWS, SEED)
 def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int):
     params, x, dy = recipe.params(seed), recipe.input(rows, seed), autograd(recipe, rows, seed).dy

@@ -74,7 +74,7 @@ def test_it_serves_its_sizes_and_says_why_not_the_others(name: str, ranks: int, 
 
 
 @every_schedule
-@few(15)
+@few(10)
 @given(data=st.data())
 def test_every_forward_has_its_backward_once_and_transfers_and_frees_check(name: str, data: st.DataObject):
     program = data.draw(programs(name))

@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@few(25)
+@few(15)
 @given(case=cases())
 def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, Any]):
     ranks, chunks, costs, cap = case["ranks"], case["chunks"], case["costs"], case["cap"]
@@ -71,7 +71,7 @@ def test_a_searched_order_is_legal_complete_and_under_the_cap(case: dict[str, An
     assert timeline.span >= span - 1e-6
 
 
-@few(25)
+@few(15)
 @given(case=cases(), weights=st.lists(st.integers(-3, 3), min_size=4, max_size=4))
 def test_a_priority_ends_in_a_program_under_the_cap_or_in_a_sentence(case: dict[str, Any], weights: list[int]):
     """Whatever the rule says, nothing hangs."""
@@ -126,7 +126,7 @@ def test_every_schedule_that_takes_costs_is_under_the_law():
     assert {"zb_auto", "zbv", "v_half", "v_min", "zb_h2", "one_f_one_b_v", "interleaved", "interleaved_zb"} <= {*TOLD}
 
 
-@few(25)
+@few(15)
 @given(case=cases(), by=scales)
 def test_a_priority_is_asked_at_the_same_ops_in_every_unit(case: dict[str, Any], by: float):
     def order(unit: float) -> fpipe.Program:

@@ -137,7 +137,7 @@ def sliced(draw: st.DrawFn) -> Sliced:
     return Sliced(bodies, reduction, rows, length, m, q, steps, table, traced, draw(st.integers(0, 2**16)))
 
 
-@few(15)
+@few(10)
 @given(sliced())
 def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     params, batch = run.given()
@@ -147,7 +147,7 @@ def test_slices_have_the_gradients_of_a_sliced_reference(run: Sliced):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@few(15)
+@few(10)
 @given(sliced())
 def test_slices_are_the_undivided_sequence_to_rounding(run: Sliced):
     params, batch = run.given(torch.float64)
@@ -164,7 +164,7 @@ def test_sliced_programs_check_and_print(run: Sliced):
     assert Program.parse(str(program)) == program
 
 
-@few(15)
+@few(10)
 @given(
     plans(),
     st.sampled_from(["always", "worthwhile"]),

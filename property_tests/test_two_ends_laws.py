@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn, most: int = 8, names: tuple[str, ...] = tuple(VISITS))
     return Run(name, ranks, 2 * draw(st.integers(least, 2 * ranks)))
 
 
-@few(15)
+@few(10)
 @given(runs(most=4))
 def test_every_op_is_there_once_and_it_checks_with_transfers(run: Run):
     program = run.program
