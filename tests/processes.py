@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 45
-SOON = 10
-"""Seconds for what takes less than 2 on an idle machine, and longer on a busy one: far fewer than the group's 40."""
+SOON = 2
+"""Seconds within which all ranks end when one raises or is killed, and after the timeout when one hangs."""
 _NEEDED = [
     "torch",
     "torch._dynamo",
