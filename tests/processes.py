@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -110,6 +113,24 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float) -> No
         pipe.send(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def counted() -> list[int]:
+    """How many tensors, threads and files this process has."""
+    gc.collect()
+    tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    return [tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))]
+
+
+def left(held: Callable[[], list[int]], before: list[int]) -> list[int]:
+    """How much more is held than before, once that no longer falls: a worker thread of c10d lets go of what it has
+    summed a moment after `wait()` has returned, which on a busy machine may be a second."""
+    ends = time.monotonic() + 5 * SOON
+    while True:
+        more = [max(0, now - then) for now, then in zip(held(), before, strict=True)]
+        if not any(more) or time.monotonic() > ends:
+            return more
+        time.sleep(0.01)
 
 
 def plain(error: Exception) -> Exception:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import time
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from fpipe.tree import leaves
-from tests.processes import SOON, Processes, result
+from tests.processes import SOON, Processes, counted, left, result
 from tests.test_distributed import MSE, TROUBLE, alike, blocks, hang, kill, own, raising, rows, trouble
 
 BEHIND = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
@@ -397,22 +395,24 @@ def test_nan_in_one_replica_ends_all_at_its_op(four: Processes):
 
 
 def eighty(rank: int) -> list[int]:
-    """How many tensors, threads and files there are after so many steps, beside before; and sums that a step keeps."""
+    """How many more tensors, threads and files there are after so many steps; and sums that a step keeps."""
     mesh, _, place = meshed()
     program, model, params, batch = troubled(2)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    counts: list[list[int]] = []
-    for _ in range(2):
-        for _ in range(40):
-            step(own(program, place, params), batch)
-        gc.collect()
-        tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
-        counts.append([tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))])
+    for number in range(80):
+        if number == 40:
+            before = counted()
+        step(own(program, place, params), batch)
+    more = left(counted, before)
     found = step(own(program, place, params), batch)
     memory = found.grads[place]["w"].untyped_storage().data_ptr()
     del found
-    kept = [one for one in gc.get_objects() if type(one) is Tensor and one.untyped_storage().data_ptr() == memory]
-    return [*(after - before for before, after in zip(*counts, strict=True)), len(kept)]
+
+    def kept() -> list[int]:
+        tensors = (one for one in gc.get_objects() if type(one) is Tensor)
+        return [sum(one.untyped_storage().data_ptr() == memory for one in tensors)]
+
+    return [*more, *left(kept, [0])]
 
 
 def test_eighty_steps_leave_nothing_behind(four: Processes):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
-import threading
 import time
 import weakref
 from datetime import timedelta
@@ -21,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.runtimes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
-from tests.processes import SOON, Processes, result
+from tests.processes import SOON, Processes, counted, left, result
 from tests.test_profile import NAPS, napping
 
 MSE = nn.functional.mse_loss
@@ -511,17 +509,14 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int, how: Any):
 
 
 def two_hundred(rank: int) -> list[int]:
-    """How many tensors, threads and files there are after so many steps, beside before."""
+    """How many more tensors, threads and files there are after so many steps."""
     program, model, params, batch = troubled()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
-    counts: list[list[int]] = []
-    for _ in range(2):
-        for _ in range(100):
-            step(own(program, rank, params), batch)
-        gc.collect()
-        tensors = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
-        counts.append([tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))])
-    return [after - before for before, after in zip(*counts, strict=True)]
+    for number in range(200):
+        if number == 100:
+            before = counted()
+        step(own(program, rank, params), batch)
+    return left(counted, before)
 
 
 def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
