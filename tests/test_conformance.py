@@ -341,7 +341,11 @@ def test_no_rank_holds_more_than_the_formula_says(row: Row):
             assert all(held <= most + 1e-9 for held, most in zip(found, formula, strict=True))
 
 
-GOLDEN_CASES = [(row, fact) for row in ROWS for fact in row.goldens()]
+GOLDEN_CASES = [
+    pytest.param(row, fact, marks=pytest.mark.deep if fact["p"] > 4 and not row.exact else [])
+    for row in ROWS
+    for fact in row.goldens()
+]
 
 
 def case_name(case: object) -> str:

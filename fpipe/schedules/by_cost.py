@@ -64,7 +64,7 @@ def _ahead(pipeline: LinearPipeline, per_hop: float, more: int) -> list[LaneRow]
     return rows
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[LaneRow]:
     """The best order of two chunks a rank on a V: which block is repeated, searched from the costs and the caps.
 
