@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 import fpipe
+from fpipe.schedules.runs import PERIODIC
 
 
 def test_figures_of_papers_hold_where_no_program_fits():
@@ -17,6 +21,46 @@ def test_figures_of_papers_hold_where_no_program_fits():
     assert (found["one_f_one_b"].idle, found["zb_h1"].idle) == ((p - 1) * 3, p - 1)
     assert found["one_f_one_b"].peak[:2] == (p, p - 1)
     assert fpipe.periodic("zbv", 64, 1024).span == 6 * 1024
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", sorted(PERIODIC))
+def test_what_is_read_long_after_it_was_made_arrives(name: str):
+    """Sizes at which warm-ups are longer than the window of recent times, with costs that round."""
+    ranks, microbatches = 24, 96
+    costs = fpipe.Costs([0.1 * (stage % 7 + 1) for stage in range(2 * ranks)], 0.7, 0.3, transfer=0.3)
+    whole = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
+    found = fpipe.periodic(name, ranks, microbatches, costs)
+    assert (found.makespan, found.span, found.peak) == (whole.makespan, whole.span, whole.peak)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "zb_h1", "zbv", "dualpipe"])
+def test_a_hundred_million_ops_take_two_seconds_and_five_hundred_mebibytes(name: str):
+    """In a process of its own, with one thread; seconds of the processor, which others on the machine do not change."""
+    said = subprocess.run(
+        [sys.executable, "-c", LARGE, name],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    seconds, mebibytes = map(float, said.stdout.split())
+    assert seconds <= 2
+    assert mebibytes <= 500
+
+
+LARGE = """
+import resource, sys, time
+import torch, fpipe
+fpipe.periodic(sys.argv[1], 4, 8)
+least = 9.0
+for _ in range(3):
+    began = time.process_time()
+    fpipe.periodic(sys.argv[1], 4096, 8192)
+    least = min(least, time.process_time() - began)
+print(least, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
 
 
 def test_a_row_is_shown_in_runs():
@@ -36,6 +80,10 @@ def test_a_row_is_shown_in_runs():
         (("dualpipe", 3, 6), "dualpipe: the number of ranks is even, found 3"),
         (("one_f_one_b", 0, 6), "ranks is a whole number, at least 1; found 0."),
         (("one_f_one_b", 2, 6, fpipe.Costs(transfer={(0, 1): 1})), "one latency for all links; found a transfer of"),
+        (
+            ("one_f_one_b", 2, 6, fpipe.Costs(cluster=fpipe.Cluster.parse("2 ranks"))),
+            "all links; found a cluster. Simulate",
+        ),
         (("one_f_one_b", 2, 6, fpipe.Costs(sender="busy")), "found a busy sender. Simulate a program of a smaller"),
         (("one_f_one_b", 2, 6, fpipe.Costs([1])), "forward lists 1 costs, but the program has a stage 1"),
     ],

@@ -8,13 +8,17 @@ So a step of 4096 ranks and 8192 microbatches, 67 million ops, is 12,288 runs.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from fpipe.program import Op
 from fpipe.timing.costs import Costs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Lane = tuple[str, int]
 """A kind and a stage: what a rank does for one microbatch after the other."""
@@ -84,51 +88,119 @@ class Row:
         """Some cells, so many times."""
         if count < 1 or not symbols:
             return
-        often = Counter(lane for symbol in symbols for lane in symbol)
+        lanes = [lane for symbol in symbols for lane in symbol]
         cells: list[tuple[Part, ...]] = []
-        met: Counter[Lane] = Counter()
         for symbol in symbols:
             parts: list[Part] = []
             for kind, stage in symbol:
-                lane = ("I" if kind == "B" else kind, stage)
-                parts.append(Part(kind, stage, self.next[lane] + met[lane], often[kind, stage]))
-                met[lane] += 1
+                first = self.next["I" if kind == "B" else kind, stage]
+                parts.append(Part(kind, stage, first, lanes.count((kind, stage))))
+                self._on(kind, stage, 1)
             cells.append(tuple(parts))
-        for (kind, stage), times in often.items():
-            for one in "IW" if kind == "B" else kind:
-                self.next[one, stage] += times * count
+        for kind, stage in lanes:
+            self._on(kind, stage, count - 1)
         self.runs.append(Run(tuple(cells), count))
 
-
-def cell_seconds(cell: Sequence[Part], rank: int, costs: Costs) -> float:
-    """What a cell costs."""
-    ops = [Op(kind, stage, 0, None, rank, (), ()) for kind, stage, _, _ in cell]
-    return float(costs.seconds(ops[0] if len(ops) == 1 else Op("PAIR", None, None, None, rank, (), (), tuple(ops))))
+    def _on(self, kind: str, stage: int, count: int) -> None:
+        for one in "IW" if kind == "B" else kind:
+            self.next[one, stage] += count
 
 
-def worked(row: Sequence[Run], rank: int, costs: Costs) -> float:
-    """Seconds that a rank works."""
-    return sum(count * sum(cell_seconds(cell, rank, costs) for cell in cells) for cells, count in row)
+KINDS = "FBIW"
+"""Kinds of parts; in columns each is its place here."""
 
 
-def held(row: Sequence[Run]) -> tuple[int, int]:
-    """The most forwards whose residuals a rank holds at once: to the end of W, and to the end of I.
+@dataclass(frozen=True)
+class Columns:
+    """The runs of all ranks, taken apart into columns of whole numbers.
 
-    >>> row = Row()
-    >>> for symbols, count in (([[("F", 0)]], 2), ([[("F", 0)], [("I", 0)]], 3), ([[("W", 0)], [("I", 0)]], 2)):
-    ...     row.add(symbols, count)
-    >>> held(row.runs)
-    (5, 3)
+    Attributes:
+        ranks: how many.
+        rank, turns, cells: of each run: whose it is, how often it runs, and how many cells it has.
+        run, slot, place, kind, stage, first, step: of each part, in order: its run, its cell there, whether it is the
+            first (0) or second (1) of its cell, and what it is.
     """
-    return _most(row, {"F": 1, "B": -1, "W": -1}), _most(row, {"F": 1, "B": -1, "I": -1})
+
+    ranks: int
+    rank: Tensor
+    turns: Tensor
+    cells: Tensor
+    run: Tensor
+    slot: Tensor
+    place: Tensor
+    kind: Tensor
+    stage: Tensor
+    first: Tensor
+    step: Tensor
+
+    @cached_property
+    def cell(self) -> Tensor:
+        """Of each part the number of its cell, counted through all runs."""
+        return (self.place == 0).cumsum(0) - 1
+
+    def seconds(self, costs: Costs) -> Tensor:
+        """What each cell costs."""
+        import torch
+
+        stages = int(self.stage.max()) + 1
+        listed = any(isinstance(getattr(costs, field.name), Sequence) for field in fields(costs))
+        known = torch.zeros(len(KINDS), stages, dtype=torch.float64)
+        for number in self.kind.unique().tolist():
+            each = [
+                float(costs.seconds(Op(KINDS[number], stage, 0, None, 0, (), ())))
+                for stage in range(stages if listed else 1)
+            ]
+            known[number] = torch.tensor(each, dtype=torch.float64)
+        how = "amax" if costs.pair == "max" else "sum"
+        found = torch.zeros(int(self.cells.sum()), dtype=torch.float64)
+        return found.scatter_reduce_(0, self.cell, known[self.kind, self.stage], how)
+
+    def worked(self, costs: Costs) -> Tensor:
+        """Seconds that each rank works."""
+        run = self.run[self.place == 0]
+        spent = self.seconds(costs).mul_(self.turns[run])
+        return spent.new_zeros(self.ranks).index_add_(0, self.rank[run], spent)
+
+    def held(self) -> tuple[list[int], list[int]]:
+        """The most forwards whose residuals each rank holds at once: to the end of W, and to the end of I.
+
+        >>> row = Row()
+        >>> for symbols, count in (([[("F", 0)]], 2), ([[("F", 0)], [("I", 0)]], 3), ([[("W", 0)], [("I", 0)]], 2)):
+        ...     row.add(symbols, count)
+        >>> columns([row.runs]).held()
+        ([5], [3])
+        """
+        return self._most((1, -1, 0, -1)), self._most((1, -1, -1, 0))
+
+    def _most(self, change: tuple[int, ...]) -> list[int]:
+        import torch
+
+        changes = torch.tensor(change)[self.kind]
+        none = torch.zeros_like(self.turns)
+        turn = none.index_add(0, self.run, changes)
+        within = changes.cumsum(0) - (turn.cumsum(0) - turn)[self.run]
+        highest = none.scatter_reduce(0, self.run, within, "amax")
+        whole = turn * self.turns
+        of_rank = torch.zeros(self.ranks, dtype=torch.int64).index_add_(0, self.rank, whole)
+        before = whole.cumsum(0) - whole - (of_rank.cumsum(0) - of_rank)[self.rank]
+        most = before + highest + turn.clamp(min=0) * (self.turns - 1)
+        return torch.zeros(self.ranks, dtype=torch.int64).scatter_reduce_(0, self.rank, most, "amax").tolist()
 
 
-def _most(row: Sequence[Run], change: dict[str, int]) -> int:
-    now = most = 0
-    for cells, count in row:
-        changes = [change.get(part.kind, 0) for cell in cells for part in cell]
-        highest = max(accumulate(changes), default=0)
-        turn = sum(changes)
-        most = max(most, now + highest + max(0, turn) * (count - 1))
-        now += turn * count
-    return most
+def columns(rows: Sequence[Sequence[Run]]) -> Columns:
+    """The runs of rows as columns."""
+    import torch
+
+    runs = [(rank, run.turns, len(run.cells)) for rank, row in enumerate(rows) for run in row]
+    parts = [
+        (slot, place, KINDS.index(kind), *numbers)
+        for row in rows
+        for run in row
+        for slot, cell in enumerate(run.cells)
+        for place, (kind, *numbers) in enumerate(cell)
+    ]
+    sizes = [sum(map(len, run.cells)) for row in rows for run in row]
+    run = torch.arange(len(runs)).repeat_interleave(torch.tensor(sizes))
+    rank, turns, cells = map(torch.tensor, zip(*runs, strict=True))
+    slot, place, kind, stage, first, step = map(torch.tensor, zip(*parts, strict=True))
+    return Columns(len(rows), rank, turns, cells, run, slot, place, kind, stage, first, step)

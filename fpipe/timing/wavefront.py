@@ -1,27 +1,27 @@
 """Simulate rows of runs: all ranks at once, one step of the wavefront after the other.
 
-Each op gets a step: one after the op before it on its rank, and after the op of another rank that it reads. A turn of a
-run takes a fixed number of steps, so its ops stand at regular distances from those that they read, and what the ranks
-do at each step is a plan that comes round and seldom changes. A step is then a few operations on vectors with a number
-for each rank: fetch what is read, add the way, take the larger of that and the rank's own time, add the cost. These are
-the sums of `simulate` in its order, so that times agree to the last bit.
+What the ranks do at each step is a plan that comes round and seldom changes. A step is a few operations on vectors with
+a number for each rank: fetch what is read, add the way, take the larger of that and the rank's own time, add the cost.
+These are the sums of `simulate` in its order, so that times agree to the last bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from fpipe.timing.costs import Costs
-from fpipe.timing.runs import Run, cell_seconds
+from fpipe.timing.runs import Columns
+from fpipe.timing.steps import Steps, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEAR = 32
-"""Steps for which what is read seldom waits in the window of recent times; beyond, it is kept apart."""
+NEAR = 4
+"""Steps for which what is read waits in the window of recent times; beyond, it is sent on as mail."""
+ROOM = 32
+"""Steps after which the window is moved back to the front of its memory."""
 
 
 class Fronts(NamedTuple):
@@ -31,15 +31,19 @@ class Fronts(NamedTuple):
     last: list[float]
 
 
-def fronts(rows: Sequence[Sequence[Run]], costs: Costs) -> Fronts:
+def fronts(known: Columns, costs: Costs) -> Fronts:
     """When each rank starts and ends, exactly as `simulate` says of a chain of stages with these rows."""
-    return _Plan(_Steps(rows), costs).walk()
+    import torch
+
+    with torch.inference_mode():
+        return _walk(_Plan(Steps(known), costs), float(cast("float", costs.transfer)))
 
 
 def of_ranks(costs: Costs) -> None:
     """Refuse costs that ask for more than ranks, stages and one latency."""
     for word, odd in (
         ("a transfer of each link", not isinstance(costs.transfer, int | float)),
+        ("a cluster", costs.cluster is not None),
         ("a busy sender", costs.sender == "busy"),
         ("bytes", costs.bytes is not None),
         ("a pair that costs f(op)", callable(costs.pair)),
@@ -51,263 +55,213 @@ def of_ranks(costs: Costs) -> None:
             )
 
 
-class _Made(NamedTuple):
-    """Which cell of which run writes a stretch of microbatches."""
+class _Mail(NamedTuple):
+    """Times that are read long after they were made, in the order in which they are read."""
 
-    low: int
-    high: int
-    step: int
-    run: int
-    slot: int
-
-
-class _Need(NamedTuple):
-    """What a part (0, or 1 of a PAIR) of a cell reads from another rank, from some turn of its run to another.
-
-    `lag`: how many steps it comes after what it reads at the first of these turns, were both runs to begin at once;
-    `more`: by how many that grows from each of these turns to the next.
-    """
-
-    slot: int
-    part: int
-    turns: range
-    run: int
-    lag: int
-    more: int
-
-
-class _Steps:
-    """The runs of all ranks with the step at which each begins, and what each reads from other ranks."""
-
-    def __init__(self, rows: Sequence[Sequence[Run]]) -> None:
-        self.ranks = len(rows)
-        self.runs = [run for row in rows for run in row]
-        self.rank_of = [rank for rank, row in enumerate(rows) for _ in row]
-        lengths = {len(cells) for cells, count in self.runs if count > 1} or {1}
-        common = math.lcm(*lengths)
-        self.cycle = common if common <= 2 * max(lengths) else max(lengths)
-        fits = [next(n for n in range(length, self.cycle + 1) if self.cycle % n == 0) for length in lengths]
-        whole = dict(zip(lengths, fits, strict=True))
-        self.size = [len(cells) if count == 1 else whole[len(cells)] for cells, count in self.runs]
-        self.made: defaultdict[tuple[bool, int], list[_Made]] = defaultdict(list)
-        for number, (cells, count) in enumerate(self.runs):
-            for slot, cell in enumerate(cells):
-                for kind, stage, first, step in cell:
-                    if kind != "W":
-                        known = _Made(first, first + (count - 1) * step, step, number, slot)
-                        self.made[kind == "F", stage].append(known)
-        self.needs = [list(self._needs(number, run)) for number, run in enumerate(self.runs)]
-        self.begins = self._begins()
-
-    def _needs(self, number: int, run: Run) -> Iterator[_Need]:
-        rank, size, count = self.rank_of[number], self.size[number], run.turns
-        for slot, cell in enumerate(run.cells):
-            for part, (kind, stage, first, step) in enumerate(cell):
-                if kind == "W":
-                    continue
-                forward = kind == "F"
-                for low, high, pace, source, at in self.made.get((forward, stage - 1 if forward else stage + 1), ()):
-                    if high < first or low > first + (count - 1) * step or self.rank_of[source] == rank:
-                        continue
-                    turn = max(0, -((first - low) // step))
-                    last = min(count - 1, (high - first) // step)
-                    every = math.lcm(step, pace) // step
-                    while turn <= last and (first + turn * step - low) % pace:
-                        turn += 1
-                    if turn > last:
-                        continue
-                    there = self.size[source]
-                    lag = turn * size + slot - (first + turn * step - low) // pace * there - at
-                    more = every * size - every * step // pace * there
-                    yield _Need(slot, part, range(turn, last + 1, every), source, lag, more)
-
-    def _begins(self) -> list[int]:
-        """The step at which each run begins: the least at which all its cells come after what they read."""
-        before: list[list[tuple[int, int]]] = [[] for _ in self.runs]
-        after: list[list[int]] = [[] for _ in self.runs]
-        waits = [0] * len(self.runs)
-        for number in range(1, len(self.runs)):
-            if self.rank_of[number] == self.rank_of[number - 1]:
-                before[number].append((number - 1, self.size[number - 1] * self.runs[number - 1].turns))
-                after[number - 1].append(number)
-                waits[number] += 1
-        for number, needs in enumerate(self.needs):
-            for _, _, turns, run, lag, more in needs:
-                before[number].append((run, 1 - min(lag, lag + (len(turns) - 1) * more)))
-                if turns[0] == 0:  # what its first turn reads has begun before
-                    after[run].append(number)
-                    waits[number] += 1
-        order = [number for number, count in enumerate(waits) if not count]
-        for number in order:
-            for other in after[number]:
-                waits[other] -= 1
-                if not waits[other]:
-                    order.append(other)
-        order += [number for number, count in enumerate(waits) if count]
-        begins, most = [0] * len(self.runs), 2 * sum(map(_steps_of, self.size, self.runs))
-        changed = True
-        while changed:
-            changed = False
-            for number in order:
-                least = max([begins[run] + distance for run, distance in before[number]], default=0)
-                if least > begins[number]:
-                    if least > most:
-                        raise ValueError("these rows have no common period: turns of their runs overtake each other.")
-                    begins[number], changed = least, True
-            order.reverse()  # what a run overtakes far behind is found on the way back
-        return begins
-
-
-def _steps_of(size: int, run: Run) -> int:
-    return size * run.turns
-
-
-class _Changes:
-    """Changes of a plan, as columns: at which step, of which place of the plan, to what."""
-
-    def __init__(self) -> None:
-        self.when, self.place = list[int](), list[int]()
-        self.values: tuple[list[Any], list[Any]] = [], []
-
-    def put(self, when: range, places: Iterable[int], first: Any, second: Any = 0) -> None:
-        """At each of some steps, one place to the same."""
-        count = len(when)
-        self.when += when
-        self.place += places
-        self.values[0].extend([first] * count)
-        self.values[1].extend([second] * count)
+    made: Tensor
+    source: Tensor
+    read: Tensor
+    column: Tensor
 
 
 class _Plan:
-    """What each rank does at each step of a cycle, and when that changes."""
+    """What each rank does at each step of a cycle, and when that changes.
 
-    def __init__(self, steps: _Steps, costs: Costs) -> None:
-        self.steps, self.costs = steps, costs
-        self.ranks, self.cycle = steps.ranks, steps.cycle
-        self.spends, self.reads = _Changes(), (_Changes(), _Changes())
-        self.first: list[tuple[int, int]] = []
-        self.parked: list[tuple[int, int, int, int]] = []
-        self.depth = 1
-        self.paired = any(len(cell) > 1 for cells, _ in steps.runs for cell in cells)
-        seconds: dict[tuple[tuple[str, int], ...], float] = {}
-        free, cycle = [-1] * self.ranks, self.cycle
-        for number, (cells, count) in enumerate(steps.runs):
-            rank, begin, size = steps.rank_of[number], steps.begins[number], steps.size[number]
-            if free[rank] < 0:
-                free[rank] = 0
-                self.first.append((begin, rank))
-            self._idle(range(free[rank], min(begin, free[rank] + cycle)), rank)
-            free[rank] = begin + size * count
-            often = min(count, max(1, cycle // size))
-            reads = {(need.slot, need.part) for need in steps.needs[number]}
-            for slot, cell in enumerate(cells):
-                names = tuple([part[:2] for part in cell])
-                if names not in seconds:
-                    seconds[names] = cell_seconds(cell, rank, costs)
-                now = range(begin + slot, begin + slot + often * size, size)
-                places = self._places(now, rank)
-                self.spends.put(now, places, seconds[names])
-                for part in (0, 1) if self.paired else (0,):
-                    if (slot, part) not in reads:
-                        self.reads[part].put(now, places, 1, self.ranks)
-            for slot in range(len(cells), size):
-                self._idle(range(begin + slot, begin + slot + often * size, size), rank)
-            for need in steps.needs[number]:
-                self._read(need, rank, begin, size, often)
-        self.total = max(free)
-        for rank in range(self.ranks):
-            self._idle(range(free[rank], min(self.total, free[rank] + cycle)), rank)
+    Attributes:
+        spends: the seconds of its cell.
+        reads: for the first and second part of its cell, where what it reads lies in a window of recent times. A row of
+            the window has the times of all ranks at a step, then -inf for what reads nothing, then the mail.
+        mail: what is read from further back.
+        first: at which step which ranks begin.
+    """
 
-    def _places(self, steps: Iterable[int], rank: int) -> list[int]:
-        return [step % self.cycle * self.ranks + rank for step in steps]
-
-    def _idle(self, steps: range, rank: int) -> None:
-        places = self._places(steps, rank)
-        self.spends.put(steps, places, 0.0)
-        self.reads[0].put(steps, places, 1, self.ranks)
-        if self.paired:
-            self.reads[1].put(steps, places, 1, self.ranks)
-
-    def _read(self, need: _Need, rank: int, begin: int, size: int, often: int) -> None:
-        slot, part, turns, run, lag, more = need
-        source = self.steps.rank_of[run]
-        lag += begin - self.steps.begins[run]
-        if not more and turns.step == 1 and (lag <= NEAR or len(turns) > often):
-            self.depth = max(self.depth, lag)
-            now = range(begin + slot + turns[0] * size, begin + slot + (turns[0] + min(often, len(turns))) * size, size)
-            self.reads[part].put(now, self._places(now, rank), lag, source)
-            return
-        for number, turn in enumerate(turns):
-            step, own = begin + slot + turn * size, lag + number * more
-            now = range(step, step + 1)
-            if own > NEAR:
-                self.parked.append((step - own, source, step, rank))
-                self.reads[part].put(now, self._places(now, rank), 1, self.ranks)
-            else:
-                self.depth = max(self.depth, own)
-                self.reads[part].put(now, self._places(now, rank), own, source)
-
-    def walk(self) -> Fronts:
-        """Step by step."""
+    def __init__(self, steps: Steps, costs: Costs) -> None:
         import torch
 
-        with torch.inference_mode():
-            ranks, depth, way = self.ranks, self.depth, float(cast("float", self.costs.transfer))
-            room, width = max(256, depth // 4), ranks + 1
-            recent = torch.zeros(depth + room, width, dtype=torch.float64)
-            recent[:, ranks] = -math.inf  # for ops that read nothing from another rank
-            windows = [recent[at : at + depth].view(-1) for at in range(room)]
-            rows = [recent[at, :ranks] for at in range(depth + room)]
-            spending = _Changing(self, self.spends, torch.tensor(self.spends.values[0], dtype=torch.float64))
-            reading = list[_Changing]()
-            for changes in self.reads[: 1 + self.paired]:
-                lags, sources = map(torch.tensor, changes.values)
-                reading.append(_Changing(self, changes, (depth - lags).mul_(width).add_(sources)))
-            got = torch.empty(ranks, dtype=torch.float64)
-            parking, unparking, starting = (defaultdict[int, list[int]](list) for _ in range(3))
-            for number, (made, _, read, _) in enumerate(self.parked):
-                parking[made].append(number)
-                unparking[read].append(number)
-            for step, rank in self.first:
-                starting[step].append(rank)
-            first, parked = [0.0] * ranks, [0.0] * len(self.parked)
+        known, self.steps, self.cycle = steps.known, steps, steps.cycle
+        self.ranks, self.near = known.ranks, max(NEAR, steps.cycle)
+        ends = steps.begins + steps.size * known.turns
+        self.total = int(ends.max())
+        opens = torch.cat([torch.tensor([True]), known.rank[1:] != known.rank[:-1]])
+        self.first: defaultdict[int, list[int]] = defaultdict(list)
+        for step, rank in zip(steps.begins[opens].tolist(), known.rank[opens].tolist(), strict=True):
+            self.first[step].append(rank)
+        # each step of a run's turns, those without a cell too, for as many turns as a cycle has
+        often = torch.minimum(known.turns, (self.cycle // steps.size).clamp(min=1))
+        of_slot, slot = spread(steps.size)
+        filled = slot < known.cells[of_slot]
+        cell = (known.cells.cumsum(0) - known.cells)[of_slot] + slot
+        seconds = torch.zeros(len(slot), dtype=torch.float64)
+        seconds[filled] = known.seconds(costs)[cell[filled]]
+        which, turn = spread(often[of_slot])
+        when = (steps.begins[of_slot] + slot)[which] + turn * steps.size[of_slot][which]
+        rank = known.rank[of_slot][which]
+        # and where a rank waits, before a run and after its last
+        close = torch.cat([opens[1:], torch.tensor([True])])
+        since = torch.where(opens, 0, torch.cat([torch.tensor([0]), ends[:-1]]))
+        since, until = (
+            torch.cat([since, ends[close]]),
+            torch.cat([steps.begins, torch.full_like(ends[close], self.total)]),
+        )
+        pause, more = spread((until - since).clamp(max=self.cycle))
+        paused = torch.cat([known.rank, known.rank[close]])[pause], since[pause] + more
+        idle = self._place(*paused)
+        place = self._place(rank, when)
+        self.spends = _Changes(
+            torch.cat([when, paused[1]]),
+            torch.cat([place, idle]),
+            torch.cat([seconds[which], torch.zeros(len(idle), dtype=torch.float64)]),
+        )
+        reading = self._readings(often)
+        self.reads: list[_Changes] = []
+        for part in range(int(known.place.max()) + 1):
+            mine = known.place[reading.part] == part
+            reader = reading.part[mine]
+            reads = torch.zeros(len(slot), dtype=torch.bool)
+            reads[(steps.size.cumsum(0) - steps.size)[known.run[reader]] + known.slot[reader]] = True
+            free = ~reads[which]
+            nothing = torch.full((int(free.sum()) + len(idle),), self.nothing)
+            self.reads.append(
+                _Changes(
+                    torch.cat([when[free], paused[1], reading.when[mine]]),
+                    torch.cat([place[free], idle, self._place(known.rank[known.run[reader]], reading.when[mine])]),
+                    torch.cat([nothing, reading.where[mine]]),
+                )
+            )
+
+    def _place(self, rank: Tensor, when: Tensor) -> Tensor:
+        return when % self.cycle * self.ranks + rank
+
+    def _readings(self, often: Tensor) -> _Readings:
+        """Where what is read lies. Sets the size of the window, and the mail."""
+        import torch
+
+        steps, known, needs = self.steps, self.steps.known, self.steps.needs
+        run = known.run[needs.part]
+        lag = needs.lag + steps.begins[run] - steps.begins[needs.source]
+        steady = (needs.more == 0) & (needs.every == 1) & (lag <= self.near)
+        which, number = spread(torch.where(steady, torch.minimum(often[run], needs.times), needs.times))
+        part, run = needs.part[which], run[which]
+        lag = lag[which] + number * needs.more[which]
+        when = (
+            steps.begins[run] + known.slot[part] + (needs.turn[which] + number * needs.every[which]) * steps.size[run]
+        )
+        source = known.rank[needs.source[which]]
+        far = lag > self.near
+        self.depth = max(1, int(lag[~far].max()) if (~far).any() else 1)
+        order = when[far].argsort(stable=True)
+        read = when[far][order]
+        column = torch.arange(len(read)) - torch.searchsorted(read, read)
+        self.mail = _Mail(read - lag[far][order], source[far][order], read, self.ranks + 1 + column)
+        self.width = self.ranks + 1 + (int(column.max()) + 1 if len(column) else 0)
+        self.nothing = (self.depth - 1) * self.width + self.ranks
+        where = (self.depth - lag) * self.width + source
+        where[far.nonzero()[:, 0][order]] = (self.depth - 1) * self.width + self.mail.column
+        return _Readings(part, when, where)
+
+
+class _Readings(NamedTuple):
+    """At which step a part reads, and where that lies in the window."""
+
+    part: Tensor
+    when: Tensor
+    where: Tensor
+
+
+class _Changes(NamedTuple):
+    """Changes of a plan, as columns: at which step, of which place of the plan, to what."""
+
+    when: Tensor
+    place: Tensor
+    value: Tensor
+
+
+def _walk(plan: _Plan, way: float) -> Fronts:
+    """Step by step, a cycle at a time."""
+    import torch
+
+    ranks, depth, width, cycle = plan.ranks, plan.depth, plan.width, plan.cycle
+    room = -(-ROOM // cycle) * cycle
+    recent = torch.zeros(depth + room, width, dtype=torch.float64)
+    recent[:, ranks] = -math.inf  # for ops that read nothing from another rank
+    flat = recent.view(-1)
+    windows = [recent[at : at + depth].view(-1) for at in range(room)]
+    rows = [recent[at, :ranks] for at in range(depth + room)]
+    spending = _Changing(plan, plan.spends, 0.0)
+    reading = [_Changing(plan, changes, plan.nothing) for changes in plan.reads]
+    mail = _Mailing(plan)
+    got = torch.empty(ranks, dtype=torch.float64)
+    first, at = [0.0] * ranks, 0
+    for cycles in range(-(-plan.total // cycle)):
+        if at == room:
+            for low in range(0, depth, room):
+                recent[low : min(low + room, depth)] = recent[low + room : min(low + 2 * room, depth + room)]
             at = 0
-            for step in range(self.total):
-                if at == room:
-                    for low in range(0, depth, room):
-                        recent[low : min(low + room, depth)] = recent[low + room : min(low + 2 * room, depth + room)]
-                    at = 0
-                before, now = rows[at + depth - 1], rows[at + depth]
-                for one in reading:
-                    torch.index_select(windows[at], 0, one.at(step), out=got)
-                    before = torch.maximum(before, got.add_(way) if way else got, out=now)
-                for number in unparking.get(step, ()):
-                    rank = self.parked[number][3]
-                    now[rank] = max(float(now[rank]), parked[number] + way)
-                for rank in starting.get(step, ()):
-                    first[rank] = float(now[rank])
-                now.add_(spending.at(step))
-                for number in parking.get(step, ()):
-                    parked[number] = float(now[self.parked[number][1]])
-                at += 1
-            return Fronts(first, rows[at + depth - 1].tolist())
+        step = cycles * cycle
+        base = (at + depth - step) * width
+        mail.arrive(flat, cycles, base)
+        spend, read = spending.at(cycles), [one.at(cycles) for one in reading]
+        for turn in range(min(cycle, plan.total - step)):
+            before, now = rows[at + depth - 1], rows[at + depth]
+            for each in read:
+                torch.index_select(windows[at], 0, each[turn], out=got)
+                before = torch.maximum(before, got.add_(way) if way else got, out=now)
+            for rank in plan.first.get(step + turn, ()):
+                first[rank] = float(now[rank])
+            now.add_(spend[turn])
+            at += 1
+        mail.leave(flat, cycles, base)
+    return Fronts(first, rows[at + depth - 1].tolist())
 
 
 class _Changing:
-    """A plan that changes from step to step: for each step of the cycle a row with a number for each rank."""
+    """A plan that changes from cycle to cycle: for each step of the cycle a row with a number for each rank."""
 
-    def __init__(self, plan: _Plan, changes: _Changes, values: Tensor) -> None:
+    def __init__(self, plan: _Plan, changes: _Changes, first: float) -> None:
         import torch
 
-        when, order = torch.tensor(changes.when).sort(stable=True)
-        self.ends: list[int] = torch.searchsorted(when, torch.arange(plan.total + 1)).tolist()
-        self.places, self.values = torch.tensor(changes.place)[order], values[order]
-        self.now = torch.zeros(plan.cycle * plan.ranks, dtype=values.dtype)
-        self.rows, self.cycle = list(self.now.view(plan.cycle, plan.ranks)), plan.cycle
+        order = changes.when.argsort(stable=True)
+        self.place, self.value = changes.place[order], changes.value[order]
+        self.ends = _ends(plan, changes.when[order])
+        self.now = torch.full((plan.cycle * plan.ranks,), first, dtype=changes.value.dtype)
+        self.rows = list(self.now.view(plan.cycle, plan.ranks))
 
-    def at(self, step: int) -> Tensor:
-        """The row of a step; steps are asked for in turn."""
-        low, high = self.ends[step], self.ends[step + 1]
+    def at(self, cycles: int) -> list[Tensor]:
+        """The rows of a cycle; cycles are asked for in turn."""
+        low, high = self.ends[cycles], self.ends[cycles + 1]
         if low < high:
-            self.now.index_copy_(0, self.places[low:high], self.values[low:high])
-        return self.rows[step % self.cycle]
+            self.now.index_copy_(0, self.place[low:high], self.value[low:high])
+        return self.rows
+
+
+class _Mailing:
+    """The mail on its way."""
+
+    def __init__(self, plan: _Plan) -> None:
+        import torch
+
+        made, source, read, column = plan.mail
+        self.number = made.argsort(stable=True)
+        self.leaves, self.arrives = _ends(plan, made[self.number]), _ends(plan, read)
+        self.source = (made * plan.width + source)[self.number]
+        self.target = (read - 1) * plan.width + column
+        self.held = torch.zeros(len(read), dtype=torch.float64)
+
+    def arrive(self, flat: Tensor, cycles: int, base: int) -> None:
+        """Put what is read in a cycle where it is read, the row before."""
+        low, high = self.arrives[cycles], self.arrives[cycles + 1]
+        if low < high:
+            flat.index_copy_(0, self.target[low:high] + base, self.held[low:high])
+
+    def leave(self, flat: Tensor, cycles: int, base: int) -> None:
+        """Keep what was made in a cycle."""
+        low, high = self.leaves[cycles], self.leaves[cycles + 1]
+        if low < high:
+            self.held.index_copy_(0, self.number[low:high], flat.index_select(0, self.source[low:high] + base))
+
+
+def _ends(plan: _Plan, when: Tensor) -> list[int]:
+    """Where the steps of each cycle begin in a column that is sorted."""
+    import torch
+
+    return torch.searchsorted(when, torch.arange(-(-plan.total // plan.cycle) + 1) * plan.cycle).tolist()
