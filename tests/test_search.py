@@ -11,10 +11,11 @@ import torch
 
 import fpipe
 from fpipe.finding import search as module
-from fpipe.finding import solver
+from fpipe.finding import solver, stretch
 from fpipe.finding.climb import Climber
 from fpipe.finding.kept import Kept, kept_of
 from fpipe.finding.list_orders import ListOrders, rules
+from fpipe.finding.longer import lengthened, longer
 from fpipe.finding.tasks import tasks_of
 from fpipe.program import ProgramError
 
@@ -308,6 +309,36 @@ def test_a_long_step_is_a_short_one_repeated(stages: int, words: dict[str, Any])
     pace = (found.value - short.value) / (101 - 13)
     assert max(found.timeline.peak) <= words.get("memory_cap", math.inf)
     assert 30 * stages / 8 <= 2 * pace <= 2 * short.value / 13
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved", "zbv", "v_half", "hanayo"])
+def test_more_microbatches_are_played_without_a_program_of_them(name: str):
+    about, costs = fpipe.schedules.about(name), COSTS[2]
+    tasks = tasks_of(about.program(3, 12), costs)
+    assert tasks is not None
+    long = lengthened(tasks, 30)
+    assert long is not None
+    rows = next(longer(tasks, tasks.rows, 30))
+    timeline = fpipe.simulate(about.program(3, 42), costs)
+    assert long.play([long.flat(row) for row in rows])[:2] == (timeline.makespan, timeline.span)
+    assert long.peak(rows) == list(timeline.peak)
+
+
+def test_a_step_of_many_microbatches_is_made_only_to_be_taken(monkeypatch: pytest.MonkeyPatch):
+    """zbv searched by itself for all 1024 microbatches: ten seconds for a step whose short one took three."""
+    made: list[int] = []
+    order = stretch.by_table
+
+    def counted(program: fpipe.Program, *args: Any, **words: Any) -> fpipe.Program:
+        made.append(program.microbatches)
+        return order(program, *args, **words)
+
+    monkeypatch.setattr(stretch, "by_table", counted)
+    monkeypatch.setattr(stretch, "again", None)
+    found = quick(4, TEN, ranks=2, microbatches=60, memory_cap=1.5, without=OFFLOADING)
+    assert made == [60] * len(made)
+    assert len(made) <= 4
+    assert any(row.name.endswith(" repeated") for row in found.named)
 
 
 def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():

@@ -142,12 +142,7 @@ class Hunt:
                 program = made(transform, variant)
                 if program is None or not self._allowed(program, recomputed):
                     continue
-                timeline = simulate(program, wanted.costs)
-                fits = self.consider(program, timeline)
-                row = NamedRow(name, timeline.makespan, timeline.span, max(timeline.peak), fits)
-                known = self.named.get(name)
-                if known is None or rank_of(row, wanted.objective) < rank_of(known, wanted.objective):
-                    self.named[name] = row
+                fits = self.known(name, program)
                 tasks = tasks_of(program, wanted.costs) if fits and improve else None
                 if tasks is not None:
                     limits = limits_of(tasks, wanted.cap, wanted.costs)
@@ -156,6 +151,16 @@ class Hunt:
                     self.origins.update((name, entry) for entry in found)
                 if not has(program, "B"):
                     break  # split already, and so the same again
+
+    def known(self, name: str, program: Program) -> bool:
+        """Note what a named schedule takes, and keep it if it is the best that fits; whether it fits."""
+        timeline = simulate(program, self.wanted.costs)
+        fits = self.consider(program, timeline)
+        row = NamedRow(name, timeline.makespan, timeline.span, max(timeline.peak), fits)
+        before, objective = self.named.get(name), self.wanted.objective
+        if before is None or rank_of(row, objective) < rank_of(before, objective):
+            self.named[name] = row
+        return fits
 
     def _variants(self, base: Program) -> list[Program]:
         """The program with full backwards and with halves, as far as that is allowed."""

@@ -42,6 +42,47 @@ def _without_last(row: list[int], count: int) -> list[int]:
     return kept[::-1]
 
 
+def lengthened(tasks: Tasks, more: int) -> Tasks | None:
+    """The tasks of `more` microbatches more, each like the first; None where they are not all alike."""
+    count = tasks.program.microbatches
+    if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.lanes):
+        return None
+    if any(op.parts for op in tasks.ops):
+        return None
+    lanes = sorted((op, lane, at) for lane, steps in enumerate(tasks.lanes) for at, op in enumerate(steps[0]))
+    each = [[tasks.lanes[lane][turn][at] for _, lane, at in lanes] for turn in range(count)]
+    many, total = len(lanes), count + more
+    place = {op: at for row in each for at, op in enumerate(row)} | {len(tasks.ops): -1}
+
+    def needs(row: list[int]) -> list[list[tuple[int, float]]]:
+        return [[(place[source], way) for source, way in tasks.needs[op]] for op in row]
+
+    def shown(row: list[int]) -> list[tuple[object, ...]]:
+        ops = [tasks.ops[op] for op in row]
+        return [(op.kind, op.stage, op.rank, tasks.seconds[at]) for op, at in zip(ops, row, strict=True)]
+
+    first = each[0]
+    if any(shown(row) != shown(first) or needs(row) != needs(first) for row in each[1:]):
+        return None
+    ways = needs(first)
+    steps = [[place[op] for op in steps[0]] for steps in tasks.lanes]
+    return Tasks(
+        tasks.program,
+        [tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
+        [tasks.seconds[op] for op in first] * total,
+        [
+            tuple((turn * many + one if one >= 0 else total * many, way) for one, way in own)
+            for turn in range(total)
+            for own in ways
+        ],
+        [tasks.takes[op] for op in first] * total,
+        [tasks.drops[op] for op in first] * total,
+        [[tuple(turn * many + at for at in lane) for turn in range(total)] for lane in steps],
+        [],
+        tasks.shares,
+    )
+
+
 def pace(tasks: Tasks, rows: Rows) -> float:
     """Seconds for each microbatch more: of the fastest steady state, or of the busiest rank where there is none."""
     found = _steady(tasks, rows)

@@ -92,7 +92,7 @@ def search(
 
     With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated: 1024 microbatches take
     no longer to search than 32, though their program takes longer to make. Of named schedules only the two that promise
-    most are made so long.
+    most are made so long: their orders of the short step "repeated", or by name where those have no steady state.
 
     >>> import fpipe
     >>> costs = fpipe.Costs(forward=5, backward_input=6, backward_weight=4)

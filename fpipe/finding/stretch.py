@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import islice
+from typing import NamedTuple
 
+from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt, Wanted
-from fpipe.finding.longer import longer, pace
+from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import again
 from fpipe.finding.pool import Entry
 from fpipe.finding.tasks import Rows, Tasks
@@ -24,8 +26,14 @@ from fpipe.transforms.split_backward import split_backward
 
 LONG = 4
 """Microbatches for each rank beyond which a shorter step is searched."""
+LIKELY = 8
+"""Orders of the short step of which it is told what the long step takes, the most promising first."""
+STATES = 2
+"""Steady states of each, the fastest first."""
+NEAR = 4, 8
+"""After how many more microbatches a rank it is told: from then on, each takes as long as the one before."""
 TRIED = 2
-"""Orders, and named schedules, that are made for the long step, the most promising first."""
+"""Named schedules that are made for the long step."""
 
 
 def short_of(program: Program, wanted: Wanted) -> Program | None:
@@ -57,27 +65,60 @@ def short_of(program: Program, wanted: Wanted) -> Program | None:
 
 
 def stretched(short: Hunt, long: Hunt) -> None:
-    """Make what was found for the short step for the long one, and the named schedules that promise most beside it."""
+    """Make the most promising of what was found for the short step for the long one, and of the named schedules.
+
+    What each would take is told from a few more microbatches, so that it costs the same however long the step is.
+    """
     wanted = long.wanted
     more = long.bases[0].microbatches - short.bases[0].microbatches
-
-    def promise(entry: Entry) -> float:
-        return entry.value[0] + more * pace(entry.tasks, entry.rows)
-
-    count = 0
-    for entry in sorted(short.pool, key=promise):
-        for rows in islice(longer(entry.tasks, entry.rows, more), 2):
-            program = _ordered(long.bases[0], entry.tasks, rows)
-            if program is not None and long.consider(program, simulate(program, wanted.costs)):
-                count += 1
-                break
-        if count >= TRIED:
+    likely = sorted(short.pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
+    found = [one for entry in likely for one in _of(entry, wanted, more)]
+    for one in sorted(found, key=lambda one: one.value):
+        if long.best is not None and long.best.value[0] <= one.value * (1 + 1e-9):
             break
-    different: dict[str, str] = {}
-    for name in sorted(short.origins, key=lambda name: promise(short.origins[name])):
-        different.setdefault(repr(short.origins[name].rows), name)
-    likely = list(different.values())[:TRIED]
-    long.take(((name, again(name, wanted.ranks, wanted.costs, wanted.objective)) for name in likely), improve=False)
+        program = _ordered(long.bases[0], one.entry.tasks, one.rows(more))
+        if program is not None:
+            long.consider(program, simulate(program, wanted.costs))
+    named: dict[str, tuple[float, str, _Long | None]] = {}
+    for name, entry in short.origins.items():
+        best = min(_of(entry, wanted, more), key=lambda one: one.value, default=None)
+        value = entry.value[0] + more * pace(entry.tasks, entry.rows) if best is None else best.value
+        named.setdefault(repr(entry.rows), (value, name, best))
+    for value, name, one in sorted(named.values(), key=lambda each: each[:2])[:TRIED]:
+        program = one and _ordered(long.bases[0], one.entry.tasks, one.rows(more))
+        if program is not None:
+            long.known(f"{name} repeated", program)
+        elif long.best is None or value < long.best.value[0]:
+            long.take([(name, again(name, wanted.ranks, wanted.costs, wanted.objective))], improve=False)
+
+
+class _Long(NamedTuple):
+    """A steady state of an order, and what a long step takes that repeats it."""
+
+    value: float
+    entry: Entry
+    number: int
+
+    def rows(self, more: int) -> Rows:
+        """The order of so many microbatches more."""
+        return next(islice(longer(self.entry.tasks, self.entry.rows, more), self.number, None))
+
+
+def _of(entry: Entry, wanted: Wanted, more: int) -> list[_Long]:
+    """The fastest steady states of an order."""
+    near = [min(more, more % wanted.ranks + times * wanted.ranks) for times in NEAR]
+    tried = [(lengthened(entry.tasks, count), count) for count in near]
+    values: list[list[float]] = [[], []]
+    for each, (tasks, count) in zip(values, tried, strict=True):
+        if tasks is None:
+            return []
+        for rows in islice(longer(entry.tasks, entry.rows, count), STATES):
+            each.append(worth(tasks.play([tasks.flat(row) for row in rows]), wanted.objective)[0])
+    steps = near[1] - near[0]
+    return [
+        _Long(last + (last - first) * (more - near[1]) / steps if steps else last, entry, number)
+        for number, (first, last) in enumerate(zip(*values, strict=True))
+    ]
 
 
 def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
