@@ -17,7 +17,7 @@ from fpipe.finding.kept import Kept, kept_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.longer import lengthened, longer
 from fpipe.finding.tasks import tasks_of
-from fpipe.program import ProgramError
+from fpipe.program import ProgramError, Value
 
 OPTIMA = json.loads((Path(__file__).parent / "data" / "search_optima.json").read_text())
 TEN = fpipe.Costs(5, 6, 4)  # F=10, B=12, W=8 of a rank with two stages
@@ -293,6 +293,55 @@ def test_bytes_are_a_cap_where_costs_have_them():
     found = quick(3, costs, ranks=3, microbatches=6, memory_cap=cap)
     assert max(found.timeline.peak) <= cap
     assert found.value >= free.value
+
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())
+
+
+class UntilW:
+    """A residual of `whole`, of which a share stays from I to W, and nothing else."""
+
+    def __init__(self, kept: float, whole: float = 1) -> None:
+        self.late, self.early = kept * whole, (1 - kept) * whole
+
+    def storages(self, value: Value) -> dict[Any, float]:
+        late, early = {("late", *value[1:3]): self.late}, {("early", *value[1:3]): self.early}
+        return {"res": late | early, "wres": late}.get(value.name, {})
+
+    def size(self, value: Value) -> float:
+        return 0.0
+
+
+TABLE_5 = [
+    pytest.param(row, marks=[] if row["hidden"] > 4000 else pytest.mark.deep, id=f"m={row['m']} h={row['hidden']}")
+    for row in GOLDEN["paper_table5"]
+]
+
+
+@pytest.mark.parametrize("row", TABLE_5)
+def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
+    """Its bubble is of the span; M_B of each microbatch is held until I, M_W until W, and ZB-2p may hold 2p M_B."""
+    kept = 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * row["seq"])
+    times = (row["costs"][letter] for letter in "FBW")
+    costs = fpipe.Costs(*times, transfer=row["costs"]["comm"], bytes=UntilW(kept))  # type: ignore[arg-type]
+    words: dict[str, Any] = {"ranks": row["p"], "microbatches": row["m"], "placement": "linear", "objective": "span"}
+    found = quick(row["p"], costs, **words, memory_cap=2 * row["p"], without=OFFLOADING)
+    assert max(found.timeline.peak) <= 2 * row["p"] * (1 + 1e-9)
+    assert round(found.timeline.bubble_span, 4) <= row["expected"]["ZB-2p"]
+
+
+@pytest.mark.parametrize("by", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
+def test_what_an_i_lets_go_of_makes_room(by: str):
+    """Residuals that count until W alone left a third of the bytes unused."""
+    words: dict[str, Any] = {"ranks": 3, "microbatches": 6, "memory_cap": 3.0, "placement": "linear", "without": SLOW}
+    values = [
+        quick(
+            3, fpipe.Costs(4, 5, 3, bytes=UntilW(kept)), **words, solver=by, seconds=0.5 if by == "local" else 5
+        ).value  # type: ignore[arg-type]
+        for kept in (0.0, 1.0)
+    ]
+    plain = quick(3, fpipe.Costs(4, 5, 3), **words, solver=by, seconds=0.5 if by == "local" else 5).value
+    assert values[0] < values[1] == plain
 
 
 @pytest.mark.parametrize(

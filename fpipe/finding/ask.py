@@ -50,9 +50,11 @@ def ask(hunt: Hunt, seconds: float, told: Callable[[float, float, float], None])
             seed=wanted.seed,
             found=heard,
         )
-        proven[kinds] = max(entry.floor, answer.bound)
+        if wanted.costs.bytes is None or wanted.cap == math.inf:  # how much of a cap in bytes is left for residuals is
+            proven[kinds] = max(entry.floor, answer.bound)  # measured, and proves nothing
         if answer.rows is not None:
-            better = entries(entry.tasks, entry.limits, [answer.rows], wanted.objective, proven[kinds])
+            floor = proven.get(kinds, entry.floor)
+            better = entries(entry.tasks, entry.limits, [answer.rows], wanted.objective, floor)
             hunt.pool += better
             for one in better:
                 hunt.judge(one)

@@ -33,7 +33,7 @@ class Climber:
     Args:
         tasks: the ops.
         rows: the order to begin with, which keeps to the caps.
-        caps: residuals that each rank may hold.
+        caps: what each rank may hold of residuals.
         objective: "makespan" or "span".
         seed: of the random choices.
         memory: for how many steps a worse order may stay.
@@ -99,7 +99,7 @@ class Climber:
         """The row, in which what finds no room waits for the next op that makes some; None where that is no help."""
         cap, takes, drops = self.caps[rank], self.takes, self.drops
         for _ in range(4):
-            now, full = 0, -1
+            now, full = 0.0, -1
             for at, lane in enumerate(row):
                 now += takes[lane]
                 if now > cap:
@@ -108,7 +108,7 @@ class Climber:
                 now -= drops[lane]
             if full < 0:
                 return row
-            after = next((place for place in range(full + 1, len(row)) if drops[row[place]]), None)
+            after = next((place for place in range(full + 1, len(row)) if drops[row[place]] > takes[row[place]]), None)
             if after is None:
                 return None
             row = [*row[:full], *row[full + 1 : after + 1], row[full], *row[after + 1 :]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -11,6 +11,7 @@ from random import Random
 from fpipe.finding.climb import Value
 from fpipe.finding.found import NamedRow
 from fpipe.finding.limits import limits_of, tightened
+from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.named_starts import named_starts
 from fpipe.finding.pool import Entry, entries, improve
@@ -129,7 +130,15 @@ class Hunt:
         return min(seconds(op), seconds(op._replace(kind="I")) + seconds(op._replace(kind="W")))
 
     def _names(self, base: Program, *, by_cost: bool) -> None:
-        self.take(starts_of(base, self.wanted, by_cost=by_cost), base)
+        wanted = self.wanted
+        room = wanted.cap, 1.0
+        if wanted.costs.bytes is not None:  # those who count microbatches are told how many there is room for
+            rooms = [room_of(entry.tasks, entry.limits) for entry in self.pool]
+            room = max((one[0] for one in rooms), default=0.0), min((one[1] for one in rooms), default=1.0)
+        starts = named_starts(
+            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, without=wanted.without
+        )
+        self.take(starts, base)
 
     def take(
         self, starts: Iterable[tuple[str, Transform]], base: Program | None = None, *, improve: bool = True
@@ -206,7 +215,7 @@ class Hunt:
         improved, self.stopped = improve(pool, wanted.objective, effort, wanted.seed, told)
         exact = wanted.costs.bytes is None and wanted.costs.sender == "free"
         for entry in improved[: IMPROVED if exact else len(improved)]:
-            if not exact or self.best is None or entry.value < self.best.value:
+            if self.best is None or entry.value < self.best.value:  # what links and senders add makes it no shorter
                 self.judge(entry)
         self.pool = [*improved[:IMPROVED], *self.pool]
 
@@ -273,14 +282,6 @@ class Hunt:
 
     def _seen(self, timeline: Timeline) -> None:
         self.least = min(self.least, max(timeline.peak))
-
-
-def starts_of(base: Program, wanted: Wanted, *, by_cost: bool) -> Iterator[tuple[str, Transform]]:
-    """The named schedules to start from."""
-    cap = wanted.cap if wanted.costs.bytes is None and wanted.cap < math.inf else None
-    return named_starts(
-        base, wanted.ranks, wanted.costs, cap, wanted.objective, by_cost=by_cost, without=wanted.without
-    )
 
 
 def made(transform: Transform, program: Program) -> Program | None:

@@ -1,8 +1,9 @@
-"""How many residuals each rank may hold, so that it keeps to a cap."""
+"""How much of residuals each rank may hold, so that it keeps to a cap."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fpipe.finding.list_orders import ListOrders, Rule
 from fpipe.finding.tasks import Rows, Tasks
@@ -11,11 +12,11 @@ from fpipe.timing.simulate import simulate
 
 
 def limits_of(tasks: Tasks, cap: float, costs: Costs) -> list[float]:
-    """Residuals that each rank may hold.
+    """What each rank may hold of residuals, in the unit of `Tasks.takes`.
 
-    Where peaks are microbatches that is a matter of counting. Where they are bytes, what a residual adds to a rank's
-    peak is measured on two orders, one that holds as little as can be and one that holds all; the caller simulates what
-    it finds under these limits, and has them `tightened` where they were too wide.
+    Where peaks are microbatches that is a matter of counting. Where they are bytes, a rank holds more than residuals:
+    how much more is measured on two orders, one that holds as little as can be and one that holds all. The caller
+    simulates what it finds under these limits, and has them `tightened` where they were too wide.
     """
     if cap == math.inf:
         return [math.inf for _ in tasks.rows]
@@ -23,17 +24,28 @@ def limits_of(tasks: Tasks, cap: float, costs: Costs) -> list[float]:
         return [math.floor(cap * share + 1e-9) for share in tasks.shares]
     least = tasks.rows
     most = ListOrders(tasks, [math.inf for _ in least]).order(Rule((0, 1000, 2000), 0, 0.01)) or least
-    found: list[float] = []
-    peaks = [simulate(tasks.ordered(rows), costs).peak for rows in (least, most)]
-    for rank, (few, many) in enumerate(zip(*peaks, strict=True)):
-        held = [tasks.held(tasks.flat(rows[rank])) for rows in (least, most)]
-        each = (many - few) / (held[1] - held[0]) if held[1] > held[0] else 0.0
-        found.append(math.inf if not each else math.floor(held[0] + (cap - few) / each + 1e-9))
-    return found
+    beside = [0.0 for _ in least]
+    for rows in (least, most):
+        for rank, amount in enumerate(simulate(tasks.ordered(rows), costs).peak):
+            beside[rank] = max(beside[rank], amount - tasks.held(tasks.flat(rows[rank])))
+    return [(cap - more) * (1 + 1e-12) for more in beside]
 
 
-def tightened(tasks: Tasks, rows: Rows, limits: list[float], peak: tuple[float, ...], cap: float) -> list[float]:
-    """The limits, less one on each rank that holds too much in this order."""
+def tightened(tasks: Tasks, rows: Rows, limits: list[float], peak: Sequence[float], cap: float) -> list[float]:
+    """The limits, less what each rank holds too much in this order."""
     held = [tasks.held(tasks.flat(row)) for row in rows]
-    pairs = zip(limits, held, peak, strict=True)
-    return [min(limit, now) - 1 if amount > cap * (1 + 1e-9) else limit for limit, now, amount in pairs]
+    return [
+        min(limit, now - (amount - cap)) if amount > cap * (1 + 1e-9) else limit
+        for limit, now, amount in zip(limits, held, peak, strict=True)
+    ]
+
+
+def room(tasks: Tasks, limits: Sequence[float]) -> tuple[float, float]:
+    """For how many microbatches every rank has room, and which share of one its W's need after its I's."""
+    whole, late = [0.0] * tasks.ranks, 0.0
+    for op, takes, drops in zip(tasks.ops, tasks.takes, tasks.drops, strict=True):
+        whole[op.rank] += takes
+        late += drops if op.kind != "I" else 0.0
+    count, total = tasks.program.microbatches, sum(whole)
+    rooms = [limit * count / each for limit, each in zip(limits, whole, strict=True) if each]
+    return min(rooms, default=math.inf), late / total if total else 1.0

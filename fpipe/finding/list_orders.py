@@ -84,7 +84,7 @@ class ListOrders:
         self.graph = TaskGraph(tasks.ranks, self.rank, seconds, readers, list(map(len, needs)))
         self.whole = [sum(self._per_microbatch(rank)) for rank in range(tasks.ranks)]
 
-    def _per_microbatch(self, rank: int) -> list[int]:
+    def _per_microbatch(self, rank: int) -> list[float]:
         """The residuals of the first microbatch that a rank takes."""
         own = [at for at, one in enumerate(self.rank) if one == rank and self.takes[at]]
         first = min((self.microbatch[at] for at in own), default=0)
@@ -96,13 +96,13 @@ class ListOrders:
             rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
             for kind, depth, microbatch in zip(self.kind, self.depth, self.microbatch, strict=True)
         ]
-        held = [0] * self.tasks.ranks
-        begun: list[dict[int, int]] = [{} for _ in held]  # microbatch -> residuals that it has still to make
-        gone = [0] * self.tasks.ranks
+        held = [0.0] * self.tasks.ranks
+        begun: list[dict[int, float]] = [{} for _ in held]  # microbatch -> residuals that it has still to make
+        gone = [0.0] * self.tasks.ranks
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
             held[rank] -= gone[rank]
-            gone[rank] = 0
+            gone[rank] = 0.0
             promised, best = sum(begun[rank].values()), NOTHING
             for at in ready:
                 more = self.takes[at]
@@ -122,7 +122,7 @@ class ListOrders:
                 gone[rank] = self.drops[best]
                 if self.takes[best]:
                     left = begun[rank].get(self.microbatch[best], self.whole[rank])
-                    begun[rank][self.microbatch[best]] = max(0, left - self.takes[best])
+                    begun[rank][self.microbatch[best]] = max(0.0, left - self.takes[best])
             return best
 
         found = list_schedule(self.graph, pick)

@@ -80,6 +80,7 @@ def lengthened(tasks: Tasks, more: int) -> Tasks | None:
         [[tuple(turn * many + at for at in lane) for turn in range(total)] for lane in steps],
         [],
         tasks.shares,
+        tasks.weight,
     )
 
 

@@ -18,7 +18,7 @@ def named_starts(
     program: Program,
     ranks: int,
     costs: Costs,
-    cap: float | None,
+    room: tuple[float, float],
     objective: str,
     *,
     by_cost: bool,
@@ -30,11 +30,13 @@ def named_starts(
         program: what they are to order.
         ranks: how many.
         costs: what schedules that order by costs are told.
-        cap: what those with a cap are told beside their own: microbatches a rank may hold.
+        room: what those with a cap are told beside their own: microbatches a rank may hold, and the share of one that a
+            W still needs after its I.
         objective: what those are told that can be told what to make short.
         by_cost: those that search by themselves, which takes them up to a second, or the others.
         without: names that are left out.
     """
+    cap, kept = min(room[0], program.microbatches), room[1]
     for name in names():
         schedule = about(name)
         takes = inspect.signature(schedule.factory).parameters
@@ -46,11 +48,11 @@ def named_starts(
         said: list[dict[str, Any]] = [{}]
         if "waves" in takes and program.stages % (2 * ranks) == 0:
             said = [{"waves": program.stages // (2 * ranks)}]
-        if by_cost and cap is not None and cap >= 1:
+        if by_cost and cap >= 1:
             # Without costs it is there in a moment, and holds as much as with them.
             published = schedule.factory(ranks)(program)
-            fits = max(simulate(published).peak) <= cap * (1 + 1e-9)
-            said = [*(said if fits else []), {"memory_cap": cap}]
+            fits = kept < 1 or max(simulate(published).peak) <= cap * (1 + 1e-9)
+            said = [*(said if fits else []), {"memory_cap": cap} | ({"kept": kept} if kept < 1 else {})]
         for options in said:
             shown = ",".join(f"{word}={value:g}" for word, value in options.items())
             try:

@@ -22,7 +22,6 @@ class Answer(NamedTuple):
 
     rows: Rows | None
     bound: float
-    proven: bool
 
 
 def installed() -> bool:
@@ -45,7 +44,7 @@ def solve(
 
     Args:
         tasks: the ops on their ranks.
-        caps: residuals that each rank may hold.
+        caps: what each rank may hold of residuals.
         objective: "makespan" or "span".
         start: an order to begin with.
         seconds: when to stop.
@@ -85,12 +84,15 @@ def solve(
                     model.add(starts[first] >= ends[tasks.lanes[lane][turn - 1][-1]])
         model.add_no_overlap(steps)
     for rank, residuals in enumerate(tasks.residuals):
-        if len(residuals) > caps[rank]:
+        sizes = [size for *_, size in residuals]
+        if sum(sizes) > caps[rank]:
             held: list[Any] = []
-            for maker, dropper in residuals:
+            for maker, dropper, _ in residuals:
                 long = model.new_int_var(took[maker], most, f"h{maker}")
                 held.append(model.new_interval_var(starts[maker], long, ends[dropper], f"r{maker}"))
-            model.add_cumulative(held, [1] * len(held), math.floor(caps[rank]))
+            count = 1.0 if all(map(float.is_integer, sizes)) else max(sizes) / 1000
+            demands = [math.ceil(size / count - 1e-9) for size in sizes]
+            model.add_cumulative(held, demands, math.floor(caps[rank] / count + 1e-9))
     value = model.new_int_var(0, most, "value")
     for row in start:
         last = model.new_int_var(0, most, "last")
@@ -119,7 +121,7 @@ def solve(
     status = solver.solve(model, _listener(found, unit) if found else None)
     bound = max(0.0, solver.best_objective_bound) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound, False)
+        return Answer(None, bound)
     when = [solver.value(one) for one in starts]
     rows: Rows = []
     for row in start:
@@ -129,7 +131,7 @@ def solve(
             for step in tasks.lanes[lane]
         ]
         rows.append([lane for *_, lane in sorted(each)])
-    return Answer(rows, bound, status == cp_model.OPTIMAL)
+    return Answer(rows, bound)
 
 
 def _listener(found: Callable[[float, float], None], unit: float) -> Any:

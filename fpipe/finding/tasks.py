@@ -12,13 +12,14 @@ It is apart from the clock of `schedules/linear_pipeline.py`, which knows only c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from fpipe.program import Op, Program, kind_of
+from fpipe.program import Op, Program, Value, kind_of
 from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
 from fpipe.timing.memory import residuals_stay
@@ -30,6 +31,15 @@ Rows = list[list[int]]
 """For each rank the lanes of its ops, in order."""
 Step = tuple[int, ...]
 """What a row names as one: an op, behind the R that it needs."""
+
+
+def one_each(value: Value) -> float:
+    """What a residual counts where costs have no bytes."""
+    return 1.0
+
+
+def _bytes_of(costs: Costs, value: Value) -> float:
+    return float(sum(costs.storages(value).values()))
 
 
 class Played(NamedTuple):
@@ -54,21 +64,24 @@ class Tasks:
         seconds: of each.
         needs: for each the ops that it waits for, each with the seconds on the way; what is needed through others is
             left out. The number behind the last op is the caller, who has everything from the start.
-        takes, drops: residuals that an op starts to hold, and those it lets go of when it ends.
+        takes, drops: of residuals, what an op starts to hold, and what it lets go of when it ends: in bytes where costs
+            have them (an I then keeps what its W needs), else one for each.
         lanes: for each lane its steps, in turn.
         rows: the order that the program has.
         shares: how many residuals of a rank are one microbatch.
+        weight: what a residual counts.
     """
 
     program: Program
     ops: list[Op]
     seconds: list[float]
     needs: list[tuple[tuple[int, float], ...]]
-    takes: list[int]
-    drops: list[int]
+    takes: list[float]
+    drops: list[float]
     lanes: list[list[Step]]
     rows: Rows
     shares: list[int]
+    weight: Callable[[Value], float] = one_each
 
     @property
     def ranks(self) -> int:
@@ -86,18 +99,23 @@ class Tasks:
         return [tuple(sorted(ranks)) for ranks in found]
 
     @cached_property
-    def residuals(self) -> list[list[tuple[int, int]]]:
-        """On each rank the op that makes each residual, and the one that drops it."""
-        makers: dict[tuple[object, ...], int] = {}
-        found: list[list[tuple[int, int]]] = [[] for _ in self.rows]
-        for at, op in enumerate(self.ops):
+    def residuals(self) -> list[list[tuple[int, int, float]]]:
+        """On each rank the op that makes each residual, or a part of it, the one that drops it, and how much it is."""
+        makers: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
+        found: list[list[tuple[int, int, float]]] = [[] for _ in self.rows]
+        for at, op in enumerate(self.ops):  # a microbatch's ops are in the order in which they need each other
             for part in op.parts or (op,):
-                if part.kind in "FR" and any(value.name == "res" for value in part.writes):
-                    makers[part[1:4]] = at
-        for at, op in enumerate(self.ops):
-            for part in op.parts or (op,):
-                if part.kind in "BW" and part[1:4] in makers:
-                    found[op.rank].append((makers[part[1:4]], at))
+                takes, left = holding(part, self.weight)
+                open_ones = makers[part[1:4]]
+                while left and open_ones:
+                    maker, size = open_ones.pop()
+                    gone = min(left, size)
+                    found[op.rank].append((maker, at, gone))
+                    left -= gone
+                    if size > gone:
+                        open_ones.append((maker, size - gone))
+                if takes:
+                    open_ones.append((at, takes))
         return found
 
     def follows(self, op: int, first: int) -> bool:
@@ -123,9 +141,9 @@ class Tasks:
         turns = {lane: iter(self.lanes[lane]) for lane in set(row)}
         return list(chain.from_iterable(next(turns[lane]) for lane in row))
 
-    def held(self, flat: Sequence[int]) -> int:
-        """The most residuals that a row of ops holds at once."""
-        now = most = 0
+    def held(self, flat: Sequence[int]) -> float:
+        """The most of residuals that a row of ops holds at once."""
+        now = most = 0.0
         for op in flat:
             now += self.takes[op]
             if now > most:
@@ -269,11 +287,19 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
             before[op.rank] = []
     if any(before) or not all(rows):
         return None
-    held = [op.parts or (op,) for op in ops]
-    makes = [sum(part.kind in "FR" and any(v.name == "res" for v in part.writes) for part in each) for each in held]
-    drops = [sum(part.kind in "BW" for part in each) for each in held]
+    weight = one_each if costs.bytes is None else partial(_bytes_of, costs)
+    holds = [[holding(part, weight) for part in op.parts or (op,)] for op in ops]
+    takes, drops = ([float(sum(part[at] for part in parts)) for parts in holds] for at in (0, 1))
     seconds = list(map(costs.seconds, ops))
-    return Tasks(program, ops, seconds, _short(ops, seconds, needs), makes, drops, steps, rows, shares(program))
+    short = _short(ops, seconds, needs)
+    return Tasks(program, ops, seconds, short, takes, drops, steps, rows, shares(program), weight)
+
+
+def holding(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
+    """What an op starts to hold of residuals, and what it lets go of: an I drops what its W does not need."""
+    made = sum(weight(value) for value in op.writes if value.name in ("res", "wres"))
+    gone = sum(weight(value) for value in op.reads if value.name in ("res", "wres"))
+    return max(0.0, made - gone), max(0.0, gone - made)
 
 
 def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[tuple[tuple[int, float], ...]]:
