@@ -107,6 +107,29 @@ def test_every_kind_of_schedule_gives_the_bits_of_autograd(pair: Processes, name
     assert pair.each(scheduled, name) == [[], []]
 
 
+SEARCHED: list[dict[str, Any]] = [
+    {"placement": "v", "memory_cap": 1.5},
+    {"placement": "linear", "memory_cap": 1, "checkpoint": "auto"},
+    {"split_backward": False},
+]
+
+
+def put_in_order(rank: int, schedules: list[Any]) -> list[list[str]]:
+    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
+    return [both(rank, chained(model, schedule), model, params, rows(12)) for schedule in schedules]
+
+
+def test_schedules_that_were_searched_give_the_bits_of_autograd(pair: Processes):
+    """On a V, recomputed, and with two replicas of its parameters."""
+    costs = fpipe.Costs(2, 2, 2, recompute=1)
+    slow = "zb_auto", "zbv", "v_half", "v_min", "bpipe", "pipe_offload"
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 4, "seconds": 0.05, "solver": "local", "without": slow}
+    found = [fpipe.search(4, costs, **sizes, **words) for words in SEARCHED]
+    assert [any(op.kind == "R" for op in one.program.ops) for one in found] == [False, True, False]
+    assert [one.schedule.replicated for one in found] == [False, False, True]
+    assert pair.each(put_in_order, [one.schedule for one in found]) == [[[]] * 3] * 2
+
+
 def remembering(rank: int) -> list[str]:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)]
     model, params, state = fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -193,6 +193,7 @@ def squares(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
+RUNTIMES: tuple[Literal["local", "threads"], ...] = ("local", "threads")
 RUN: list[dict[str, Any]] = [
     {"placement": "v", "memory_cap": 1.5},
     {"placement": "looped", "split_backward": False},
@@ -213,6 +214,9 @@ def test_what_is_found_runs(words: dict[str, Any]):
     program = fpipe.chain(fpipe.split(4), found.schedule, fpipe.merge())(fpipe.program(model))
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert fpipe.verify(program, model, params, batch).bitwise
+    here, there = (fpipe.build(program, model, runtime=name)(params, batch) for name in RUNTIMES)
+    assert all(torch.equal(one["w"], other["w"]) for one, other in zip(here.grads, there.grads, strict=True))
+    assert torch.equal(here.loss, there.loss)
     assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
 
 
@@ -263,6 +267,19 @@ def test_recomputing_frees_memory_where_that_is_asked_for():
     costs = fpipe.Costs(2, 2, 2, recompute=1)
     words: dict[str, Any] = {"ranks": 2, "microbatches": 6, "memory_cap": 1, "placement": "linear"}
     assert quick(4, costs, checkpoint="auto", **words).value < quick(4, costs, **words).value
+
+
+def test_any_stages_may_be_recomputed():
+    """Once only the first ones, whatever it takes to compute them again."""
+    costs = fpipe.Costs(3, 3, 3, recompute=[9, 0.5, 9, 0.5])
+    words: dict[str, Any] = {"ranks": 2, "microbatches": 4, "memory_cap": 1, "placement": "linear", "seconds": 0.5}
+    found = quick(4, costs, checkpoint="auto", **words)
+    again = {op.stage for op in found.program.ops if op.kind == "R"}
+    assert again <= {1, 3}
+    assert again
+    first = quick(4, costs, checkpoint=lambda stage, _: stage == 0, **(words | {"seconds": 0.1}))
+    assert found.value < first.value == 108  # the best of the first ones
+    assert found.schedule(step(4, 4)) == found.program
 
 
 def test_bytes_are_a_cap_where_costs_have_them():
@@ -323,7 +340,7 @@ def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
     """Its bubble is of the span; M_B of each microbatch is held until I, M_W until W, and ZB-2p may hold 2p M_B."""
     kept = 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * row["seq"])
     times = (row["costs"][letter] for letter in "FBW")
-    costs = fpipe.Costs(*times, transfer=row["costs"]["comm"], bytes=UntilW(kept))  # type: ignore[arg-type]
+    costs = fpipe.Costs(*times, transfer=row["costs"]["comm"], bytes=UntilW(kept))
     words: dict[str, Any] = {"ranks": row["p"], "microbatches": row["m"], "placement": "linear", "objective": "span"}
     found = quick(row["p"], costs, **words, memory_cap=2 * row["p"], without=OFFLOADING)
     assert max(found.timeline.peak) <= 2 * row["p"] * (1 + 1e-9)

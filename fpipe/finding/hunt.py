@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -22,6 +22,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.place import place
 from fpipe.transforms.split_backward import split_backward
 
@@ -29,6 +30,10 @@ RULES_TRIED = 24
 """Rules of list scheduling that are tried in each placement."""
 OTHER_PLACEMENTS = 12
 """Placements that no word says which are tried."""
+CHOICE_RULES = 3
+"""Rules of list scheduling by which a choice of what is recomputed is judged."""
+ORDERING = 50
+"""What list scheduling takes for an op, in played ops."""
 IMPROVED = 4
 """Improved orders that are simulated, the best first."""
 
@@ -47,6 +52,7 @@ class Wanted:
         halves: whether backwards are split: all (True), none (False), or where it helps (None).
         seed: of the random choices.
         without: names of schedules that it does not start from.
+        choose: whether stages and microbatches that are recomputed may be any.
     """
 
     ranks: int
@@ -58,6 +64,7 @@ class Wanted:
     halves: bool | None
     seed: int
     without: frozenset[str] = frozenset()
+    choose: bool = False
 
     def value(self, timeline: Timeline) -> Value:
         """What is to be small first, and then."""
@@ -107,10 +114,11 @@ class Hunt:
     def improve(self, effort: float) -> None:
         """Improve the best of them for so many played ops."""
         elsewhere = self.wanted.free and self.bases[0].stages > self.wanted.ranks
-        share = effort * (0.8 if elsewhere else 1.0)
-        self._improve(self.pool, share)
-        if elsewhere and not self.optimal() and not self.stopped:
-            self._elsewhere(effort - share)
+        parts = [0.2 * elsewhere, 0.4 * self.wanted.choose]
+        self._improve(self.pool, effort * (1 - sum(parts)))
+        for part, go_on in zip(parts, (self._elsewhere, self._recomputed), strict=True):
+            if part and not self.optimal() and not self.stopped:
+                go_on(effort * part)
 
     def optimal(self) -> bool:
         """Whether nothing is left to gain, wherever the stages are."""
@@ -253,6 +261,31 @@ class Hunt:
             if self.best and pool and min(entry.floor for entry in pool) < self.best.value[0]:
                 self._improve(pool, effort / OTHER_PLACEMENTS)
 
+    def _recomputed(self, effort: float) -> None:
+        """Try other choices of what is recomputed, one small change after the other, and improve the best of them.
+
+        A change recomputes a stage more or less, in all or in every other microbatch, or one stage in place of another.
+        """
+        wanted, base, random = self.wanted, self.bases[0], Random(self.wanted.seed)
+        before, found = again_of(base), list[Entry]()
+        program = self.best.program if self.best else self.bases[-1]
+        where = [rank for rank in program.placement if isinstance(rank, int)]
+        placement = where if len(where) == base.stages else wanted.placements[0]
+        now, value, spent = again_of(program), (math.inf, math.inf), 0.0
+        tried = now
+        while spent < effort / 2:
+            pool = self._lists(recomputing(tried - before)(base), placement, CHOICE_RULES)
+            spent += CHOICE_RULES * ORDERING * (len(pool[0].tasks.ops) if pool else len(base.ops))
+            found += pool
+            reached = min((entry.value for entry in pool), default=(math.inf, math.inf))
+            if reached <= value:
+                now, value = tried, reached
+            step = random.choice((1, 1, 2))
+            changed = random.sample(range(base.stages), random.choice((1, 2)) if base.stages > 1 else 1)
+            which = range(random.randrange(step), base.microbatches, step)
+            tried = now ^ {(stage, microbatch) for stage in changed for microbatch in which}
+        self._improve(found, effort / 2)
+
     def floor(self, program: Program) -> float:
         """Seconds that no order of these ops on these ranks goes below, under the cap."""
         program = self.halved(program)
@@ -290,6 +323,16 @@ def made(transform: Transform, program: Program) -> Program | None:
         return transform(program)
     except (ProgramError, ValueError):
         return None
+
+
+def again_of(program: Program) -> frozenset[tuple[int | None, int | None]]:
+    """Stages and microbatches that are recomputed."""
+    return frozenset((op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "R")
+
+
+def recomputing(again: Collection[tuple[int | None, int | None]]) -> Transform:
+    """Recompute these stages of these microbatches."""
+    return checkpoint(lambda stage, microbatch: (stage, microbatch) in again)
 
 
 def kinds_of(program: Program) -> Hashable:

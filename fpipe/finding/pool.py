@@ -87,10 +87,11 @@ def improve(
 
 
 def _different(pool: Sequence[Entry]) -> list[Entry]:
-    """The best of each placement, then the second best of each, and so on, without those that are worth the same."""
+    """The best of each placement and choice of what is recomputed, then the second best of each, and so on, without
+    those that are worth the same."""
     groups: dict[tuple[object, ...], dict[Value, Entry]] = {}
     for entry in sorted(pool, key=lambda entry: entry.value):
-        groups.setdefault(entry.tasks.program.placement, {}).setdefault(entry.value, entry)
+        groups.setdefault((entry.tasks.program.placement, entry.tasks.again), {}).setdefault(entry.value, entry)
     turns = zip_longest(*(group.values() for group in groups.values()))
     return [entry for turn in turns for entry in turn if entry is not None]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
-from fpipe.finding.hunt import Candidate, Hunt, Wanted, kinds_of, rank_of
+from fpipe.finding.hunt import Candidate, Hunt, Wanted, again_of, kinds_of, rank_of, recomputing
 from fpipe.finding.kept import kept_of
 from fpipe.finding.solver import installed
 from fpipe.finding.stretch import short_of, stretched
@@ -74,8 +75,8 @@ def search(
         solver: "local" does without, "cp-sat" insists on it, "auto" uses it where it is installed and the step has at
             most `SMALL` ops.
         split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
-        checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") whole stages where it
-            helps.
+        checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") any stages and microbatches
+            for which a cap makes it worth the time.
         without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice,
             "bpipe" and "pipe_offload" move residuals out of a rank.
         seed: of the random choices.
@@ -116,9 +117,11 @@ def search(
         )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
-    bases = _recomputing(base, checkpoint)
-    short = short_of(base, wanted) if checkpoint in ("never", "auto") else None
-    searched = _recomputing(short, checkpoint) if short is not None else bases
+    wanted = replace(wanted, choose=checkpoint == "auto" and wanted.cap < math.inf)
+    policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
+    bases = _recomputing(base, policy)
+    short = short_of(base, wanted) if policy in ("never", "auto") else None
+    searched = _recomputing(short, policy) if short is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
     by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
     run = _Run(base, searched, bases, wanted, seconds, by_solver, progress)
@@ -289,7 +292,6 @@ class _Run:
             known[id(program)] = Candidate(program, timeline, value)
             return fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
 
-        recomputed = {op.stage for op in best.program.ops if op.kind == "R"}
-        base = next(base for base in self.bases if {op.stage for op in base.ops if op.kind == "R"} == recomputed)
-        made = fused(base, best.program, good)
+        more = again_of(best.program) - again_of(self.plain)
+        made = fused(recomputing(more)(self.plain) if more else self.plain, best.program, good)
         return known.get(id(made), best)

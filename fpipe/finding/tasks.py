@@ -118,6 +118,11 @@ class Tasks:
                     open_ones.append((at, takes))
         return found
 
+    @cached_property
+    def again(self) -> frozenset[tuple[int | None, int | None]]:
+        """Stages and microbatches that are recomputed."""
+        return frozenset((op.stage, op.microbatch) for op in self.ops if op.kind == "R")
+
     def follows(self, op: int, first: int) -> bool:
         """Whether an op needs another one, itself or through others."""
         todo = [op]
