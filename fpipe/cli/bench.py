@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from enum import StrEnum
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fpipe.cli.check_grads import function, made_by
-from fpipe.cli.options import Microbatches, known, usage
+from fpipe.cli.options import Microbatches, ModelSaid, known, made_by, usage
 from fpipe.cli.output import table
 from fpipe.cli.what import is_file
 from fpipe.pictures.plot import plot
@@ -50,16 +49,6 @@ Ranks = Annotated[
 ]
 Where = Annotated[Runtime, typer.Option("--runtime", "-r", help="threads, or distributed (under torchrun).")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each schedule runs.")]
-Function = Annotated[
-    Any,
-    typer.Option(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        parser=usage(function),
-        help="A function, in a module or a .py file, that returns (model, params, batch) or (model, params, batch, "
-        "state), for schedules with as many stages; by default linear layers with ReLU, at least 8.",
-    ),
-]
 Width = Annotated[int, typer.Option(min=1, help="Of the layers.")]
 Rows = Annotated[int, typer.Option(min=1, help="Of a microbatch.")]
 Picture = Annotated[
@@ -80,7 +69,7 @@ def bench(
     microbatches: Microbatches = 8,
     runtime: Where = Runtime.threads,
     rounds: Rounds = 10,
-    model: Function = None,
+    model: ModelSaid = None,
     width: Width = 512,
     rows: Rows = 128,
     file: Picture = None,
@@ -88,7 +77,8 @@ def bench(
     """Profile, simulate and run schedules here, and say how far apart.
 
     Costs are those of GPipe with as many stages, its ranks running together
-    (fpipe.profile). A round runs each schedule once.
+    (fpipe.profile). A round runs each schedule once. A --model serves schedules
+    with as many stages; without one, linear layers with ReLU run, at least 8.
 
     \b
     simulated  makespan in ms, of fpipe.simulate with these costs

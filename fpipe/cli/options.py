@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +17,9 @@ from fpipe.cli.what import is_file, named, read
 from fpipe.program import Program
 from fpipe.schedules.named import option
 from fpipe.schedules.named import parse as parse_name
+
+if TYPE_CHECKING:
+    from fpipe.model import Model
 
 T = TypeVar("T")
 
@@ -53,6 +56,17 @@ def load_module(module: str) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+def function(text: str) -> Callable[[], Any]:
+    """A function, in a module or a .py file."""
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"a function reads mine.py:step or package.module:step, found {text!r}.")
+    found = getattr(load_module(module), name, None)
+    if not callable(found):
+        raise ValueError(f"there is no function {name!r} in {module}.")
+    return found
 
 
 What = Annotated[
@@ -93,6 +107,28 @@ CostsSaid = Annotated[
     ),
 ]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
+ModelSaid = Annotated[
+    Any,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        parser=usage(function),
+        help="A function, in a module or a .py file, that returns (model, params, batch) or (model, params, batch, "
+        "state).",
+    ),
+]
+
+
+def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
+    """What such a function returns; None for state where it says none."""
+    made = function()
+    if not isinstance(made, tuple) or len(made) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            f"--model returns (model, params, batch) or (model, params, batch, state), found {made!r:.80}."
+        )
+    found: tuple[Any, ...] = (*made, None)[:4]
+    built, params, batch, state = found
+    return built, params, batch, state
 
 
 def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
