@@ -11,6 +11,8 @@ from fpipe.finding.search import search
 from fpipe.model import Model, Stage
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import Style
+from fpipe.planning.plan_run import plan_run
+from fpipe.planning.run_plan import RunPlan
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
 from fpipe.schedules.periodic import Periodic, periodic
@@ -112,8 +114,8 @@ _ROOMS = (
     "interop",
     "models",
     "pictures",
+    "planning",
     "runtimes",
-    "robustness",
     "schedules",
     "testing",
     "timing",
@@ -147,6 +149,7 @@ __all__ = [
     "Report",
     "Result",
     "Robustness",
+    "RunPlan",
     "Sizes",
     "Stage",
     "Stash",
@@ -196,6 +199,7 @@ __all__ = [
     "periodic",
     "place",
     "plan",
+    "plan_run",
     "plot",
     "profile",
     "program",

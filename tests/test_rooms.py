@@ -22,7 +22,8 @@ ROOMS = {
     "runtimes": {"root", "graphs", "transforms", "timing"},
     "models": {"root", "graphs", "timing", "runtimes"},
     "verification": {"root", "graphs", "transforms", "runtimes", "models"},
-    "pictures": {"root", "timing"},
+    "planning": {"root", "transforms", "timing", "schedules", "finding", "runtimes"},
+    "pictures": {"root", "timing", "planning"},
     "interop": {"root", "transforms", "timing", "runtimes"},
     "testing": {"root", "transforms", "timing", "schedules", "models", "verification", "pictures"},
     "cli": {

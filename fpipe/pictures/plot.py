@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fpipe.pictures.chart import chart
 from fpipe.pictures.html import html
 from fpipe.pictures.panel import Panel, panels_of
 from fpipe.pictures.perfetto import perfetto
@@ -14,14 +15,16 @@ from fpipe.pictures.png import draw_onto, raster
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
+from fpipe.planning.run_plan import RunPlan
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.costs import Costs, Ticks
+from fpipe.timing.robustness import Robustness
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 
 
 def plot(
-    what: Program | Timeline,
+    what: Program | Timeline | RunPlan | Robustness,
     *more: Program | Timeline,
     costs: Costs | None = None,
     file: str | PathLike[str] | None = None,
@@ -53,7 +56,8 @@ def plot(
 
     Args:
         what, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
-            that was built with `record=True`).
+            that was built with `record=True`). Or what `fpipe.plan_run` or `fpipe.robustness` gives, alone: a chart of
+            time against memory, or of how far makespans stray, as `.svg`, `.png` or `.pdf`.
         costs: seconds of the programs' ops; by default `fpipe.Costs()`.
         file: where to write a picture; its ending says which. `.svg`: for a page, on light paper and dark; hovering
             over an op says when it runs, what it reads and writes. `.png`, `.pdf`: for a document, by matplotlib
@@ -86,6 +90,8 @@ def plot(
         raise TypeError(f"style= is a fpipe.Style, such as fpipe.Style(memory=False); found {style!r}.")
     if width is not None and (style.width_mm is not None or ax is not None):
         raise ValueError("width= is in pixels: leave it out where width_mm= or the Axes say how wide the picture is.")
+    if isinstance(what, RunPlan | Robustness):
+        return _chart(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
     drawn = (what, *more)
     if ax is not None:
         return _onto(ax, file, panels_of(drawn, names, costs, style.window, style.ranks), style)
@@ -105,6 +111,17 @@ _WRITERS: dict[str, Callable[[Sequence[Panel], float | None, Style], str | bytes
     ".html": html,
     ".json": lambda panels, width, style: perfetto(panels, style),
 }
+
+
+def _chart(what: RunPlan | Robustness, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
+    """A chart, in its file; or its table."""
+    odd = next((word for word, given in others.items() if given), None)
+    if odd is not None:
+        raise ValueError(f"a {type(what).__name__} is drawn alone, into a file: leave out {odd}.")
+    if file is None:
+        return str(what)
+    chart(what, Path(file), width, style)
+    return str(file)
 
 
 def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:

@@ -19,6 +19,11 @@ DOTS = {"screen": 192, "paper": 300}
 
 def raster(panels: Sequence[Panel], width: float | None, style: Style, ending: str) -> bytes:
     """The picture of some panels as the bytes of a PNG or PDF file."""
+    return rastered(lay_out(panels, width, style), style, ending)
+
+
+def rastered(drawing: Drawing, style: Style, ending: str) -> bytes:
+    """A drawing as the bytes of a PNG or PDF file."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -26,7 +31,6 @@ def raster(panels: Sequence[Panel], width: float | None, style: Style, ending: s
         raise ModuleNotFoundError(
             f"a .{ending} is drawn by matplotlib, which is not here: pip install 'fpipe[plot]', or write .svg or .html."
         ) from None
-    drawing = lay_out(panels, width, style)
     dots = DOTS["screen" if style.width_mm is None else "paper"]
     size = drawing.width * drawing.unit, drawing.height * drawing.unit
     figure = Figure(size, dpi=dots, facecolor=ROLES["paper"][0])

@@ -17,10 +17,14 @@ FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
 
 def svg(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
     """The picture of some panels as SVG text."""
-    drawing = lay_out(panels, width, style)
+    said = "; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
+    return drawn(lay_out(panels, width, style), said, style)
+
+
+def drawn(drawing: Drawing, said: str, style: Style) -> str:
+    """A drawing as SVG text; `said`: what it shows, in words."""
     body = "\n".join([*shapes(drawing.still), *shapes(drawing.timed)])
-    said = _escaped("; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels))
-    return frame(drawing, f"<title>{said}</title>\n{body}", "mm" if style.width_mm is not None else "")
+    return frame(drawing, f"<title>{_escaped(said)}</title>\n{body}", "mm" if style.width_mm is not None else "")
 
 
 def _escaped(words: str) -> str:

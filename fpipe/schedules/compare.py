@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from fpipe.program import Program
 from fpipe.schedules.named import parse
 from fpipe.timing.bounds import bounds
-from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.costs import Costs, PerStage, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program as base_program
@@ -169,7 +169,7 @@ def compare(
     for word, size in (("ranks", ranks), ("microbatches", microbatches)):
         if type(size) is not int or size < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {size!r}.")
-    share = costs if callable(costs) else partial(_shared, the_costs(costs))
+    share = costs if callable(costs) else partial(shared, the_costs(costs))
     given: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
     told = None if costs is None else share
     entries = [_entry(one, at, ranks, microbatches, told, stages) for at, one in enumerate(given, 1)]
@@ -223,18 +223,29 @@ def _row(name: str, program: Program, share: Callable[[float], Costs]) -> Row:
     )
 
 
-def _shared(costs: Costs, parts: float) -> Costs:
-    """The costs of one op of a rank that cuts its share into some."""
+def shared(costs: Costs, parts: float) -> Costs:
+    """The costs of one op of a rank that cuts its share into some; bytes of what stays with a stage are shared too.
+
+    >>> shared(Costs(4, 4, 4, bytes={"y": 8, "res": 40}), 2).bytes
+    {'y': 8, 'res': 20.0}
+    """
     if parts == 1:
         return costs
     said = {word: getattr(costs, word) for word in _OF_OPS}
-    listed = next((word for word, each in said.items() if isinstance(each, Sequence)), None)
+    sizes = cast("Mapping[str, PerStage]", costs.bytes) if isinstance(costs.bytes, Mapping) else {}
+    listed = next((word for word, each in [*said.items(), *sizes.items()] if isinstance(each, Sequence)), None)
     if listed is not None:
         raise ValueError(
             f"{listed} lists a cost for each stage, but here a rank cuts its share into {parts:g} ops. Say "
             "costs=lambda parts: ..., which gives the costs of an op for each number of parts."
         )
-    return replace(costs, **{word: each / parts for word, each in said.items() if each is not None})
+    seconds: dict[str, Any] = {word: each / parts for word, each in said.items() if each is not None}
+    if sizes:
+        seconds["bytes"] = {
+            name: cast("float", size) / parts if name in _STAYS else size for name, size in sizes.items()
+        }
+    return replace(costs, **seconds)
 
 
 _OF_OPS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
+_STAYS = ("res", "wres", "g", "sum", "params")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fpipe.timing.costs import Costs
 
-_SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
+SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
 
 
 def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:
@@ -39,11 +39,12 @@ def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:
             raise TypeError(f"{word} is an fpipe.Costs, as fpipe.profile measures them; found {costs!r}.")
     if before is None:
         return now
-    mixed = {word: _between(word, getattr(before, word), getattr(now, word), weight) for word in _SECONDS}
+    mixed = {word: between(word, getattr(before, word), getattr(now, word), weight) for word in SECONDS}
     return replace(now, **mixed)
 
 
-def _between(word: str, before: Any, now: Any, weight: float) -> Any:
+def between(word: str, before: Any, now: Any, weight: float) -> Any:
+    """One field of costs, so far from `before` to `now`: a number, one for each stage, or nothing."""
     if before is None or now is None:
         return now
     listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}

@@ -1,0 +1,171 @@
+"""What is asked of a plan, checked: sizes, words, memory, costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from fpipe.model import Model
+from fpipe.planning.cost_curve import CostCurve, Share
+from fpipe.planning.run_plan import At
+from fpipe.planning.work import Work
+from fpipe.schedules.compare import shared
+from fpipe.schedules.named import Named, parse
+from fpipe.schedules.registry import names
+from fpipe.timing.cluster import Cluster
+from fpipe.timing.costs import Costs
+from fpipe.timing.noise import Noise
+
+Said = Costs | Share
+POLICIES = ("never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is tried, and within which limits: the memory of each rank."""
+
+    ranks: int
+    microbatches: tuple[int, ...]
+    checkpoint: tuple[str, ...]
+    schedules: Mapping[str, Named]
+    cluster: Cluster | None
+    limits: tuple[float, ...]
+    search: float
+    noise: Noise | None
+    at: At
+
+
+def asked_for(
+    ranks: object,
+    microbatches: Any,
+    checkpoint: Any,
+    schedules: Any,
+    memory: object,
+    cluster: Cluster | None,
+    search: object,
+    noise: object,
+    at: Any,
+) -> Asked:
+    """The same, if it makes sense."""
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    counts = _listed("microbatches", microbatches, "numbers of microbatches, such as [8, 16]")
+    odd = next((count for count in counts if type(count) is not int or count < 1), None)
+    if odd is not None:
+        raise ValueError(f"microbatches lists whole numbers, at least 1; found {odd!r}.")
+    policies = _listed("checkpoint", checkpoint, f"some of {', '.join(POLICIES)}")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {policy!r}.")
+    shown = names() if schedules is None else _listed("schedules", schedules, "names, such as ['zbv']")
+    for word, found, least in (("memory", memory, False), ("search", search, True)):
+        if found is None and word == "memory":
+            continue
+        amount = found if isinstance(found, int | float) and not isinstance(found, bool) else math.nan
+        if not (0 < amount < math.inf or (least and amount == 0)):
+            unit = "seconds, from 0" if least else "the most that a rank may hold, above 0"
+            raise ValueError(f"{word} is {unit}; found {found!r}.")
+    if noise is not None and not isinstance(noise, Noise):
+        raise TypeError(f"noise is an fpipe.Noise, such as fpipe.Noise(jitter=0.1); found {noise!r}.")
+    if at not in ("said", "median", "p95"):
+        raise ValueError(f'what is compared is at "said", "median" or "p95", found {at!r}.')
+    if at != "said" and noise is None:
+        raise ValueError(f'at="{at}" is of makespans under noise: say noise= too, such as fpipe.Noise(jitter=0.1).')
+    if cluster is not None and len(cluster.speed) < ranks:
+        raise ValueError(f"there are {ranks} ranks, and the cluster has {len(cluster.speed)}.")
+    limits = [math.inf if memory is None else float(cast("float", memory))] * ranks
+    if cluster is not None:
+        limits = [min(both) for both in zip(limits, cluster.memory, strict=False)]
+    return Asked(
+        ranks,
+        tuple(dict.fromkeys(counts)),
+        tuple(dict.fromkeys(policies)),
+        {name: parse(name) for name in shown},
+        cluster,
+        tuple(limits),
+        float(cast("float", search)),
+        noise,
+        at,
+    )
+
+
+def _listed(word: str, given: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Collection) or not given:
+        raise ValueError(f"{word} lists {what}; found {given!r}.")
+    return tuple(cast("Collection[Any]", given))
+
+
+def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object, stages: object) -> Work:
+    """Costs that were said, by the rows of a microbatch."""
+    for word, found in (("rows", rows), ("stages", stages)):
+        if found is not None and (type(found) is not int or found < 1):
+            raise ValueError(f"{word} is a whole number, at least 1; found {found!r}.")
+    sizes = [1.0 if rows is None else cast("int", rows) / count for count in asked.microbatches]
+    if isinstance(given, Mapping):
+        said = given
+        if rows is None:
+            raise ValueError("costs by the rows of a microbatch need rows=, how many the batch has.")
+    else:
+        said = dict.fromkeys(sizes, given)
+        if len(said) > 1:
+            raise ValueError(
+                f"microbatches of {', '.join(f'{size:g}' for size in said)} rows cost different times: say "
+                "{rows: costs} for two sizes or more, or leave rows= out for batches of different size."
+            )
+    if not said or not all(isinstance(one, int | float) and one > 0 for one in said):
+        raise ValueError(f"costs are listed by the rows of a microbatch, above 0; found {list(said)}.")
+    shares = {float(size): _share(one, stages is not None) for size, one in said.items()}
+    if len(shares) > 1 and any(hasattr(share(1).bytes, "storages") for share in shares.values()):
+        raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
+    curve = CostCurve(shares, "said")
+    for size in sizes:
+        curve.at(size, 1)
+    work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster)
+    in_bytes = asked.cluster is not None and min(asked.cluster.memory) < math.inf
+    if in_bytes and work.costs(asked.microbatches[0], 1)[0].bytes is None:
+        raise ValueError("a cluster's memory is in bytes: say the bytes of values, Costs(bytes=...).")
+    return work
+
+
+def _share(given: Said, of_stage: bool) -> Share:
+    """The costs of an op for each number of parts of a rank."""
+    if isinstance(given, Costs):
+        return (lambda parts: given) if of_stage else partial(shared, given)
+    if not callable(given):
+        raise TypeError(
+            "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found "
+            f"{type(given).__name__}."
+        )
+    return given
+
+
+def work_of_model(
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    asked: Asked,
+    profiled: Collection[int] | None,
+    repeats: int,
+    progress: Callable[[int, int, str], None],
+) -> Work:
+    """A model that is profiled at some numbers of microbatches."""
+    from fpipe.planning.measured import Measured  # torch, which costs that are said do without
+
+    counts = asked.microbatches if profiled is None else _listed("profiled", profiled, "numbers of microbatches")
+    odd = next((count for count in counts if type(count) is not int or count < 1), None)
+    if odd is not None:
+        raise ValueError(f"profiled lists whole numbers of microbatches, at least 1; found {odd!r}.")
+    beyond = [count for count in asked.microbatches if not min(counts) <= count <= max(counts)]
+    if beyond:
+        raise ValueError(
+            f"costs at {beyond[0]} microbatches are not between those at {', '.join(map(str, sorted(counts)))}, which "
+            "are profiled; add a number beyond it to profiled=."
+        )
+    measured = Measured(model, params, batch, state)
+    costs = measured.costs(counts, repeats, progress)
+    shares: dict[float, Share] = {rows: (lambda parts, one=one: one) for rows, one in costs.items()}
+    return Work(model, CostCurve(shares, "measured"), measured.rows, asked.cluster, measured)

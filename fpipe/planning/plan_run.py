@@ -1,0 +1,256 @@
+"""Plan a run: every schedule, number of microbatches and checkpoint policy, timed and weighed, the best first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fpipe.finding.search import search as find
+from fpipe.model import Model
+from fpipe.planning.asked import Asked, Said, asked_for, work_of_costs, work_of_model
+from fpipe.planning.run_plan import At, PlanRow, RunPlan
+from fpipe.planning.work import Work, at_home, working
+from fpipe.program import Program
+from fpipe.timing.cluster import Cluster
+from fpipe.timing.noise import Noise
+from fpipe.timing.robustness import robustness
+from fpipe.timing.simulate import simulate
+from fpipe.transforms.chain import chain
+from fpipe.transforms.place import place
+from fpipe.transforms.split_backward import split_backward
+
+Progress = Callable[[int, int, str], None]
+REPLICATED = ("chimera", "dualpipe")
+
+
+def plan_run(
+    what: Model | Said | Mapping[float, Said],
+    params: Sequence[Any] | None = None,
+    batch: tuple[Any, Any] | None = None,
+    *,
+    state: Sequence[Any] | None = None,
+    ranks: int,
+    microbatches: Collection[int],
+    rows: int | None = None,
+    stages: int | None = None,
+    schedules: Collection[str] | None = None,
+    checkpoint: Collection[str] = ("never", "except_last", "always"),
+    cluster: Cluster | str | None = None,
+    memory: float | None = None,
+    search: float = 0,
+    profiled: Collection[int] | None = None,
+    repeats: int = 3,
+    noise: Noise | None = None,
+    at: At = "said",
+    samples: int = 100,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> RunPlan:
+    """Try every schedule, number of microbatches and checkpoint policy: how long a step takes, and what it holds.
+
+    Args:
+        what: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for `fpipe.compare`, or
+            with `stages` of one stage's op. `{rows: costs}` says them for microbatches of several sizes.
+        params, batch, state: of a model, as its step takes them.
+        ranks: how many.
+        microbatches: numbers of them that are tried.
+        rows: of the batch, where costs are said; by default each microbatch has one row, and so a batch with more of
+            them more rows.
+        stages: how many there are, where costs are of one stage's op; a model has its own.
+        schedules: names, with options behind a colon; by default all.
+        checkpoint: which of "never", "except_last" and "always" are tried.
+        cluster: what it runs on, a `Cluster` or its text: links, speeds, and memory of ranks.
+        memory: the most that a rank may hold: bytes where they are known, else rows. Bytes are those of parameters
+            (`params` in the bytes of costs), gradients and values; what an optimizer keeps is not among them.
+        search: seconds for `fpipe.search` to find a schedule for each number of microbatches; its row is `found`. Where
+            the number of stages is open, it is two a rank.
+        profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
+            interpolated between the nearest two.
+        repeats: how often each op is timed.
+        noise: how far costs stray: then rows have their spread.
+        at: what is compared: the makespan as "said", or its "median" or "p95" under noise.
+        samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
+            said than another that holds no more does under noise.
+        progress: called as `progress(done, all, what)`.
+
+    Returns:
+        A `RunPlan`; after Ctrl-C with the rows so far, if one of them fits.
+
+    Raises:
+        ValueError: a size, word or cost that is none; nothing fits the memory, with the least that does.
+
+    >>> import fpipe
+    >>> costs = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
+    >>> words = {"schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
+    >>> print(plan_run(costs, ranks=2, microbatches=[4, 8], **words))
+    schedule     m  rows  recompute  seconds  bubble  rows held    rows/s  costs
+    zb_h1        8     1  never          256    6.2%          2   0.03125  said   *
+    zb_h1        4     1  never          136   11.8%          2  0.029412  said
+    one_f_one_b  8     1  never          274   12.4%          2  0.029197  said
+    one_f_one_b  4     1  never          152   21.1%          2  0.026316  said
+    """
+    on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at)
+    told = progress or _quiet
+    if isinstance(what, Model):
+        if params is None or batch is None or rows is not None or stages is not None:
+            raise ValueError("a model comes with its params and a batch, and without rows= and stages=, which it has.")
+        work = work_of_model(what, params, batch, state, asked, profiled, repeats, told)
+    else:
+        if params is not None or batch is not None or profiled is not None:
+            raise ValueError("params, batch and profiled= go with a Model; costs are said, not measured.")
+        work = work_of_costs(what, asked, rows, stages)
+    return _Planner(work, asked, samples, seed, told).plan()
+
+
+def _quiet(done: int, every: int, what: str) -> None:
+    """No progress is asked for."""
+
+
+@dataclass
+class _Planner:
+    """Ways to run, one after the other; what there is when it is stopped is the plan."""
+
+    work: Work
+    asked: Asked
+    samples: int
+    seed: int
+    progress: Progress
+    rows: list[PlanRow] = field(default_factory=list[PlanRow])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    in_bytes: bool = False
+
+    def plan(self) -> RunPlan:
+        """Try all, and put the best first."""
+        complete = True
+        try:
+            self._try_all()
+            self._stray()
+        except KeyboardInterrupt:
+            if not any(row.fits for row in self.rows):
+                raise
+            complete = False
+        asked = self.asked
+        if not self.rows:
+            said = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(f"no schedule serves {asked.ranks} ranks and these microbatches. {said}")
+        if not any(row.fits for row in self.rows):
+            least = min(self.rows, key=lambda row: row.most)
+            raise ValueError(
+                f"nothing fits: the least that a rank must hold is {least.most:.6g} {self._unit}, by {least.name}."
+            )
+        at = asked.at
+        if not complete and all(row.seconds(at) is None for row in self.rows):
+            at = "said"
+        rows = sorted(self.rows, key=lambda row: (not row.fits, row.a_row(at), row.a_row("said"), row.most))
+        served = {row.schedule for row in rows}
+        refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
+        return RunPlan(tuple(rows), refused, self._unit, at, asked.limits, complete)
+
+    @property
+    def _unit(self) -> Any:
+        return "bytes" if self.in_bytes else "rows"
+
+    def _try_all(self) -> None:
+        asked = self.asked
+        ways = [
+            (count, policy, shown)
+            for count in asked.microbatches
+            for policy in asked.checkpoint
+            for shown in asked.schedules
+        ]
+        searched = list(asked.microbatches) if asked.search else []
+        every = len(ways) + len(searched)
+        for done, (count, policy, shown) in enumerate(ways):
+            self.progress(done, every, self._said())
+            try:
+                program = self.work.program(asked.schedules[shown], asked.ranks, count, policy)
+                self._add(shown, policy, program)
+            except ValueError as error:
+                self.refused.setdefault(shown, str(error).removeprefix(f"{shown.partition(':')[0]}: "))
+        for done, count in enumerate(searched, len(ways)):
+            self.progress(done, every, f"searching m={count}")
+            self._search(count)
+        self.progress(every, every, self._said())
+
+    def _said(self) -> str:
+        best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("said"), default=None)
+        return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
+
+    def _add(self, shown: str, policy: str, program: Program) -> None:
+        """A way: its time, and what each rank holds."""
+        costs, word = self.work.costs_of(program)
+        timeline = simulate(program, costs)
+        self.in_bytes = costs.bytes is not None
+        rows = self.work.rows_of(program.microbatches)
+        ranks = working(program)
+        if self.in_bytes:
+            held = [timeline.peak[rank] + at_home(program, costs, rank) for rank in ranks]
+        else:
+            held = [timeline.peak[rank] * rows for rank in ranks]
+        limits = [self.asked.limits[min(rank, len(self.asked.limits) - 1)] for rank in ranks]
+        self.rows.append(
+            PlanRow(
+                shown,
+                program.microbatches,
+                rows,
+                policy,
+                word,
+                timeline.makespan,
+                rows * program.microbatches / timeline.makespan if timeline.makespan else math.inf,
+                timeline.bubble,
+                tuple(held),
+                all(each <= limit * (1 + 1e-9) for each, limit in zip(held, limits, strict=True)),
+                program=program,
+                timeline=timeline,
+            )
+        )
+
+    def _search(self, count: int) -> None:
+        """The schedule that a search finds; what it holds is weighed as for the others."""
+        work, asked = self.work, self.asked
+        base = work.base(2 * asked.ranks, count)
+        placed = chain(split_backward(), place("linear", ranks=asked.ranks))(base)  # has bytes of halves, and of wholes
+        costs, _ = work.costs_of(placed)
+        least = min(asked.limits)
+        if costs.bytes is None:
+            cap = least / work.rows_of(count)
+        else:
+            cap = least - max(at_home(placed, costs, rank) for rank in range(asked.ranks))
+        policy: Any = asked.checkpoint[0] if len(asked.checkpoint) == 1 else "auto"
+        try:
+            found = find(
+                base,
+                costs,
+                ranks=asked.ranks,
+                memory_cap=None if cap == math.inf else cap,
+                seconds=asked.search,
+                checkpoint=policy,
+                without=() if cap == math.inf else REPLICATED,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            self.refused.setdefault("found", str(error))
+            return
+        self._add("found", policy, found.program)
+        if not found.complete:
+            raise KeyboardInterrupt
+
+    def _stray(self) -> None:
+        """Draw the noise for each way that may be the best of those that hold no more: the shortest as said first."""
+        noise = self.asked.noise
+        if noise is None:
+            return
+        at = "p95" if self.asked.at == "said" else self.asked.at
+        drawn: list[PlanRow] = []
+        for done, row in enumerate(sorted(self.rows, key=lambda row: (row.a_row("said"), row.most))):
+            self.progress(done, len(self.rows), f"drawing noise, {row.name}")
+            if any(other.most <= row.most and other.a_row(at) <= row.a_row("said") for other in drawn):
+                continue
+            (spread,) = robustness(
+                {row.name: row.program}, row.timeline.costs, noise=noise, samples=self.samples, seed=self.seed
+            )
+            drawn.append(replace(row, spread=spread))
+            self.rows[self.rows.index(row)] = drawn[-1]

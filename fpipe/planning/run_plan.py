@@ -1,0 +1,176 @@
+"""A plan of a run: ways to run it, each with its time and memory, the best first, and the front that nothing beats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
+
+from fpipe.program import Program
+from fpipe.timing.robustness import Spread
+from fpipe.timing.timeline import Timeline
+
+At = Literal["said", "median", "p95"]
+Unit = Literal["bytes", "rows"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One way to run a step.
+
+    Attributes:
+        schedule: its name, with options behind a colon; `found` for one that a search found.
+        microbatches: how many.
+        rows: of a microbatch, in the mean.
+        checkpoint: what is recomputed: a word of `fpipe.checkpoint`.
+        costs: where its seconds are from: "said", "measured", or "interpolated" between two that were.
+        makespan: seconds of a step.
+        throughput: rows a second.
+        bubble: the idle share of the makespan.
+        memory: the most that each rank holds, in bytes with its parameters; or in rows, where a rank's share of the
+            residuals of one row is 1.
+        fits: whether that is within each rank's memory.
+        spread: the makespans under noise, where there is noise and nothing that holds no more is sure to be better.
+        program, timeline: what runs, and when.
+    """
+
+    schedule: str
+    microbatches: int
+    rows: float
+    checkpoint: str
+    costs: str
+    makespan: float
+    throughput: float
+    bubble: float
+    memory: tuple[float, ...]
+    fits: bool
+    spread: Spread | None = None
+    program: Program = field(repr=False, compare=False, kw_only=True)
+    timeline: Timeline = field(repr=False, compare=False, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
+        return f"{self.schedule}, m={self.microbatches}{kept}"
+
+    @property
+    def most(self) -> float:
+        """What the fullest rank holds."""
+        return max(self.memory)
+
+    def seconds(self, at: At) -> float | None:
+        """Of a step: as said, or of half or 95 of 100 draws; None where nothing was drawn."""
+        if at == "said":
+            return self.makespan
+        return None if self.spread is None else getattr(self.spread, at)
+
+    def a_row(self, at: At) -> float:
+        """Seconds for each row of the batch, by which ways are compared; infinite where nothing was drawn."""
+        seconds = self.seconds(at)
+        return float("inf") if seconds is None else seconds / (self.rows * self.microbatches)
+
+
+@dataclass(frozen=True, repr=False)
+class RunPlan:
+    """Ways to run a step, those that fit first, the shortest first. Prints as a table; `fpipe.plot` draws it.
+
+    Attributes:
+        rows: the ways.
+        refused: which schedule does not serve the sizes, and why.
+        unit: of memory, "bytes" or "rows".
+        at: what is compared: the makespan as "said", or its "median" or "p95" under noise.
+        cap: the memory of each rank, infinite where none was said.
+        complete: whether all were tried; False after Ctrl-C.
+
+    >>> import fpipe
+    >>> found = fpipe.plan_run(fpipe.Costs(2, 2, 2), ranks=2, microbatches=[4], schedules=["gpipe", "one_f_one_b"])
+    >>> [(row.name, row.makespan, row.most) for row in found.front]
+    [('one_f_one_b, m=4', 30.0, 2.0), ('gpipe, m=4, recompute always', 38.0, 1.0)]
+    """
+
+    rows: tuple[PlanRow, ...]
+    refused: tuple[tuple[str, str], ...]
+    unit: Unit
+    at: At
+    cap: tuple[float, ...]
+    complete: bool = True
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def best(self) -> PlanRow:
+        """The shortest way that fits."""
+        return self.rows[0]
+
+    @cached_property
+    def front(self) -> tuple[PlanRow, ...]:
+        """The ways than which none is both shorter and smaller, the shortest first: time against memory, fit or not."""
+        found: list[PlanRow] = []
+        for row in sorted(self.rows, key=lambda row: (row.a_row(self.at), row.most)):
+            if row.a_row(self.at) < float("inf") and (not found or row.most < found[-1].most):
+                found.append(row)
+        return tuple(found)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as dicts of numbers and words, for `json` or a data frame."""
+        words = [one.name for one in fields(PlanRow) if one.name not in ("program", "timeline", "spread", "memory")]
+        drawn = ("median", "p95")
+        return [
+            {word: getattr(row, word) for word in words}
+            | {"memory": list(row.memory), "front": row in self.front}
+            | {word: row.seconds(word) for word in drawn}
+            for row in self.rows
+        ]
+
+    def shown(self, most: int = 12) -> tuple[PlanRow, ...]:
+        """The rows to look at: so many of the best, and the front."""
+        return tuple(row for at, row in enumerate(self.rows) if at < most or row in self.front)
+
+    def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
+        """Rows of the table as text, its heading first. A star marks the front."""
+        drawn = any(row.spread is not None for row in self.rows)
+        heading = ["schedule", "m", "rows", "recompute", "seconds", *(["median", "p95"] if drawn else []), "bubble"]
+        table = [[*heading, "MiB" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
+        for row in rows:
+            held = f"{row.most / 2**20:.1f}" if self.unit == "bytes" else f"{row.most:.6g}"
+            spread = ["-" if seconds is None else f"{seconds:.5g}" for seconds in map(row.seconds, ("median", "p95"))]
+            words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint, f"{row.makespan:.5g}"]
+            rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
+            mark = " ".join(word for word in ("*" * (row in self.front), "" if row.fits else "too much") if word)
+            table.append([*words, *(spread if drawn else []), *rest, mark])
+        return table
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known of the ways on the front before one is taken."""
+        found: list[str] = []
+        for row in self.front:
+            costs = row.timeline.costs
+            free = costs is None or not (costs.offload or costs.host_bandwidth)
+            if free and any(op.kind == "OFFLOAD" for op in row.program.ops):
+                found.append(f"{row.schedule} moves residuals out of a rank, which by these costs takes no time")
+            if any(isinstance(where, tuple) for where in row.program.placement):
+                found.append(f"{row.schedule} has stages on several ranks, which hold replicas of their parameters")
+        return list(dict.fromkeys(found))
+
+    def __str__(self) -> str:
+        cells = self.cells(self.shown())
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        left = ("schedule", "recompute", "costs", "")
+        lines = [
+            "  ".join(
+                cell.ljust(width) if word in left else cell.rjust(width)
+                for cell, width, word in zip(row, widths, cells[0], strict=True)
+            ).rstrip()
+            for row in cells
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<RunPlan: {len(self.rows)} ways, best {self.best.name} ({self.best.makespan:.5g} s)>"

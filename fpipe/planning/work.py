@@ -1,0 +1,97 @@
+"""What is planned: a model that was measured, or costs that were said, as programs and what these take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fpipe.model import Model
+from fpipe.planning.cost_curve import CostCurve
+from fpipe.program import Program, ProgramError, Value, parts_of
+from fpipe.schedules.compare import parts_of_a_rank
+from fpipe.schedules.named import Named
+from fpipe.timing.cluster import Cluster
+from fpipe.timing.costs import Costs
+from fpipe.training import program as base_program
+from fpipe.transforms.chain import chain
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.merge import merge
+from fpipe.transforms.split import split
+
+if TYPE_CHECKING:
+    from fpipe.planning.measured import Measured
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step that can be cut and ordered in many ways.
+
+    Args:
+        what: a model, or how many stages there are; None: as many as a schedule wants.
+        curve: costs by the rows of a microbatch.
+        rows: of the batch; None: each microbatch has one.
+        cluster: what it runs on.
+        measured: what tells the bytes of a model's programs.
+    """
+
+    what: Model | int | None
+    curve: CostCurve
+    rows: float | None
+    cluster: Cluster | None
+    measured: Measured | None = None
+
+    def rows_of(self, microbatches: int) -> float:
+        """Rows of a microbatch."""
+        return 1.0 if self.rows is None else self.rows / microbatches
+
+    def base(self, stages: int, microbatches: int) -> Program:
+        """The step in microbatches, in no order yet; of so many stages, where that is open."""
+        return chain(split(microbatches), merge())(base_program(stages if self.what is None else self.what))
+
+    def program(self, named: Named, ranks: int, microbatches: int, policy: str) -> Program:
+        """The step in the order of a schedule.
+
+        Raises:
+            ValueError: the schedule does not serve the sizes, with the reason.
+        """
+        wanted = named.schedule.wants(ranks, named.options) if named.stages is None else named.stages
+        stages = len(self.what.stages) if isinstance(self.what, Model) else self.what
+        if named.stages is not None and stages not in (None, wanted):
+            raise ProgramError(f"there are {stages} stages, and its name says {wanted}.")
+        what = wanted if self.what is None else self.what
+        told = dict(named.options)
+        if "costs" in inspect.signature(named.schedule.factory).parameters:
+            told = {"costs": self.costs(microbatches, (stages or wanted) / ranks)[0]} | told
+        order = named.schedule.factory(ranks, **told)
+        return chain(split(microbatches), checkpoint(policy), order, merge())(base_program(what))  # pyright: ignore[reportArgumentType]
+
+    def costs(self, microbatches: int, parts: float) -> tuple[Costs, str]:
+        """Of ops of which a rank has so many in a microbatch, and where they are from."""
+        costs, word = self.curve.at(self.rows_of(microbatches), parts)
+        return (costs if self.cluster is None else replace(costs, cluster=self.cluster)), word
+
+    def costs_of(self, program: Program) -> tuple[Costs, str]:
+        """Of a program, with the bytes of its own values."""
+        if program.slices > 1 and self.measured:
+            raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
+        costs, word = self.costs(program.microbatches, parts_of_a_rank(program))
+        return (costs if self.measured is None else self.measured.with_bytes(costs, program)), word
+
+
+def working(program: Program) -> list[int]:
+    """The ranks that compute; a host only keeps."""
+    return sorted({op.rank for op in parts_of(program.ops) if op.kind in "FBIW"})
+
+
+def at_home(program: Program, costs: Costs, rank: int) -> float:
+    """Bytes of the parameters that a rank has from the start; a leaf of a stage that it has counts once."""
+    here = {end.value for end in program.inputs if end.value.name == "params" and rank in end.homes}
+    return sum(_size(value, costs) for value in here if not value.port or value._replace(port=0) not in here)
+
+
+def _size(value: Value, costs: Costs) -> float:
+    if isinstance(costs.bytes, Mapping) and value.name not in costs.bytes:
+        return 0.0
+    return costs.size(value)

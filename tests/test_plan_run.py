@@ -1,0 +1,189 @@
+"""Plans of a run: each way is what its program takes and holds, the best first, and the front is what nothing beats."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from property_tests.strategies import few
+
+COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
+FEW = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
+
+
+def bytes_of(value: fpipe.Value) -> float:
+    return {"y": 8.0, "dx": 8.0, "res": 40.0, "wres": 24.0, "params": 100.0}.get(value.name, 0.0)
+
+
+@few(4)
+@given(
+    st.sampled_from([2, 4]),
+    st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2, unique=True),
+    st.sampled_from([None, 3.0, 1.0]),
+    st.sampled_from([None, fpipe.Noise(slow_rank=1.5), fpipe.Noise(slow_rank=1.2, slow_link=4)]),
+)
+def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
+    ranks: int, microbatches: list[int], memory: float | None, noise: fpipe.Noise | None
+):
+    words: Any = {} if noise is None else {"noise": noise, "at": "p95", "samples": 20}
+    found = fpipe.plan_run(COSTS, ranks=ranks, microbatches=microbatches, memory=memory, **FEW, **words)
+    spreads = {
+        row: noise and fpipe.robustness(row.program, row.timeline.costs, noise=noise, samples=20) for row in found
+    }
+
+    def seconds(row: Any) -> float:
+        made = spreads[row]
+        return (row.makespan if made is None else made["program"].p95) / row.microbatches
+
+    for row in found:
+        told = fpipe.simulate(row.program, row.timeline.costs)
+        assert (row.makespan, row.bubble, row.memory) == (told.makespan, told.bubble, told.peak)
+        assert row.throughput == row.microbatches / row.makespan
+        assert row.fits == (memory is None or row.most <= memory)
+    assert found.best.fits
+    assert seconds(found.best) == pytest.approx(min(seconds(row) for row in found if row.fits))
+    points = {row: (seconds(row) * (1 + 1e-9), row.most) for row in found}
+    for row in found:
+        nothing_beats = all(one >= points[row][0] / (1 + 1e-9) or held > row.most for one, held in points.values())
+        assert nothing_beats or row not in found.front
+        assert any(points[one][0] <= points[row][0] * (1 + 1e-9) and one.most <= row.most for one in found.front)
+
+
+def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
+    sizes = {2: replace(COSTS, bytes={"y": 2}), 8: replace(COSTS, forward=40, transfer=2.0, bytes={"y": 8})}
+    curve: Any = {rows: (lambda parts, one=one: one) for rows, one in sizes.items()}
+    mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "said").at(4, 1)
+    assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
+    found = fpipe.plan_run(
+        {2: COSTS, 8: replace(COSTS, forward=40)}, ranks=2, rows=16, microbatches=[2, 4, 8], checkpoint=["never"], **FEW
+    )
+    words = {row.microbatches: row.costs for row in found}
+    assert words == {2: "said", 4: "interpolated", 8: "said"}
+    assert {row.rows * row.microbatches for row in found} == {16}
+    with pytest.raises(ValueError, match=re.escape("a microbatch has 1 rows, and costs are said for 2, 8 rows;")):
+        fpipe.plan_run({2: COSTS, 8: COSTS}, ranks=2, rows=16, microbatches=[2, 16])
+
+
+def model() -> tuple[fpipe.Model, Any, Any]:
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    made, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    return made, params, (torch.randn(16, 8), torch.randn(16, 8))
+
+
+def test_a_model_is_measured_and_its_bytes_are_those_of_each_program():
+    """Chimera adds gradients of replicas up late, and holds more than the sizes of another program would say."""
+    made, params, batch = model()
+    words: Any = {"schedules": ["one_f_one_b", "chimera", "roundpipe"], "checkpoint": ["always"]}
+    found = fpipe.plan_run(
+        made, params, batch, ranks=2, microbatches=[2, 3, 4], profiled=[2, 4], repeats=1, search=0.05, **words
+    )
+    assert {row.costs for row in found if row.microbatches == 3} == {"interpolated"}
+    assert {row.costs for row in found if row.microbatches != 3} == {"measured"}
+    own = sum(leaf.nbytes for leaf in params[0].values())  # of a stage
+    for row in found:
+        if row.schedule in ("one_f_one_b", "chimera"):
+            copies = 2 if row.schedule == "chimera" else 1
+            peak = fpipe.sizes(row.program, made, params, batch).peak
+            assert row.memory == tuple(held + copies * own for held in peak)
+    assert {"found", "roundpipe"} < {row.schedule for row in found}
+    assert fpipe.verify(found.best.program, made, params, batch).bitwise
+
+
+def test_a_search_is_one_of_the_rows_and_is_not_beaten():
+    words: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
+    found = fpipe.plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)
+    assert found.best.makespan == min(row.makespan for row in found if row.schedule == "found")
+
+
+def test_ranks_of_unlike_memory_and_speed():
+    costs = replace(COSTS, bytes=bytes_of, transfer=0)
+    free = fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster="2 ranks; rank 1 speed 0.5", **FEW)
+    assert free.best.makespan > fpipe.plan_run(costs, ranks=2, microbatches=[4], **FEW).best.makespan
+    row = next(row for row in free if row.name == "one_f_one_b, m=4")
+    assert row.memory == tuple(peak + 100 for peak in row.timeline.peak)
+    least = f"2 ranks; rank 0 memory {row.memory[0]:.0f}B; rank 1 memory {row.memory[1]:.0f}B"
+    assert row.memory[0] > row.memory[1]
+    tight = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=least, **FEW)}
+    other = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW)}
+    assert (tight[row.name], tight["gpipe, m=4"], other[row.name]) == (True, False, False)
+
+
+def test_ctrl_c_leaves_the_ways_so_far():
+    def stop(done: int, every: int, what: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    found = fpipe.plan_run(COSTS, ranks=2, microbatches=[4], progress=stop, **FEW)
+    assert (len(found), found.complete) == (2, False)
+    with pytest.raises(KeyboardInterrupt):
+        fpipe.plan_run(COSTS, ranks=2, microbatches=[4], memory=0.5, progress=stop, **FEW)
+
+
+def test_plans_and_spreads_are_drawn(tmp_path: Path):
+    noise = fpipe.Noise(jitter=0.1)
+    plan = fpipe.plan_run(COSTS, ranks=2, microbatches=[4, 8], memory=3, noise=noise, at="median", samples=9, **FEW)
+    spread = fpipe.robustness({row.name: row.program for row in plan.front}, COSTS, noise=noise, samples=9)
+    for what, names in ((plan, [row.name for row in plan.front]), (spread, [row.name for row in spread])):
+        file = fpipe.plot(what, file=tmp_path / "one.svg")
+        words = [each.text or "" for each in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+        assert all(any(word.startswith(name) for word in words) for name in names)
+        assert Path(fpipe.plot(what, file=tmp_path / "one.png")).read_bytes()[:4] == b"\x89PNG"
+        assert fpipe.plot(what) == str(what)
+    assert [record["front"] for record in plan.records()] == [row in plan.front for row in plan]
+    assert {"m", "median", "p95", "recompute"} < {*str(plan).split()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"ranks": 0}, "ranks is a whole number, at least 1; found 0."),
+        ({"microbatches": 8}, "microbatches lists numbers of microbatches, such as [8, 16]; found 8."),
+        ({"microbatches": [0]}, "microbatches lists whole numbers, at least 1; found 0."),
+        ({"checkpoint": ["sometimes"]}, "some of never, except_last, always; found 'sometimes'."),
+        ({"schedules": ["zbw"]}, "there is no schedule 'zbw'; did you mean zbv"),
+        ({"memory": -1}, "memory is the most that a rank may hold, above 0; found -1."),
+        ({"search": -1}, "search is seconds, from 0; found -1."),
+        ({"at": "p95"}, 'at="p95" is of makespans under noise: say noise= too'),
+        ({"at": "mean"}, 'at "said", "median" or "p95", found \'mean\'.'),
+        ({"cluster": "1 rank"}, "there are 2 ranks, and the cluster has 1."),
+        (
+            {"what": fpipe.Costs(), "cluster": "2 ranks; each rank memory 1GB"},
+            "a cluster's memory is in bytes: say the bytes of values",
+        ),
+        ({"rows": 16, "microbatches": [4, 8]}, "microbatches of 4, 2 rows cost different times: say {rows: costs}"),
+        ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
+        ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
+        ({"profiled": [4]}, "go with a Model; costs are said, not measured."),
+        ({"memory": 0.1}, "nothing fits: the least that a rank must hold is 1 rows, by gpipe, m=4, recompute always."),
+        (
+            {"schedules": ["chimera"], "microbatches": [3]},
+            "no schedule serves 2 ranks and these microbatches. chimera: ",
+        ),
+    ],
+)
+def test_what_makes_no_plan_is_refused(wrong: dict[str, Any], expected: str):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        fpipe.plan_run(**({"what": COSTS, "ranks": 2, "microbatches": [4], "schedules": ["gpipe"]} | wrong))
+
+
+def test_what_is_no_costs_and_no_model_is_refused():
+    words: Any = {"ranks": 2, "microbatches": [2]}
+    made, params, batch = model()
+    for what, error, expected in (
+        (None, TypeError, "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found"),
+        ({4: COSTS}, ValueError, "costs by the rows of a microbatch need rows=, how many the batch has."),
+        (made, ValueError, "a model comes with its params and a batch"),
+    ):
+        with pytest.raises(error, match=re.escape(expected)):
+            fpipe.plan_run(what, **words)
+    with pytest.raises(ValueError, match=re.escape("costs at 2 microbatches are not between those at 4, which")):
+        fpipe.plan_run(made, params, batch, profiled=[4], **words)
