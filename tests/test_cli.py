@@ -338,7 +338,7 @@ def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str |
         (["show", "gpipe", "--perfetto", "x.html"], "--perfetto writes .json, found 'x.html'; name it x.json."),
         (["bench"], "Missing argument 'NAME...'."),
         (["bench", "gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
-        (["bench", "table.csv"], "bench takes schedules by name, found the file 'table.csv'."),
+        (["bench", "table.csv"], "schedules are taken by name here, found the file 'table.csv'."),
         (["bench", "gpipe", "--runtime", "local"], "'local' is not one of 'threads', 'distributed'."),
         (["bench", "gpipe", "--rounds", "0"], "--rounds"),
         (["bench", "gpipe", "--file", "a.txt"], "--file writes .svg, .png, .pdf, .html or .json, found 'a.txt'."),
@@ -522,3 +522,81 @@ def test_search_refuses_in_a_sentence(typed: list[str], code: int, sentence: str
     ended = CliRunner().invoke(app, ["search", "-p", "2", "-m", "2", "--seconds", "0.1", *typed])
     said = " ".join(ended.output.replace("│", " ").split())
     assert (ended.exit_code, sentence in said) == (code, True), ended.output
+
+
+def test_a_cluster_is_one_word_for_all_that_simulates():
+    """Shared links queue and a slow rank is slow, in whatever reads the text."""
+    text, costs = "2 ranks; inside 1s 2GB/s shared; rank 1 speed 0.5", "F=2,B=2,W=2,y=1GB,res=4GB,params=1GB"
+    sizes = ("-p", "2", "-m", "4")
+    known = program("one_f_one_b", 2, 4)
+    bytes_of = {"y": 1e9, "dx": 1e9, "res": 4e9, "params": 1e9}
+    told = fpipe.simulate(known, fpipe.Costs(2, 2, 2, bytes=lambda value: bytes_of.get(value.name, 0.0)), cluster=text)
+    words = ("--costs", costs, "--cluster", text)
+    assert f"makespan {told.makespan:g}, " in out("show", "one_f_one_b", *sizes, *words)
+    for command in (["compare", "one_f_one_b"], ["plan", "run", "one_f_one_b"]):
+        row = next(line for line in out(*command, *sizes, *words).splitlines() if line.startswith("one_f_one_b"))
+        assert f"{told.makespan:g}" in row.split()
+    rows = out("search", *sizes, *words, "--seconds", "0.1", "--solver", "local").splitlines()
+    assert float(next(line for line in rows if line.startswith("found")).split()[1]) <= told.makespan
+
+
+def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
+    picture = tmp_path / "front.svg"
+    sizes = ("-p", "2", "-m", "2/4", "--rows", "8")
+    costs = ("-c", "4:F=9,B=9,W=9,y=1MB,res=8MB", "-c", "1: F=3,B=3,W=3,y=1MB,res=2MB")
+    lines = out("plan", "run", "gpipe", "zb_h1", *sizes, *costs, "--memory", "18MB", "--svg", str(picture)).splitlines()
+    assert lines[0].split() == ["schedule", "m", "rows", "recompute", "seconds", "bubble", "MiB", "rows/s", "costs"]
+    assert {word for line in lines[1:13] for word in line.split()} >= {"said", "interpolated", "*", "too", "much"}
+    assert lines[-1] == f"wrote {picture}"
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch, fpipe\n"
+        "def step():\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "    model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)\n"
+        "    return model, params, (torch.randn(8, 4), torch.randn(8, 4))\n"
+    )
+    words = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never", "--jitter", "0.1", "--at", "p95")
+    lines = out(
+        "plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *words, "--samples", "5"
+    ).splitlines()
+    assert {"measured", "median", "p95"} < {word for line in lines[:3] for word in line.split()}
+    assert "transfers take no time here: --cluster says what links there are" in lines
+    assert lines[-1].startswith("zbv: ")
+
+
+def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
+    picture = tmp_path / "spread.png"
+    lines = out("robustness", "one_f_one_b", "zb_h1", "--slow-rank", "1.3", "--samples", "9", "--png", str(picture))
+    assert lines.splitlines()[0].split() == ["schedule", "said", "median", "p95", "fragile"]
+    assert "shortest at the median zb_h1, at the 95th percentile zb_h1" in lines
+    assert picture.is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "typed", "sentence"),
+    [
+        (2, ["-m", "8,16"], "several numbers read 8/16/32, found '8,16'."),
+        (2, ["-c", "x:F=1,B=1,W=1"], "costs of microbatches of 8 rows read 8:F=1,B=1,W=1, found 'x:F=1,B=1,W=1'."),
+        (2, ["-c", "F=-1"], "F is a time in seconds, at least 0 and finite; found '-1'."),
+        (2, ["-c", "F=1,B=1"], "'F=1,B=1' says F and B and nothing of the rest"),
+        (2, ["-c", "y=8GX"], "an amount of bytes reads 40GiB or 512B, in B, KB, KiB,"),
+        (2, ["--memory", "much"], "an amount of bytes reads 40GiB or 512B"),
+        (2, ["--cluster", "4 rank; inside"], "a link has a latency (5us), a bandwidth (200GB/s) or both, at 'inside'"),
+        (2, ["-c", "F=1,B=1,W=1", "--model", "fractions:Fraction"], "a --model is measured, and --costs are said"),
+        (2, ["gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
+        (2, ["table.csv"], "schedules are taken by name here, found the file 'table.csv'."),
+        (1, ["--memory", "40GiB"], "error: a rank's memory was said in bytes, and the bytes of values were not"),
+        (1, ["--memory", "0.5"], "error: nothing fits: the least that a rank must hold is 1 rows, by gpipe, m=8"),
+        (1, ["-c", "8:F=1,B=1,W=1", "-c", "F=1,B=1,W=1"], "each size once; found them once without its rows."),
+        (1, ["--at", "p95"], 'error: at="p95" is of makespans under noise: say noise= too'),
+        (1, ["--cluster", "4 ranks; inside 1GB/s"], "error: a cluster's bandwidths need the bytes of values: add them"),
+        (1, ["--jitter", "-1"], "error: jitter is a share of an op's seconds, a number of at least 0; found -1.0."),
+    ],
+)
+def test_a_plan_that_is_typed_wrongly_is_answered_in_a_sentence(code: int, typed: list[str], sentence: str):
+    names = [] if typed[0] in ("gpip", "table.csv") else ["gpipe"]
+    found, _, complaint = run("plan", "run", *names, *typed)
+    assert (found, sentence in " ".join(complaint.split())) == (code, True), complaint
+    if typed[0] == "--memory" and code == 1:
+        assert run("search", "--memory-cap", "1GB", "-p", "2", "-m", "2")[0] == 1

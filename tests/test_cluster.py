@@ -184,3 +184,19 @@ def test_what_a_cluster_says_is_not_said_twice():
         fpipe.simulate(program, COSTS, cluster="4 ranks; inside 1GB/s shared", iterations=2)
     with pytest.raises(ValueError, match="a timeline lacks memory on a cluster, in bytes"):
         _ = fpipe.simulate(program).lacking
+
+
+def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
+    """What it finds is what `simulate` says of it, links that queue and slow ranks too."""
+    sizes = {"y": 1.0, "dx": 1.0, "res": 10.0, "wres": 5.0}
+    text = "2 hosts x 2 ranks; inside 1s 2B/s; between 2s 1B/s shared; rank 3 speed 0.5"
+    costs = fpipe.Costs(5, 6, 4, bytes=lambda value: sizes.get(value.name, 0.0), cluster=text)  # type: ignore[arg-type]
+    found = fpipe.search(4, costs, ranks=4, microbatches=6, seconds=0.3, solver="local", memory_cap=55)
+    assert found.timeline.makespan == fpipe.simulate(found.program, costs).makespan
+    assert found.bound <= found.timeline.makespan <= found.beat[1]  # type: ignore[index]
+    named = fpipe.schedules.about("one_f_one_b").program(4, 6)
+    row = next(row for row in found.named if row.name == "one_f_one_b")
+    told = fpipe.simulate(named, replace(costs, cluster=None), cluster=text).makespan
+    assert row.makespan <= fpipe.simulate(named, costs).makespan == told  # a search may split its backwards
+    with pytest.raises(TypeError, match=re.escape("a cluster is an fpipe.Cluster or its text, found 4.")):
+        fpipe.Costs(cluster=4)  # type: ignore[arg-type]

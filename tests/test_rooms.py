@@ -37,6 +37,7 @@ ROOMS = {
         "pictures",
         "interop",
         "finding",
+        "planning",
     },
 }
 # Nobody imports these: the list of public names, and the command line's door.

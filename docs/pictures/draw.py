@@ -33,6 +33,12 @@ def simulated(folder: Path) -> None:
     overlapped = fpipe.Costs(transfer=0.1, pair="max")
     dualpipe = pipeline("dualpipe", 4, 8)
     fpipe.plot(dualpipe, names=["DualPipe"], costs=overlapped, file=folder / "dualpipe.svg", width=1000)
+    whole = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
+    names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "chimera"]
+    fpipe.plot(fpipe.plan_run(whole, ranks=4, microbatches=[8], memory=6, schedules=names), file=folder / "front.svg")
+    named = {name: pipeline(name, 4, 8) for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")}
+    noise = fpipe.Noise(jitter=0.1, slow_rank=1.3, slow_link=3)
+    fpipe.plot(fpipe.robustness(named, whole, noise=noise), file=folder / "spread.svg")
 
 
 def measured(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, check_grads, find, prove, see, write
+from fpipe.cli import bench, check_grads, find, plan, prove, see, stray, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -41,7 +41,7 @@ Version = Annotated[
 
 @app.callback()
 def start(imports: Imports = None, asked: Version = False) -> None:
-    """Pipeline schedules: list, draw, compare, search, prove, race them, take them elsewhere.
+    """Pipeline schedules: list, draw, compare, search, plan, prove, race them, take them elsewhere.
 
     \b
     Examples:
@@ -49,6 +49,8 @@ def start(imports: Imports = None, asked: Version = False) -> None:
       python -m fpipe show one_f_one_b --ranks 4 --microbatches 8
       python -m fpipe compare gpipe one_f_one_b --costs F=1,B=1,W=1,c=0.1
       python -m fpipe search -p 4 -m 8 -s 8 --memory-cap 2 --costs F=10,B=12,W=8
+      python -m fpipe plan run --model mine.py:step -p 4 -m 8/16/32 --memory 40GiB
+      python -m fpipe robustness one_f_one_b zb_h1 --jitter 0.1 --slow-rank 1.3
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
@@ -80,8 +82,11 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, find.search, prove.check, prove.verify),
+    *(see.schedules, see.show, see.compare, stray.robustness, find.search, prove.check, prove.verify),
     *(check_grads.check_grads, bench.bench, write.export),
 )
 for command in COMMANDS:
     app.command()(_refusing(command))
+plans = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Plan a run of your own.")
+plans.command()(_refusing(plan.run))
+app.add_typer(plans, name="plan")

@@ -28,9 +28,10 @@ class Runtime(StrEnum):
     distributed = "distributed"
 
 
-def _name(text: str) -> str:
+def schedule_name(text: str) -> str:
+    """The name of a schedule, where no file will do."""
     if is_file(text):
-        raise ValueError(f"bench takes schedules by name, found the file {text!r}.")
+        raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
     return known(text)
 
 
@@ -42,7 +43,7 @@ def _picture(text: str) -> Path:
 
 Names = Annotated[
     list[str],
-    typer.Argument(metavar="NAME...", parser=usage(_name), help="Schedules, with options behind a colon."),
+    typer.Argument(metavar="NAME...", parser=usage(schedule_name), help="Schedules, with options behind a colon."),
 ]
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-p", min=1, help="Ranks; by default 2, or as many as torchrun started.")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fpipe.program import Program
 from fpipe.schedules.compare import parts_of_a_rank
+from fpipe.timing.cluster import Cluster, bytes_of
 from fpipe.timing.costs import Costs
+from fpipe.timing.named_bytes import NAMES, NamedBytes
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")
 WORDS = (*SHARES.values(), "offload", "load")
+STAYS = ("res", "wres", "params")
 CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
 
@@ -33,6 +36,17 @@ class TypedCosts:
     text: str
     seconds: dict[str, Any]
     shares: bool
+    bytes: dict[str, float] = field(default_factory=dict[str, float])
+    cluster: Cluster | None = None
+
+    @property
+    def said(self) -> bool:
+        """Whether there are any."""
+        return bool(self.text or self.cluster)
+
+    def on(self, cluster: Cluster | None) -> TypedCosts:
+        """The same on a cluster."""
+        return replace(self, cluster=cluster)
 
     def of(self, program: Program) -> Costs:
         """The costs of a program's ops."""
@@ -40,11 +54,15 @@ class TypedCosts:
 
     def at(self, parts: float) -> Costs:
         """The costs where a rank cuts its share into so many ops: v stages of Q slices are vQ."""
+        if self.cluster is not None and self.cluster.has_bandwidth and not self.bytes:
+            raise ValueError("a cluster's bandwidths need the bytes of values: add them to --costs, as in y=8MiB.")
+        own = {word: size / parts if self.shares and word in STAYS else size for word, size in self.bytes.items()}
+        words: dict[str, Any] = {"bytes": NamedBytes(own) if own else None, "cluster": self.cluster}
         if not self.shares:
-            return Costs(**self.seconds)
+            return Costs(**self.seconds, **words)
         seconds: dict[str, Any] = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0} | self.seconds
         whole = ("transfer", *CHOICES)
-        return Costs(**{word: cost if word in whole else cost / parts for word, cost in seconds.items()})
+        return Costs(**{word: cost if word in whole else cost / parts for word, cost in seconds.items()}, **words)
 
 
 def parse(text: str) -> TypedCosts:
@@ -58,24 +76,29 @@ def parse(text: str) -> TypedCosts:
     ValueError: costs have no 'forwards'; did you mean forward? Of a whole rank: F, B, W, R, c; of a stage: ...
     """
     seconds: dict[str, Any] = {}
+    sizes: dict[str, float] = {}
     kinds: set[bool] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise ValueError(f"{item!r} says no cost; costs read F=1,B=1,W=1,c=0.1 or forward=1,transfer=0.1.")
         word = SHARES.get(name, name)
-        if word in seconds:
+        if word in seconds or word in sizes:
             raise ValueError(f"{name} is said twice.")
         if name in CHOICES:
             if value not in CHOICES[name]:
                 raise ValueError(f"{name} is {' or '.join(CHOICES[name])}, found {value!r}.")
             seconds[name] = value
             continue
+        if name in NAMES:
+            sizes[name] = bytes_of(value)
+            continue
         if word not in WORDS:
-            close = difflib.get_close_matches(name, (*WORDS, *CHOICES), n=1)
+            close = difflib.get_close_matches(name, (*WORDS, *CHOICES, *NAMES), n=1)
             raise ValueError(
                 f"costs have no {name!r}{f'; did you mean {close[0]}?' if close else '.'} Of a whole rank: "
-                f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, pair=max."
+                f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, pair=max; "
+                f"bytes: {', '.join(NAMES)}, as in y=8MiB."
             )
         kinds.add(name in SHARES)
         seconds[word] = _number(name, value)
@@ -90,7 +113,7 @@ def parse(text: str) -> TypedCosts:
             f"{text!r} says {' and '.join(names[word] for word in said)} and nothing of the rest; say all, as "
             f"{text},{','.join(missing)}."
         )
-    return TypedCosts(text, seconds, shares)
+    return TypedCosts(text, seconds, shares, sizes)
 
 
 def _number(name: str, text: str) -> float | list[float]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fpipe.cli.options import CostsSaid, Microbatches, Ranks, usage
+from fpipe.cli.options import ClusterSaid, CostsSaid, Microbatches, Ranks, Seed, amount, refuse_bytes, usage
 from fpipe.cli.output import columns_of_terminal, number, print_error, table
 from fpipe.cli.see import Html, Png, Svg
 from fpipe.finding.found import Found
@@ -79,7 +79,13 @@ Where = Annotated[
     ),
 ]
 Cap = Annotated[
-    float | None, typer.Option("--memory-cap", metavar="N", help="Microbatches that a rank may hold at most.")
+    Any,
+    typer.Option(
+        "--memory-cap",
+        metavar="N",
+        parser=usage(amount),
+        help="Microbatches that a rank may hold at most; bytes, as in 40GiB, where --costs has bytes.",
+    ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to search.")]
 Without = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Do not start from NAME.")]
@@ -91,6 +97,7 @@ def search(
     microbatches: Microbatches = 8,
     stages: Stages = None,
     costs: CostsSaid = "",
+    cluster: ClusterSaid = None,
     where: Where = "any",
     memory_cap: Cap = None,
     objective: Objective = Objective.makespan,
@@ -99,7 +106,7 @@ def search(
     split_backward: Halves = Halves.auto,
     checkpoint: Recompute = Recompute.never,
     without: Without = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")] = 0,
+    seed: Seed = 0,
     output: Output = None,
     svg: Svg = None,
     png: Png = None,
@@ -119,8 +126,9 @@ def search(
     """
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
+    refuse_bytes(memory_cap, known=bool(costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
-    seconds_of: Costs = costs.of(place("linear", ranks=ranks)(base))
+    seconds_of: Costs = costs.on(cluster).of(place("linear", ranks=ranks)(base))
     halves = {"auto": "auto", "all": True, "none": False}[split_backward.value]
     words: dict[str, Any] = {"objective": objective.value, "solver": solver.value, "checkpoint": checkpoint.value}
     with _progress() as progress:
@@ -140,7 +148,7 @@ def search(
     if not found.complete:
         print_error("stopped; this is the best so far.")
     width = columns_of_terminal()
-    shown = seconds_of if costs.text else None
+    shown = seconds_of if costs.text or cluster else None
     print(plot(found.program, costs=shown, width=width and max(width, 40)))
     print(found)
     _rows(found)

@@ -17,6 +17,7 @@ from fpipe.cli.what import is_file, named, read
 from fpipe.program import Program
 from fpipe.schedules.named import option
 from fpipe.schedules.named import parse as parse_name
+from fpipe.timing.cluster import Cluster, bytes_of
 
 if TYPE_CHECKING:
     from fpipe.model import Model
@@ -103,9 +104,51 @@ CostsSaid = Annotated[
         parser=usage(parse),
         help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
         "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
-        "op, or one for each stage.",
+        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB.",
     ),
 ]
+ClusterSaid = Annotated[
+    Any,
+    typer.Option(
+        "--cluster",
+        metavar="TEXT",
+        parser=usage(Cluster.parse),
+        help="What it runs on: '2 hosts x 4 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8 "
+        "memory 40GiB'. Bandwidths need bytes in --costs.",
+    ),
+]
+
+
+class Bytes(float):
+    """An amount that was typed with a unit."""
+
+
+def amount(text: str) -> float:
+    """An amount held: a number, or bytes as in 40GiB.
+
+    >>> amount("1.5"), amount("2KiB")
+    (1.5, 2048.0)
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return Bytes(bytes_of(text))
+
+
+def refuse_bytes(held: float | None, *, known: bool) -> None:
+    """An amount of bytes where those of values are not known would be one of microbatches."""
+    if isinstance(held, Bytes) and not known:
+        raise ValueError(
+            "a rank's memory was said in bytes, and the bytes of values were not: add them to --costs, as in "
+            "y=8MiB,res=40MiB, or say how much it may hold without a unit."
+        )
+
+
+Jitter = Annotated[float, typer.Option("--jitter", help="Standard deviation of an op's seconds, as a share of them.")]
+SlowRank = Annotated[float, typer.Option("--slow-rank", help="One rank, another in each draw, takes times as long.")]
+SlowLink = Annotated[float, typer.Option("--slow-link", help="One link, another in each draw, takes times as long.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Draws of the noise.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
 ModelSaid = Annotated[
     Any,

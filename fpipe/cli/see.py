@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fpipe.cli.options import (
+    ClusterSaid,
     CostsSaid,
     Microbatches,
     Options,
@@ -89,6 +90,7 @@ def show(
     stages: Stages = None,
     option: Options = None,
     costs: CostsSaid = "",
+    cluster: ClusterSaid = None,
     svg: Svg = None,
     png: Png = None,
     pdf: Pdf = None,
@@ -113,13 +115,14 @@ def show(
     files = [file for file in (svg, png, pdf, html, perfetto) if file is not None]
     if style is not None and not files:
         raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
+    costs = costs.on(cluster)
     program = program_of(what, ranks, microbatches, stages, option, costs, replicated)
     seconds = costs.of(program)
     if not is_file(what) and parse(what).schedule.title:
         print(f"{parse(what).schedule.title}: {parse(what).schedule.source}")
     print(sizes(program))
     width = columns_of_terminal()
-    print(plot(program, costs=seconds if costs.text else None, width=width and max(width, 40)))
+    print(plot(program, costs=seconds if costs.said else None, width=width and max(width, 40)))
     found, least = simulate(program, seconds), bounds(program, seconds)
     print(found)
     print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
@@ -145,6 +148,7 @@ def compare(
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     costs: CostsSaid = "",
+    cluster: ClusterSaid = None,
     svg: Svg = None,
     png: Png = None,
     html: Html = None,
@@ -172,7 +176,8 @@ def compare(
     """
     only_of_names(typed, what or ())
     entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
-    found = compare_schedules(entries, ranks, microbatches, costs.at if costs.text else None)
+    costs = costs.on(cluster)
+    found = compare_schedules(entries, ranks, microbatches, costs.at if costs.said else None)
     print(found)
     served = [row for row in found if row.timeline is not None]
     if not served:

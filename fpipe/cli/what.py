@@ -40,7 +40,7 @@ def named(
     """
     chosen = with_options(text, options)
     return replace(chosen, stages=chosen.stages or stages).program(
-        ranks, microbatches, costs.at if costs.text else None
+        ranks, microbatches, costs.at if costs.said else None
     )
 
 

@@ -67,7 +67,9 @@ def front(plan: RunPlan, width: float, unit: float) -> Drawing:
     most += (most - least or most or 1.0) * 0.05
     least = max(0.0, least - (most - least) * 0.08)
     drawing = Drawing(width, 0.0, left, span, least, most, clock(0), unit)
-    low, high = min(times) * time.per_second, max(times) * time.per_second
+    shares = [(row, (row.seconds(plan.at) or 1.0) / seconds) for row, seconds in zip(rows, times, strict=True)]
+    ends = [row.spread.at(end) / share for row, share in shares if row.spread for end in (LOWER, 1 - LOWER)]
+    low, high = (pick([*times, *ends]) * time.per_second for pick in (min, max))
     low, high = low - (high - low or low) * 0.08, high + (high - low or high) * 0.08
 
     def across(row: PlanRow) -> float:
@@ -158,6 +160,8 @@ def _legend(drawing: Drawing, rows: Sequence[PlanRow], plan: RunPlan, y: float) 
     entries = [(POLICY[policy], WORDS[policy]) for policy in POLICY if any(row.checkpoint == policy for row in rows)]
     if not all(row.fits for row in rows):
         entries.append(("hatch", "does not fit"))
+    if any(row.spread for row in plan.front):
+        entries.append(("arrow", "90 of 100 draws"))
     return _swatches(drawing, entries, y)
 
 

@@ -17,6 +17,7 @@ from fpipe.schedules.named import Named, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
+from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 
 Said = Costs | Share
@@ -118,14 +119,14 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
     if not said or not all(isinstance(one, int | float) and one > 0 for one in said):
         raise ValueError(f"costs are listed by the rows of a microbatch, above 0; found {list(said)}.")
     shares = {float(size): _share(one, stages is not None) for size, one in said.items()}
-    if len(shares) > 1 and any(hasattr(share(1).bytes, "storages") for share in shares.values()):
+    own = [share(1).bytes for share in shares.values()]
+    if len(shares) > 1 and any(hasattr(each, "storages") and not isinstance(each, NamedBytes) for each in own):
         raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
     curve = CostCurve(shares, "said")
-    for size in sizes:
-        curve.at(size, 1)
     work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster)
+    known = [work.costs(count, 1)[0] for count in asked.microbatches]
     in_bytes = asked.cluster is not None and min(asked.cluster.memory) < math.inf
-    if in_bytes and work.costs(asked.microbatches[0], 1)[0].bytes is None:
+    if in_bytes and known[0].bytes is None:
         raise ValueError("a cluster's memory is in bytes: say the bytes of values, Costs(bytes=...).")
     return work
 

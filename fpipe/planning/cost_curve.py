@@ -10,6 +10,7 @@ from typing import Any, cast
 from fpipe.program import Value
 from fpipe.timing.average import SECONDS, between
 from fpipe.timing.costs import Costs
+from fpipe.timing.named_bytes import NamedBytes
 
 Share = Callable[[float], Costs]
 """`f(parts)`: the costs of an op where each rank cuts its share of a microbatch into so many."""
@@ -66,6 +67,8 @@ def _bytes(few: Any, many: Any, share: float) -> Any:
             odd = ", ".join(sorted(less.keys() ^ more.keys()))
             raise ValueError(f"costs of several sizes say bytes of the same values; some say nothing of {odd}.")
         return {name: between(f"bytes of {name!r}", less[name], more[name], share) for name in less}
+    if isinstance(few, NamedBytes) and isinstance(many, NamedBytes):
+        return few.until(many, share)
     if not callable(few) or not callable(many):
         return few
     lesser, larger = cast("Callable[[Value], float]", few), cast("Callable[[Value], float]", many)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -178,12 +178,30 @@ class _Reader:
             for rank in ranks:
                 each[rank] = value
 
-    def _amount(self, word: re.Match[str], text: str, units: dict[str, Fraction], expected: str) -> float:
-        found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
-        if not found or found[2] not in units:
+    def _amount(self, word: re.Match[str], text: str, units: Mapping[str, Fraction], expected: str) -> float:
+        found = _read(text, units)
+        if found is None:
             said = ", ".join(unit for unit in units if unit)
             raise self.wrong(f"expected {expected}{f' in {said}' if said else ''}", word)
-        return float(Fraction(found[1]) * units[found[2]])
+        return found
+
+
+def bytes_of(text: str) -> float:
+    """An amount of bytes as it is typed.
+
+    >>> bytes_of("40GiB"), bytes_of("512B")
+    (42949672960.0, 512.0)
+    """
+    found = _read(text, _SIZES)
+    if found is None:
+        raise ValueError(f"an amount of bytes reads 40GiB or 512B, in {', '.join(_SIZES)}; found {text!r}.")
+    return found
+
+
+def _read(text: str, units: Mapping[str, Fraction]) -> float | None:
+    """A number and its unit; None where it is no such thing."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
+    return float(Fraction(found[1]) * units[found[2]]) if found and found[2] in units else None
 
 
 def _start(found: re.Match[str]) -> int:

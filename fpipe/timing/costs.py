@@ -57,7 +57,8 @@ class Costs:
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
-        cluster: what it runs on: the speed of ranks and their links, in place of `transfer` and `bandwidth`.
+        cluster: what it runs on, a `Cluster` or its text: the speed of ranks and their links, in place of `transfer`
+            and `bandwidth`.
         bytes: of a value: `{name: bytes}` (or one number for each stage), `f(value) -> bytes`, or `fpipe.Sizes`. With
             it a timeline's peaks are bytes.
 
@@ -86,7 +87,7 @@ class Costs:
     bytes: Bytes | None = None
     backward: PerStage | None = None
     reduce: PerStage = 0
-    cluster: Cluster | None = None
+    cluster: Cluster | None = None  # a text is parsed
 
     def __new__(cls, *given: Any, **named: Any) -> Costs:
         """Say what letters are for: the papers' are of a whole rank."""
@@ -141,7 +142,12 @@ class Costs:
                 _rate(word, rate)
             if getattr(self, word) is not None and self.bytes is None:
                 raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
+        text: object = self.cluster
+        if isinstance(text, str):
+            object.__setattr__(self, "cluster", Cluster.parse(text))
         if self.cluster is not None:
+            if not isinstance(self.cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"a cluster is an fpipe.Cluster or its text, found {self.cluster!r}.")
             if self.transfer != 0 or self.bandwidth is not None:
                 raise ValueError("a cluster says how long transfers take; leave out transfer= and bandwidth=.")
             if self.cluster.has_bandwidth and self.bytes is None:

@@ -44,7 +44,7 @@ def simulate(
     program = the_program(program)
     costs = the_costs(costs)
     if cluster is not None:
-        costs = replace(costs, cluster=Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+        costs = replace(costs, cluster=cluster)
     costs = the_costs(costs, program)
     if type(iterations) is not int or iterations < 1:
         raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")

@@ -1,0 +1,78 @@
+"""Say how fragile schedules are: what they take when costs are not what they were said to be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.options import (
+    ClusterSaid,
+    CostsSaid,
+    Jitter,
+    Microbatches,
+    Ranks,
+    Samples,
+    Seed,
+    SlowLink,
+    SlowRank,
+    known,
+    only_of_names,
+    program_of,
+    usage,
+)
+from fpipe.cli.output import number, table
+from fpipe.cli.see import Png, Svg
+from fpipe.pictures.plot import plot
+from fpipe.timing.noise import Noise
+from fpipe.timing.robustness import robustness as strayed
+
+Whats = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME|FILE...",
+        parser=usage(known),
+        help="Names, with options behind a colon (hanayo:waves=2), and files.",
+    ),
+]
+
+
+def robustness(
+    typed: typer.Context,
+    what: Whats,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    costs: CostsSaid = "",
+    cluster: ClusterSaid = None,
+    jitter: Jitter = 0.1,
+    slow_rank: SlowRank = 1.0,
+    slow_link: SlowLink = 1.0,
+    samples: Samples = 200,
+    seed: Seed = 0,
+    svg: Svg = None,
+    png: Png = None,
+) -> None:
+    """Simulate schedules when costs stray (fpipe.robustness).
+
+    \b
+    said     makespan where costs are what was said, in seconds
+    median   half of the draws take no longer
+    p95      95 of 100 draws take no longer
+    fragile  how far p95 is above what was said
+    \b
+    Examples:
+      python -m fpipe robustness one_f_one_b zb_h1 zb_h2 --jitter 0.1 --slow-rank 1.3
+      python -m fpipe robustness gpipe zbv -p 4 -m 8 --costs F=10,B=12,W=8,c=0.5 --slow-link 3 --svg spread.svg
+    """
+    only_of_names(typed, what)
+    costs = costs.on(cluster)
+    programs = {one: program_of(one, ranks, microbatches, None, None, costs) for one in what}
+    found = strayed(programs, costs.of, noise=Noise(jitter, slow_rank, slow_link), samples=samples, seed=seed)
+    table(
+        ("schedule", "said", "median", "p95", "fragile"),
+        [(row.name, *map(number, (row.said, row.median, row.p95)), f"{row.fragile:.1%}") for row in found],
+    )
+    print(f"shortest at the median {found.best('median').name}, at the 95th percentile {found.best('p95').name}")
+    for file in (svg, png):
+        if file is not None:
+            print(f"wrote {plot(found, file=file)}")
