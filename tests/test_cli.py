@@ -358,7 +358,9 @@ def test_what_is_typed_wrongly_ends_with_2_and_shows_the_usage(typed: list[str],
     assert sentence in " ".join(complaint.split())
 
 
-@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "bench", "export"])
+@pytest.mark.parametrize(
+    "command", ["schedules", "show", "compare", "robustness", "check", "verify", "bench", "export"]
+)
 def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each example of the help, but for those that need another tool."""
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,7 @@ def robustness(
     \b
     Examples:
       python -m fpipe robustness one_f_one_b zb_h1 zb_h2 --jitter 0.1 --slow-rank 1.3
-      python -m fpipe robustness gpipe zbv -p 4 -m 8 --costs F=10,B=12,W=8,c=0.5 --slow-link 3 --svg spread.svg
+      python -m fpipe robustness gpipe zb_h2 -p 4 -m 8 --costs F=10,B=12,W=8,c=0.5 --slow-link 3 --svg spread.svg
     """
     only_of_names(typed, what)
     costs = costs.on(cluster)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, cast
 
 from fpipe.program import Op, Program, Value, kind_of
+from fpipe.timing.amounts import checked_count, checked_rate, checked_seconds, listed, of_links
 from fpipe.timing.cluster import Cluster
 
 PerStage = float | Sequence[float]
@@ -131,15 +132,15 @@ class Costs:
         for word in _PER_STAGE:
             given = getattr(self, word)
             if given is not None or word not in ("recompute", "load", "backward"):
-                for cost in _listed(given):
-                    _seconds(word, cost)
-        for cost in _of_links("transfer", "seconds", self.transfer):
-            _seconds("transfer", cost)
-        of_links = () if self.bandwidth is None else _of_links("bandwidth", "bytes a second", self.bandwidth)
+                for cost in listed(given):
+                    checked_seconds(word, cost)
+        for cost in of_links("transfer", "seconds", self.transfer):
+            checked_seconds("transfer", cost)
+        on_links = () if self.bandwidth is None else of_links("bandwidth", "bytes a second", self.bandwidth)
         of_host = () if self.host_bandwidth is None else (self.host_bandwidth,)
-        for word, rates in (("bandwidth", of_links), ("host_bandwidth", of_host)):
+        for word, rates in (("bandwidth", on_links), ("host_bandwidth", of_host)):
             for rate in rates:
-                _rate(word, rate)
+                checked_rate(word, rate)
             if getattr(self, word) is not None and self.bytes is None:
                 raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
         text: object = self.cluster
@@ -161,8 +162,8 @@ class Costs:
             raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(given).__name__}.")
         if isinstance(given, Mapping):
             for name, sizes in cast("Mapping[str, PerStage]", given).items():
-                for size in _listed(sizes):
-                    _count(f"the bytes of {name!r}", size)
+                for size in listed(sizes):
+                    checked_count(f"the bytes of {name!r}", size)
 
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
@@ -174,7 +175,7 @@ class Costs:
         """The same on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
-                return _seconds(f"pair({op.cell})", self.pair(op))
+                return checked_seconds(f"pair({op.cell})", self.pair(op))
             return (sum if self.pair == "sum" else max)(self._seconds(part) for part in op.parts)
         kind, stage = op.kind, op.stage or 0
         if kind == "F":
@@ -207,13 +208,13 @@ class Costs:
         if kind not in _EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
         known = _EXTRA[kind]
-        return _seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
+        return checked_seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
 
     def latency(self, source: int, target: int) -> float:
         """Seconds on the way from one rank to another."""
         if self.cluster is not None:
             return self.cluster.link(source, target).latency
-        return _seconds("transfer", _on_link(self.transfer, source, target, "transfer"))
+        return checked_seconds("transfer", _on_link(self.transfer, source, target, "transfer"))
 
     def carrying(self, value: Value, source: int, target: int) -> float:
         """Seconds for which a value keeps its link from other values."""
@@ -222,7 +223,7 @@ class Costs:
             return self.size(value) / rate if rate < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
-        return self.size(value) / _rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
+        return self.size(value) / checked_rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
 
     def wire(self, source: int, target: int) -> Hashable:
         """What carries one value at a time on the way from one rank to another."""
@@ -246,7 +247,7 @@ class Costs:
                 )
             size = _at(cast("PerStage", given[value.name]), value.stage or 0, f"bytes of {value.name!r}")
         else:
-            size = _count(f"the bytes of {value}", given(value))
+            size = checked_count(f"the bytes of {value}", given(value))
         return {value._replace(at=""): cast("int", size)}
 
 
@@ -301,58 +302,12 @@ def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     kind_of(kind)
     if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "REDUCE"):
         raise ValueError(f"the cost of {kind} is a field of Costs.")
-    _EXTRA[kind] = seconds if callable(seconds) else _seconds(f"the cost of {kind}", seconds)
+    _EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
 
 
 def varies(kind: str) -> bool:
     """Whether ops of a kind cost what a function says of each."""
     return callable(_EXTRA.get(kind))
-
-
-def _listed(given: Any) -> Iterable[Any]:
-    """The numbers of a field: one, or one for each stage."""
-    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-
-
-def _of_links(word: str, unit: str, given: Any) -> Iterable[Any]:
-    """The numbers of a field: one, or one for each link; of a function none yet."""
-    if callable(given):
-        return ()
-    if not isinstance(given, Mapping):
-        return (given,)
-    table = cast("Mapping[object, Any]", given)
-    for link in table:
-        if not isinstance(link, tuple) or [type(rank) for rank in cast("tuple[object, ...]", link)] != [int, int]:
-            raise ValueError(
-                f"{word} is a number, or a table {{(from, to): {unit}}} with the numbers of two ranks; found the key "
-                f"{link!r}."
-            )
-        if min(cast("Link", link)) < 0:
-            raise ValueError(f"{word} has a link {link!r}; ranks are numbers from 0 on.")
-    return table.values()
-
-
-def _seconds(word: str, cost: object) -> float:
-    return _number(f"{word} is a time in seconds, at least 0", cost)
-
-
-def _rate(word: str, rate: object) -> float:
-    if rate == 0:
-        raise ValueError(f"{word} is in bytes a second, more than 0; found {rate!r}.")
-    return _number(f"{word} is in bytes a second, more than 0", rate)
-
-
-def _count(word: str, size: object) -> float:
-    return _number(f"{word} are a number, at least 0", size)
-
-
-def _number(expected: str, found: object) -> float:
-    """A finite number from 0 on. A truth value is none, though Python counts with it."""
-    if not isinstance(found, int | float) or isinstance(found, bool):
-        raise ValueError(f"{expected}; found {found!r}, which is no number.")
-    if not (found >= 0 and math.isfinite(found)):
-        raise ValueError(f"{expected}; found {found!r}.")
-    return found
 
 
 def _on_link(cost: PerLink, source: int, target: int, word: str) -> float:
