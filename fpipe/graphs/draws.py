@@ -231,7 +231,6 @@ def without_fills(traced: fx.GraphModule) -> None:
             for user in [user for user in like.users if user not in (new, node)]:
                 user.replace_input_with(like, new)
             traced.graph.erase_node(node)
-            traced.recompile()
 
 
 def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:

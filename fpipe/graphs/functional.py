@@ -41,9 +41,9 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     for node in calls:
         if node.target in BATCH_NORMS:
             node.target = _aten._native_batch_norm_legit.default
-    traced.recompile()
     if not calls:
         return traced
+    traced.recompile()
     again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
     if left is not None:

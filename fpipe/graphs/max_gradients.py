@@ -30,7 +30,6 @@ def rewrite_max_gradients(traced: fx.GraphModule) -> None:
                 made.meta["was"] = value
             node.replace_all_uses_with(made)
             traced.graph.erase_node(node)
-    traced.recompile()
 
 
 def _is_spread(node: fx.Node) -> bool:

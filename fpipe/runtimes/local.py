@@ -51,6 +51,7 @@ def local(
         return by_hand
     signatures = Signatures(model)
     of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    graphs = model.loss is None and sum(not stage.modules for stage in of_nets) == len(model.stages)
     known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
 
     if example is not None:
@@ -99,7 +100,7 @@ def local(
                 if lowered is _NEW:
                     began = time.perf_counter()
                     prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale, compile=compile)
-                    result, lowered = _first(partial(first, given, key), prepared)
+                    result, lowered = _first(partial(first, given, key), prepared, graphs)
                     if lowered is not None:
                         lowered.compile()
                     known[signature] = lowered
@@ -125,11 +126,12 @@ _TRACING = threading.RLock()
 
 
 def _first(
-    by_hand: Callable[[Untraced], Result], prepared: Callable[..., Prepared]
+    by_hand: Callable[[Untraced], Result], prepared: Callable[..., Prepared], graphs: bool
 ) -> tuple[Result | None, Prepared | None]:
-    """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too."""
+    """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too.
+    Where all stages are `graphs`, no Python of anybody runs that could be wrong, or cache something."""
     with suppress(Untraceable):
-        return None, prepared(untraced=Untraced(known_only=True))
+        return None, prepared(untraced=Untraced(known_only=not graphs))
     untraced = Untraced()
     # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
     result, wanted = by_hand(untraced), None
