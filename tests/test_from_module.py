@@ -384,6 +384,44 @@ def test_only_modules_are_cut(found: Any) -> None:
         fpipe.from_module(found, 2, example=rows())
 
 
+class Checkpointed(Around):
+    """Recomputes its blocks by torch's old way, a backward within a backward."""
+
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+
+
+class Remembers(Around):
+    """Keeps what a block made in a plain attribute."""
+
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.last = block(x)
+        return self.last
+
+
+class Cumulative(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(2 * WIDTH, momentum=None)
+
+
+def test_what_a_graph_cannot_say_is_refused_with_the_way_out() -> None:
+    """torch's own words came without the user's line, or only when a gradient was asked for."""
+    wrong(Checkpointed(4), "no trace above autograd captures; say use_reentrant=False, or leave it out")
+    wrong(Checkpointed(4), "in around: return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True))")
+    wrong(Remembers(4), "self.last was assigned during export. Such attributes must be registered as buffers")
+    wrong(Remembers(4), "in around: self.last = block(x))")
+    wrong(Net(2, Cumulative), "(momentum=None), a number that it reads from a buffer, which an export cannot; give it")
+
+
+def test_statistics_of_a_graph_are_not_deferred() -> None:
+    """The model came back as it was: its norms went on after each microbatch, and nobody said so."""
+    model, _, _ = fpipe.from_module(Net(2, Statistics), 2, loss=F.mse_loss, example=rows())
+    with pytest.raises(ValueError, match=re.escape("batch norm 'blocks.0.middle.0' is in the graph of a net")):
+        fpipe.deferred_batch_norm(model)
+    plain, _, _ = fpipe.from_module(Net(2), 2, loss=F.mse_loss, example=rows())
+    assert fpipe.deferred_batch_norm(plain) == plain
+
+
 class Twice(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))

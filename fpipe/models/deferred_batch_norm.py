@@ -25,7 +25,8 @@ def deferred_batch_norm(model: Model) -> Model:
         Another model for the same params and state. Without batch norms that track statistics it is the same.
 
     Raises:
-        ValueError: a batch norm shares its stage with a module that reads the buffers that it mutates.
+        ValueError: a batch norm shares its stage with a module that reads the buffers that it mutates, or is in a stage
+            of `from_module`.
 
     Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
 
@@ -44,6 +45,12 @@ def deferred_batch_norm(model: Model) -> Model:
 def _deferred(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule):
+        norm = next((name for name in getattr(run, "writes", ()) if name.endswith(".running_var")), None)
+        if norm is not None:
+            raise ValueError(
+                f"batch norm {norm.rpartition('.')[0]!r} is in the graph of a net, which updates its statistics after "
+                "each microbatch; only those of a model of from_sequential can be deferred."
+            )
         return stage
     taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
     if taken is not None:

@@ -11,7 +11,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
+from torch.utils import checkpoint as checkpoints
 
 from fpipe import tree
 from fpipe.graphs.attributes import Attributes
 from fpipe.graphs.symbols import in_words
+from fpipe.models.batch_norm import tracks
 from fpipe.models.boundary import marking
 from fpipe.models.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.trace_loss import NoGenerators
@@ -43,11 +45,21 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
     shapes: Any = tree.tree_map(_open_dims, (args, kwargs))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
+    assigned: list[traceback.FrameSummary] = []
     try:
-        with torch.enable_grad(), NoGenerators("the net"), marking(), without_cache(net), _quiet():
+        with (
+            torch.enable_grad(),
+            NoGenerators("the net"),
+            marking(),
+            without_cache(net),
+            _quiet(),
+            _noting_attributes(assigned),
+            _without_reentrant_checkpoints(),
+        ):
             return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes[1] or shapes[0])
     except Exception as error:
-        raise ValueError(_reason(net, error)) from error
+        lines = assigned[-1:] if isinstance(error, UserWarning) else _lines_of(error)
+        raise ValueError(_reason(net, error, lines)) from error
     finally:
         attributes.put_back()
 
@@ -82,6 +94,12 @@ def refuse_unexportable(net: nn.Module) -> None:
     for path, module in net.named_modules():
         refuse_wrapped(path, module)
         refuse_impure(path, module)
+        if tracks(module) and getattr(module, "momentum", None) is None:
+            raise ValueError(
+                f"module {path!r} ({type(module).__name__}) weighs batches by how many there were (momentum=None), a "
+                "number that it reads from a buffer, which an export cannot; give it a momentum, or cut by "
+                "from_sequential."
+            )
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
@@ -122,16 +140,54 @@ def _quiet() -> Generator[None]:
         log.disabled = before
 
 
-def _reason(net: nn.Module, error: Exception) -> str:
+@contextmanager
+def _noting_attributes(lines: list[traceback.FrameSummary]) -> Generator[None]:
+    """Meanwhile note the lines that assign a tensor to a plain attribute of a module."""
+    assign: Any = nn.Module.__setattr__
+
+    def noted(module: nn.Module, name: str, value: Any) -> None:
+        assign(module, name, value)
+        if isinstance(value, Tensor) and name in vars(module):
+            lines.extend(traceback.extract_stack(limit=2)[:1])
+
+    nn.Module.__setattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign
+
+
+@contextmanager
+def _without_reentrant_checkpoints() -> Generator[None]:
+    """Meanwhile torch.utils.checkpoint refuses to run a backward within a backward, which no trace sees."""
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            raise ValueError(
+                "torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say "
+                "use_reentrant=False, or leave it out and let fpipe.checkpoint() recompute"
+            )
+
+    before, checkpoints.CheckpointFunction = checkpoints.CheckpointFunction, Refused  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        checkpoints.CheckpointFunction = before
+
+
+def _reason(net: nn.Module, error: Exception, lines: Sequence[traceback.FrameSummary]) -> str:
     """Why a net cannot be exported: the module, torch's words, and the user's line."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
+    places = [f"at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line}" for one in lines]
+    where = f" ({'; which calls torch '.join(places)})" if places else ""
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
-        f"{in_words(said)}{_where(error)}. Change that line, or use from_loss with fpipe.boundary, or from_functions."
+        f"{in_words(said)}{where}. Change that line, or use from_loss with fpipe.boundary, or from_functions."
     )
 
 
-def _where(error: Exception) -> str:
+def _lines_of(error: Exception) -> list[traceback.FrameSummary]:
     """The innermost line of the net's own code, outside of torch and of this package; and of the forward of a module of
     torch's that it calls, for what that one takes, such as the word `tgt_is_causal` beside a mask."""
     torchs = Path(torch.__file__).parent
@@ -139,11 +195,7 @@ def _where(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [at for at, one in enumerate(frames) if not any(Path(one.filename).is_relative_to(home) for home in ours)]
     if not own:
-        return ""
+        return []
     modules = torchs / "nn" / "modules"
     called = [one for one in frames[own[-1] :] if one.name == "forward" and Path(one.filename).parent == modules]
-    lines = [
-        f"at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line}"
-        for one in (frames[own[-1]], *called[-1:])
-    ]
-    return f" ({'; which calls torch '.join(lines)})"
+    return [frames[own[-1]], *called[-1:]]
