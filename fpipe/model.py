@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -120,7 +120,7 @@ class Model:
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
     leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
     `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
-    their gradients come row by row.
+    their gradients come row by row. `report` says what is where, if a front door knows: the model prints as it.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -138,6 +138,10 @@ class Model:
     whole: tuple[tuple[str, ...], tree.Spec] | None = None
     function: LossFunction | None = None
     per_example: bool = False
+    report: Any = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return repr(self) if self.report is None else str(self.report)
 
     def __post_init__(self) -> None:
         odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)

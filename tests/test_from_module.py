@@ -125,6 +125,36 @@ def test_other_numbers_of_rows_need_no_other_graph() -> None:
         assert fpipe.verify(pipeline(model, 1), model, params, batch).bitwise
 
 
+def test_stages_are_balanced_by_costs_that_were_said_or_measured() -> None:
+    """Of blocks by their paths, or by `profile` of the net with a stage for each block."""
+    net, batch = Net(4), rows()
+    said = {f"blocks.{at}": cost for at, cost in enumerate((5.0, 1.0, 1.0, 1.0))}
+    measured = fpipe.Costs(forward=[2, 1, 1, 1], backward=[9, 1, 1, 1])
+    for costs in (said, measured):
+        model, _, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch, costs=costs)
+        assert [stage.name for stage in model.stages] == ["embed, blocks.0", "blocks.1 to blocks.3, head"]
+    fine, params, _ = fpipe.from_module(net, 4, loss=F.mse_loss, example=batch)
+    measured = fpipe.profile(fpipe.split(2)(fpipe.program(fine)), fine, params, batch, repeats=1)
+    model, _, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch, costs=measured)
+    assert len(model.stages) == 2
+    wrong(net, "costs= says nothing of block 'blocks.0'; the blocks are blocks.0, blocks.1,", costs={"blocks.1": 1.0})
+    wrong(Net(3), "costs= has been measured for 4 stages, and the net has 3 blocks; profile the model", costs=measured)
+    wrong(net, "costs has a number for each block by its path, or is fpipe.Costs; found list.", costs=[1.0])
+
+
+def test_a_model_prints_what_went_where() -> None:
+    model, _, _ = fpipe.from_module(Masked(2, Statistics), 2, loss=F.mse_loss, example=rows())
+    assert str(model).splitlines() == [
+        "stage 0: embed, blocks.0",
+        "    400 parameters (1.6 KiB), 50% of the operations, 3 buffers of state",
+        "    takes float32[8, 8] of the batch",
+        "stage 1: blocks.1, head",
+        "    336 parameters (1.3 KiB), 50% of the operations, 3 buffers of state, embed.weight is that of stage 0",
+        "    takes float32[8, 8] (256 B) of stage 0, float32[8, 8] (256 B) of stage 0",
+        "    makes 2 tensors again, which follow from sizes and constants",
+    ]
+
+
 def test_cuts_name_the_modules_after_which_stages_end() -> None:
     model, _, _ = fpipe.from_module(Net(4), loss=F.mse_loss, example=rows(), cuts=["blocks.2", "embed"])
     assert [stage.name for stage in model.stages] == ["embed", "blocks.0 to blocks.2", "blocks.3, head"]
@@ -173,6 +203,17 @@ class WithoutGradients(Around):
         with torch.no_grad():
             scale = block(x).square().mean()
         return block(x) / (1 + scale)
+
+
+class Masked(Around):
+    """Makes a mask that all its blocks read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(WIDTH, WIDTH).tril()
+        skip = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x @ mask)
+        return self.head(x + skip)
 
 
 class Autocast(Around):

@@ -22,6 +22,7 @@ from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.boundary import KEY
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cut_net import DOOR, WHO, CutNet
+from fpipe.models.cut_report import CutReport
 from fpipe.models.export_net import export_net
 from fpipe.models.from_functions import from_functions
 from fpipe.models.handed_out import HandedOut
@@ -29,6 +30,7 @@ from fpipe.models.net_graph import NetGraph, held_by, read_graph
 from fpipe.models.place_cuts import place_cuts
 from fpipe.models.run_net import NetFunction
 from fpipe.models.traced_modes import TracedModes
+from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]
 
@@ -40,7 +42,7 @@ def from_module(
     example: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     cuts: Sequence[str] | None = None,
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str, float] | Costs | None = None,
     reduction: Reduction = "mean",
     aux: bool = False,
 ) -> tuple[Model, Params, Params]:
@@ -57,14 +59,15 @@ def from_module(
         loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
             when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the output itself.
         cuts: instead of balanced blocks, the paths of modules after which stages end, as in ["encoder", "decoder.0"].
-        costs: of each block by its path, instead of floating-point operations.
+        costs: of each block by its path, or what `fpipe.profile` measured with a stage for each block, instead of
+            floating-point operations.
         reduction, aux: as in `from_functions`.
 
     Returns:
-        The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name; per stage its module state: the buffers that it writes. Frozen parameters and other buffers are
-        constants. `stage.name` says which modules are in a stage. Random numbers are those that torch draws where each
-        stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+        The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,
+        one used twice under its first name; per stage its module state: the buffers that it writes. Frozen parameters
+        and other buffers are constants. `stage.name` says which modules are in a stage. Random numbers are those that
+        torch draws where each stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
 
     Raises:
         ValueError: a net that cannot be exported, with its own line; stages that are more than there are blocks; cuts
@@ -106,6 +109,7 @@ def from_module(
             replace(stage, name=name, names=tuple(held.names(*leaf) for leaf in run.names), **run.remembering())
             for stage, run, name in each
         ),
+        report=CutReport(cut, held, placed.words),
     )
     params = tuple({name: held.now(name).detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
@@ -135,8 +139,10 @@ def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
     if cuts is not None and (isinstance(cuts, str) or not all(isinstance(path, str) for path in cuts)):
         raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
-    if costs is not None and not isinstance(costs, Mapping):
-        raise ValueError(f"costs has a number for each block by its path; found {type(costs).__name__}.")
+    if costs is not None and not isinstance(costs, Mapping | Costs):
+        raise ValueError(
+            f"costs has a number for each block by its path, or is fpipe.Costs; found {type(costs).__name__}."
+        )
 
 
 def _batch(example: Any, loss: Any) -> tuple[Any, Any]:

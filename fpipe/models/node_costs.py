@@ -39,7 +39,7 @@ def _abstract(node: fx.Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return torch.empty_strided(_numbers(value.shape), _numbers(value.stride()), dtype=value.dtype, device="meta")
-    return _number(value) if isinstance(value, torch.SymInt) else value
+    return number(value) if isinstance(value, torch.SymInt) else value
 
 
 def _signature(node: fx.Node) -> Any:
@@ -48,9 +48,9 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(map(_number, sizes))
+    return tuple(map(number, sizes))
 
 
-def _number(size: Any) -> int:
+def number(size: Any) -> int:
     """An open size as it was in the example."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -14,7 +14,9 @@ from torch import Tensor, fx
 from fpipe.models.boundary import MARK
 from fpipe.models.module_calls import Call, blocks_of, calls_of, ends_of, in_words
 from fpipe.models.node_costs import costs_of
+from fpipe.program import Op
 from fpipe.timing.balance import balance
+from fpipe.timing.costs import Costs
 
 
 class Placed(NamedTuple):
@@ -29,7 +31,7 @@ def place_cuts(
     params: Mapping[fx.Node, str],
     stages: int | None,
     cuts: Sequence[str] | None,
-    costs: Mapping[str, float] | None,
+    costs: Mapping[str, float] | Costs | None,
 ) -> Placed:
     """Put marks into a graph that may have some.
 
@@ -38,7 +40,7 @@ def place_cuts(
         params: its parameters, by placeholder.
         stages: how many stages.
         cuts: instead, the paths of the modules after which stages end.
-        costs: of blocks by path, instead of floating-point operations.
+        costs: of blocks by path, or measured with a stage for each block, instead of floating-point operations.
 
     Raises:
         ValueError: no such stages, modules or blocks.
@@ -71,21 +73,23 @@ def _balanced(
     params: Mapping[fx.Node, str],
     root: Call,
     stages: int,
-    costs: Mapping[str, float] | None,
+    costs: Mapping[str, float] | Costs | None,
 ) -> list[Call]:
     """The blocks after which stages end, so that the largest costs as little as can be."""
     blocks = blocks_of(root, stages)
     if stages > len(blocks):
         raise ValueError(f"the net has {len(blocks)} modules to cut after, which make as many stages; found {stages=}.")
     ends = [*(call.end + 1 for call in blocks[:-1]), len(nodes)]
-    parts = [nodes[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if costs is None:
         # Bytes of parameters count where operations do not.
-        sizes = [_bytes(part, params) for part in parts]
+        sizes = [_bytes(nodes[part], params) for part in parts]
+        operations = costs_of(nodes)
         row: list[float] = [
-            operations * (1 + sum(sizes)) + size
-            for operations, size in zip((sum(costs_of(part)) for part in parts), sizes, strict=True)
+            sum(operations[part]) * (1 + sum(sizes)) + size for part, size in zip(parts, sizes, strict=True)
         ]
+    elif isinstance(costs, Costs):
+        row = _measured(costs, len(blocks))
     else:
         row = [_said(costs, call, blocks) for call in blocks]
     last = [*accumulate(balance(row, stages))][:-1]
@@ -97,6 +101,17 @@ def _said(costs: Mapping[str, float], call: Call, blocks: Sequence[Call]) -> flo
         known = ", ".join(dict.fromkeys(one.path for one in blocks))
         raise ValueError(f"costs= says nothing of block {call.path!r}; the blocks are {known}.")
     return costs[call.path]
+
+
+def _measured(costs: Costs, blocks: int) -> list[float]:
+    """What the forward and the backward of each block cost."""
+    found = len(costs.forward) if isinstance(costs.forward, Sequence) else 1
+    if found != blocks:
+        raise ValueError(
+            f"costs= has been measured for {found} stages, and the net has {blocks} blocks; profile the model that "
+            f"from_module(net, {blocks}, ...) makes, a stage for each block."
+        )
+    return [sum(costs.seconds(Op(kind, stage, 0, None, 0, (), ())) for kind in "FB") for stage in range(blocks)]
 
 
 def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
