@@ -419,6 +419,26 @@ def test_a_gradient_that_the_trace_has_lost_is_refused() -> None:
     wrong(Rounds(4), "the stages give another gradient of")
 
 
+class Listens(Around):
+    """Registers hooks the first time that it runs, as models of transformers do, and says so on itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "seen"):
+            self.seen: list[str] = []
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, *_: self.seen.append(type(module).__name__))
+        return super().forward(x)
+
+
+def test_hooks_that_the_net_registers_as_it_is_exported_are_gone_after() -> None:
+    """They stayed, while what the net had noted of them went: it registered all of them once more when it ran, and a
+    mixture of experts counted each router twice in its loss."""
+    net, batch = Listens(2), rows(4)
+    fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    net(batch[0])
+    assert net.seen == ["Block", "Block"]
+
+
 @pytest.mark.parametrize("found", [Net, F.relu, [Net(2)]])
 def test_only_modules_are_cut(found: Any) -> None:
     with pytest.raises(TypeError, match=r"from_module takes an nn\.Module, or what torch\.export made of one; found"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -38,7 +39,7 @@ class Attributes:
         self.who = who
         self.before = [(path, module, dict(vars(module))) for path, module in modules]
         values = [value for _, _, attributes in self.before for value in attributes.values()]
-        self.containers = [(one, copy(one)) for one in values if every and type(one) in (dict, list, set)]
+        self.containers = [(one, copy(one)) for one in values if every and type(one) in _CONTAINERS]
         self.drawn = [(one, state) for one in values if every for state in [_hidden(one)] if state is not None]
         self.plain = [_fingerprint(attributes) for _, _, attributes in self.before] if every else None
 
@@ -75,6 +76,9 @@ class Attributes:
         for one, state in self.drawn:
             _restore(one, state)
 
+
+# A module's hooks are in an ordered dict each.
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 # What every module has, its hooks say, and an RNN's lists of its weights.
 _NOT_PLAIN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs")) - {"training"}
