@@ -4,23 +4,42 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORDS, WIDTH, ROWS, LENGTH = 64, 32, 4, 12
+IMAGE = 63
+"""The word in whose place Blip2 reads what it has seen."""
+
+
+class Rounds(NamedTuple):
+    """The gradients that are other ones in the last bits: the path that their names begin with, and why they are."""
+
+    path: str
+    why: str
 
 
 class Family(NamedTuple):
-    """A net in training, its inputs with labels among them, the calls of modules after which four stages end, and
-    whether several stages read one value that has a gradient, such as the output of an encoder."""
+    """A net in training, its inputs with labels among them, and the calls of modules after which four stages end.
+
+    Attributes:
+        rounds: the gradients that are the net's own but for rounding, beside those of tied parameters.
+        target, loss: for a net that computes no loss itself.
+    """
 
     make: Callable[[Any], nn.Module]
     inputs: Callable[[], dict[str, Tensor]]
     ends: tuple[str, ...]
-    skips: bool = False
+    rounds: Rounds | None = None
+    target: Callable[[], Tensor | None] = lambda: None
+    loss: Callable[[Any, Tensor], Tensor] | None = None
+
+    def batch(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        return self.inputs(), self.target()
 
 
 def words(length: int = LENGTH) -> Tensor:
-    return torch.randint(3, WORDS, (ROWS, length))
+    return torch.randint(3, IMAGE, (ROWS, length))
 
 
 def text() -> dict[str, Tensor]:
@@ -49,6 +68,26 @@ def speech() -> dict[str, Tensor]:
     return {"input_features": torch.randn(ROWS, 8, 32), "labels": words(LENGTH - 2)}
 
 
+def captions() -> dict[str, Tensor]:
+    """Texts that begin with the places of what is seen."""
+    said = text()
+    ids, labels = said["input_ids"], said["labels"]
+    ids[:, :4], labels[:, :4] = IMAGE, -100
+    return {"pixel_values": torch.randn(ROWS, 3, 16, 16), **said}
+
+
+def points() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(ROWS, 3, 32, 32), "input_points": 32 * torch.rand(ROWS, 1, 2, 2)}
+
+
+def masks() -> Tensor:
+    return torch.randint(0, 2, (ROWS, 1, 3, 16, 16)).float()
+
+
+def of_masks(output: Any, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output.pred_masks, target) + output.iou_scores.square().mean()
+
+
 def net(model: str, config: str, **said: Any) -> Callable[[Any], nn.Module]:
     """A model of transformers from its configuration's keywords."""
     return lambda hf: getattr(hf, model)(getattr(hf, config)(**said)).train()
@@ -58,17 +97,31 @@ def each(path: str, *numbers: Any) -> tuple[str, ...]:
     return tuple(path.format(number) for number in numbers)
 
 
+def encoded(path: str) -> Rounds:
+    return Rounds(path, f"what is before the output of `{path.removesuffix('.')}`, which several stages read")
+
+
+def halves(**said: Any) -> dict[str, Any]:
+    """What is said of an encoder and of a decoder."""
+    return {f"{half}_{what}": one for half in ("encoder", "decoder") for what, one in said.items()}
+
+
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+ATTENTION = {"attention_dropout": 0.1}
 LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
 TEXT = {"vocab_size": WORDS, "max_position_embeddings": 64, **LAYERS, **SPECIAL}
+DECODER = {**TEXT, **ATTENTION, "num_key_value_heads": 2}
 BOTH = {"vocab_size": WORDS, "d_model": WIDTH, **SPECIAL}
-GPT2 = {"vocab_size": WORDS, "n_positions": 32, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, "loss_type": "ForCausalLM"}
+TWO_BY_TWO = halves(attention_heads=4, layers=2, ffn_dim=64)
+GPT = {"vocab_size": WORDS, "n_positions": 32, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, **SPECIAL}
+GPTJ = {**GPT, "rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+BLOOM = {"vocab_size": WORDS, "hidden_size": WIDTH, "n_layer": 4, "n_head": 4, **SPECIAL, **ATTENTION}
+OPT = {**TEXT, **ATTENTION, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
 T5 = {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+BART = {**BOTH, **TWO_BY_TWO, **ATTENTION, "max_position_embeddings": 64, "decoder_start_token_id": 2}
 WHISPER = {
-    **{f"{half}_{what}": 4 for half in ("encoder", "decoder") for what in ("attention_heads",)},
-    **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
-    **{f"{half}_ffn_dim": 64 for half in ("encoder", "decoder")},
+    **TWO_BY_TWO,
     "num_mel_bins": 8,
     "max_source_positions": 16,
     "max_target_positions": 32,
@@ -78,36 +131,124 @@ WHISPER = {
 VIT = {**LAYERS, **DROPOUT, "image_size": 16, "patch_size": 4, "num_labels": 5}
 SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "num_labels": 5, "layer_type": "basic"}
-KEYS = {"num_key_value_heads": 2}
 MAMBA = {"vocab_size": WORDS, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+EXPERTS = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {**DECODER, **LATENT, **EXPERTS, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+SPREAD = {"initializer_range": 0.02}
+TWO_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SAM = {
+    "vision_config": {
+        **TWO_LAYERS,
+        **ATTENTION,
+        "hidden_size": 16,
+        "output_channels": 16,
+        "image_size": 32,
+        "patch_size": 8,
+        "mlp_dim": 32,
+        "window_size": 2,
+        "global_attn_indexes": [1],
+        "num_pos_feats": 8,
+        **SPREAD,
+    },
+    "prompt_encoder_config": {"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 4},
+    "mask_decoder_config": {**TWO_LAYERS, "hidden_size": 16, "mlp_dim": 32, "iou_head_hidden_dim": 16},
+    "attn_implementation": "eager",  # the other one drops nothing out
+}
+BLIP2 = {
+    "vision_config": {
+        **LAYERS,
+        **ATTENTION,
+        **TWO_LAYERS,
+        "image_size": 16,
+        "patch_size": 4,
+        **SPREAD,
+    },
+    "qformer_config": {**LAYERS, **DROPOUT, **TWO_LAYERS, "vocab_size": WORDS},
+    "text_config": {"model_type": "opt", **OPT, **TWO_LAYERS},
+    "num_query_tokens": 4,
+    "image_token_index": IMAGE,
+}
 ALBERT = "albert.encoder.albert_layer_groups.0"
+BLOCKS = each("transformer.h.{}", 0, 1, 2)
+DECODED = each("model.layers.{}", 0, 1, 2)
+
 
 FAMILIES = {
-    "GPT2": Family(net("GPT2LMHeadModel", "GPT2Config", **GPT2, **SPECIAL), text, each("transformer.h.{}", 0, 1, 2)),
-    "Llama": Family(net("LlamaForCausalLM", "LlamaConfig", **TEXT, **KEYS), text, each("model.layers.{}", 0, 1, 2)),
+    "GPT2": Family(net("GPT2LMHeadModel", "GPT2Config", **GPT, loss_type="ForCausalLM"), text, BLOCKS),
+    "GPT-J": Family(net("GPTJForCausalLM", "GPTJConfig", **GPTJ), text, BLOCKS),
+    "Bloom": Family(
+        net("BloomForCausalLM", "BloomConfig", **BLOOM, hidden_dropout=0.1),
+        text,
+        BLOCKS,
+        Rounds("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand"),
+    ),
+    "Falcon": Family(
+        net("FalconForCausalLM", "FalconConfig", **{**TEXT, **ATTENTION}, hidden_dropout=0.1),
+        text,
+        BLOCKS,
+    ),
+    "Llama": Family(net("LlamaForCausalLM", "LlamaConfig", **DECODER), text, DECODED),
+    "Mistral": Family(net("MistralForCausalLM", "MistralConfig", **DECODER, sliding_window=4), text, DECODED),
+    "Qwen2": Family(
+        net("Qwen2ForCausalLM", "Qwen2Config", **DECODER, tie_word_embeddings=True),
+        text,
+        DECODED,
+    ),
+    "GLM": Family(net("GlmForCausalLM", "GlmConfig", **DECODER, head_dim=8), text, DECODED),
+    "Cohere": Family(net("CohereForCausalLM", "CohereConfig", **DECODER), text, DECODED),
+    "DeepSeek-V2": Family(net("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK), text, DECODED),
+    "DeepSeek-V3": Family(
+        net("DeepseekV3ForCausalLM", "DeepseekV3Config", **DEEPSEEK, n_group=2, topk_group=1), text, DECODED
+    ),
+    "Mixtral": Family(
+        net("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, output_router_logits=True),
+        text,
+        DECODED,
+    ),
+    "OPT": Family(net("OPTForCausalLM", "OPTConfig", **OPT), text, each("model.decoder.layers.{}", 0, 1, 2)),
+    "Mamba": Family(
+        net("MambaForCausalLM", "MambaConfig", **MAMBA),
+        plain_text,
+        each("backbone.layers.{}", 0, 1, 2),
+    ),
     "Bert": Family(net("BertForMaskedLM", "BertConfig", **TEXT), text, each("bert.encoder.layer.{}", 0, 1, 2)),
+    "ALBERT": Family(
+        net("AlbertForMaskedLM", "AlbertConfig", **TEXT, **DROPOUT, embedding_size=16),
+        text,
+        (ALBERT, ALBERT, ALBERT),
+    ),
     "T5": Family(
         net("T5ForConditionalGeneration", "T5Config", **BOTH, **T5),
         two_texts,
         ("encoder.block.0", "encoder.block.1", "decoder.block.0"),
-        skips=True,
+        encoded("encoder."),
     ),
-    "ViT": Family(net("ViTForImageClassification", "ViTConfig", **VIT), images(16), each("vit.layers.{}", 0, 1, 2)),
+    "BART": Family(
+        net("BartForConditionalGeneration", "BartConfig", **BART),
+        two_texts,
+        ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
+        encoded("model.encoder."),
+    ),
     "Whisper": Family(
         net("WhisperForConditionalGeneration", "WhisperConfig", **BOTH, **WHISPER),
         speech,
         ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
-        skips=True,
+        encoded("model.encoder."),
     ),
-    "Mixtral": Family(
-        net("MixtralForCausalLM", "MixtralConfig", **TEXT, **KEYS, num_local_experts=4),
-        text,
-        each("model.layers.{}", 0, 1, 2),
+    "Blip2": Family(
+        net("Blip2ForConditionalGeneration", "Blip2Config", **BLIP2),
+        captions,
+        ("vision_model.encoder.layers.0", "vision_model.encoder.layers.1", "language_model.model.decoder.layers.0"),
     ),
-    "Mamba": Family(net("MambaForCausalLM", "MambaConfig", **MAMBA), plain_text, each("backbone.layers.{}", 0, 1, 2)),
-    "ALBERT": Family(
-        net("AlbertForMaskedLM", "AlbertConfig", **TEXT, **DROPOUT, embedding_size=16), text, (ALBERT, ALBERT, ALBERT)
+    "SAM": Family(
+        net("SamModel", "SamConfig", **SAM),
+        points,
+        ("vision_encoder.layers.0", "vision_encoder.layers.1", "mask_decoder.transformer.layers.0"),
+        target=masks,
+        loss=of_masks,
     ),
+    "ViT": Family(net("ViTForImageClassification", "ViTConfig", **VIT), images(16), each("vit.layers.{}", 0, 1, 2)),
     "Swin": Family(
         net("SwinForImageClassification", "SwinConfig", **SWIN, num_labels=5, drop_path_rate=0.1),
         images(),

@@ -7,6 +7,7 @@ Rows stay symbolic, and so does the second dimension of integers, the length of 
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import traceback
@@ -43,10 +44,10 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """
     refuse_unexportable(net)
     args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
-    shapes: Any = tree.tree_map(_open_dims, (args, kwargs))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
     assigned: list[traceback.FrameSummary] = []
     try:
+        shapes: Any = tree.tree_map(_open_dims, dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments))
         with (
             torch.enable_grad(),
             NoGenerators("the net"),
@@ -56,7 +57,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _noting_attributes(assigned),
             _without_reentrant_checkpoints(),
         ):
-            return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes[1] or shapes[0])
+            return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
     except Exception as error:
         lines = assigned[-1:] if isinstance(error, UserWarning) else _lines_of(error)
         raise ValueError(_reason(net, error, lines)) from error
@@ -193,7 +194,12 @@ def _lines_of(error: Exception) -> list[traceback.FrameSummary]:
     torchs = Path(torch.__file__).parent
     ours = Path(__file__).parents[1], torchs
     frames = traceback.extract_tb(error.__traceback__)
-    own = [at for at, one in enumerate(frames) if not any(Path(one.filename).is_relative_to(home) for home in ours)]
+    own = [
+        at
+        for at, one in enumerate(frames)
+        if not any(Path(one.filename).is_relative_to(home) for home in ours)
+        and Path(one.filename).parent != Path(inspect.__file__).parent  # nor in Python's, as contextlib's is
+    ]
     if not own:
         return []
     modules = torchs / "nn" / "modules"

@@ -163,7 +163,10 @@ class BatchGuard:
             if isinstance(example, Tensor):
                 if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
                     found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                    fixed = "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole."
+                    fixed = (
+                        "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; "
+                        "if not, ask x.shape[0] for its rows, which len(x) fixes."
+                    )
                     raise ValueError(
                         f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
                         f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."

@@ -1,0 +1,74 @@
+"""What a net gives under plain autograd: microbatch after microbatch, seeded anew where a stage of its cut begins."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpipe
+
+
+def own_autograd(
+    net: nn.Module,
+    batch: tuple[Any, Any],
+    parts: int,
+    *,
+    key: int,
+    ends: Sequence[str],
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch and the gradients of what trains, by name; `ends` are the calls after which stages end, in
+    their order, and `loss` None says that the net computes it."""
+    stage = index = 0
+
+    def seed() -> None:
+        torch.manual_seed(fpipe.fold_in(key, stage, index))
+
+    def ended(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            nonlocal stage
+            if stage < len(ends) and ends[stage] == path:
+                stage += 1
+                seed()
+
+        return hook
+
+    hooks = [net.get_submodule(path).register_forward_hook(ended(path)) for path in {*ends}]
+    trained = {name: leaf for name, leaf in net.named_parameters() if leaf.requires_grad}
+    pieces = parts_of(batch, parts)
+    total, grads, rows = torch.zeros(()), dict[str, Tensor](), sum(count for _, count in pieces)
+    for index, ((inputs, target), count) in enumerate(pieces):
+        stage = 0
+        seed()
+        made = called(net, inputs)
+        one = (made.loss if loss is None else loss(made, target)) * (count / rows)
+        found = torch.autograd.grad(one, [*trained.values()], materialize_grads=True)
+        total = total + one.detach() if index else one.detach()
+        grads = {name: grads[name] + grad if index else grad for name, grad in zip(trained, found, strict=True)}
+    for hook in hooks:
+        hook.remove()
+    return total, grads
+
+
+def called(net: nn.Module, inputs: Any) -> Any:
+    """What a net returns, its inputs a dict of keywords, a tuple of arguments or the one argument."""
+    if isinstance(inputs, Mapping):
+        return net(**inputs)
+    return net(*inputs) if isinstance(inputs, tuple) else net(inputs)
+
+
+def parts_of(batch: Any, parts: int) -> list[tuple[Any, int]]:
+    """A batch as microbatches, each with its number of rows."""
+    leaves, spec = torch.utils._pytree.tree_flatten(batch)
+    cut = [one.tensor_split(parts) if isinstance(one, Tensor) else [one] * parts for one in leaves]
+    counts = [len(piece) for piece in next(one for one in cut if isinstance(one[0], Tensor))]
+    unflatten = torch.utils._pytree.tree_unflatten
+    return [(unflatten([*own], spec), count) for own, count in zip(zip(*cut, strict=True), counts, strict=True)]
+
+
+def without_caches(net: Any) -> None:
+    """Let a model of transformers make no cache: with one, attention reads copies, and gives other last bits."""
+    for module in net.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
