@@ -10,7 +10,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs quick test deep families lint bench
+.PHONY: help demo demo-distributed docs families-page quick test deep families lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -24,6 +24,9 @@ demo-distributed: $(INSTALLED) ## Run examples/train_gpt.py on two processes
 
 docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
 	$(BIN)/python docs/schedules.py
+
+families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
+	$(BIN)/python -m docs.families
 
 quick: lint ## Lint, types, and the fast half of the tests: what is not marked slow
 	$(PYTEST) -m 'not slow and not deep'

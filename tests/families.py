@@ -97,10 +97,6 @@ def each(path: str, *numbers: Any) -> tuple[str, ...]:
     return tuple(path.format(number) for number in numbers)
 
 
-def encoded(path: str) -> Rounds:
-    return Rounds(path, f"what is before the output of `{path.removesuffix('.')}`, which several stages read")
-
-
 def halves(**said: Any) -> dict[str, Any]:
     """What is said of an encoder and of a decoder."""
     return {f"{half}_{what}": one for half in ("encoder", "decoder") for what, one in said.items()}
@@ -222,19 +218,17 @@ FAMILIES = {
         net("T5ForConditionalGeneration", "T5Config", **BOTH, **T5),
         two_texts,
         ("encoder.block.0", "encoder.block.1", "decoder.block.0"),
-        encoded("encoder."),
     ),
     "BART": Family(
         net("BartForConditionalGeneration", "BartConfig", **BART),
         two_texts,
         ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
-        encoded("model.encoder."),
+        Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read"),
     ),
     "Whisper": Family(
         net("WhisperForConditionalGeneration", "WhisperConfig", **BOTH, **WHISPER),
         speech,
         ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
-        encoded("model.encoder."),
     ),
     "Blip2": Family(
         net("Blip2ForConditionalGeneration", "Blip2Config", **BLIP2),

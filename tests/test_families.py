@@ -1,5 +1,7 @@
 """Families of transformers at four stages: loss, gradients and state are the net's own, for dropout drawn by a key."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -42,3 +44,11 @@ def check(family: Family) -> None:
 )
 def test_a_family_trains_as_on_one_device(name: str) -> None:
     check(FAMILIES[name])
+
+
+def test_the_table_has_the_families_that_are_tested() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    said = {row[0].removeprefix("| "): row[2] for row in rows}
+    ends = {name: ", ".join(f"`{end}`" for end in family.ends) for name, family in FAMILIES.items()}
+    assert said == ends, "run `make families-page`"

@@ -1,0 +1,110 @@
+"""Write docs/families.md from the families that are tested: `make families-page`. Times are those of the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.families import FAMILIES, Family
+from tests.own_autograd import called, own_autograd, parts_of, without_caches
+
+PAGE = Path(__file__).with_suffix(".md")
+PARTS, KEY, ROUNDS = 2, 3, 9
+
+HEAD = """# Families
+
+Models of transformers that `from_module` cuts at four stages, from tiny configurations with random weights (four blocks, width 32, four rows in two microbatches): in training, dropout drawn by a key, rows padded where the family has a mask. `make families` compares the loss, each gradient and the state of each with the net's own under plain autograd, microbatch after microbatch, for ZB-H1 with split backward and checkpoint. This page is generated (`make families-page`), and a test holds its rows to what is tested.
+
+- *Gradients*: bitwise the net's own, or all but some. Where several stages read one value (a tied parameter, the output of an encoder), its gradient is a sum over these stages; plain autograd does the same additions (`aten.add`) in another order, and addition of floating-point numbers is not associative. Bloom's GELU is a custom `autograd.Function`: a trace above autograd has its forward, of which autograd takes the derivative.
+- *Build*: seconds of `from_module`, the export by torch among them.
+- *Step against eager*: a step of ZB-H1 in one process, divided by plain autograd on the same two microbatches; the least of nine each, on one thread. Tensors this small time the calls, not the arithmetic.
+
+| family | model | stages end after | gradients | build, s | step against eager |
+|---|---|---|---|---|---|
+"""  # noqa: E501
+
+
+class Row(NamedTuple):
+    """What is measured of a family."""
+
+    model: str
+    gradients: str
+    build: float
+    ratio: float
+
+
+def main() -> None:
+    """Write the page."""
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    for name, family in FAMILIES.items():
+        row = measured(family)
+        lines.append(
+            f"| {name} | `{row.model}` | {ends_of(family)} | {row.gradients} | {row.build:.1f} | {row.ratio:.2f} |\n"
+        )
+        print(lines[-1], end="", flush=True)
+    PAGE.write_text("".join([HEAD, *lines]))
+    print(f"wrote {PAGE}")
+
+
+def ends_of(family: Family) -> str:
+    """The modules after which stages end, in words."""
+    return ", ".join(f"`{end}`" for end in family.ends)
+
+
+def measured(family: Family) -> Row:
+    """A row of the table."""
+    import transformers
+
+    torch.manual_seed(0)
+    net, batch = family.make(transformers), family.batch()
+    build, (model, params, state) = timed(lambda: fpipe.from_module(net, 4, example=batch, loss=family.loss))
+    kept = state if any(state) else None
+    schedule = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.zb_h1(4), fpipe.merge())
+    step = fpipe.build(schedule(fpipe.program(model)), model)
+    found = fpipe.join_params(model, step(params, batch, state=kept, key=KEY).grads)
+    without_caches(net)
+    _, right = own_autograd(net, batch, PARTS, key=KEY, ends=family.ends, loss=family.loss)
+    other = [name for name, grad in right.items() if not torch.equal(found[name], grad)]
+    runs = (lambda: step(params, batch, state=kept, key=KEY), lambda: eager(net, batch, family.loss))
+    times = [[timed(run)[0] for run in runs] for _ in range(ROUNDS)]
+    least, eagerly = map(min, zip(*times, strict=True))
+    return Row(type(net).__name__, in_words(model, family, other), build, least / eagerly)
+
+
+def eager(net: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> None:
+    """A step under plain autograd."""
+    net.zero_grad()
+    for (inputs, target), _ in parts_of(batch, PARTS):
+        made = called(net, inputs)
+        ((made.loss if loss is None else loss(made, target)) / PARTS).backward()
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what comes of it."""
+    start = time.perf_counter()
+    made = run()
+    return time.perf_counter() - start, made
+
+
+def in_words(model: fpipe.Model, family: Family, other: list[str]) -> str:
+    """Which gradients are other ones in their last bits."""
+    tied = {name for tie in model.ties for _, name in tie}
+    words = [f"`{name}`, tied" for name in other if name in tied]
+    words = words if len(words) < 3 else [f"{len(words)} tied parameters"]
+    rest = [name for name in other if name not in tied]
+    if rest:
+        if family.rounds is None or not all(name.startswith(family.rounds.path) for name in rest):
+            raise AssertionError(f"nothing says why these gradients are not bitwise the net's own: {rest}")
+        words.append(family.rounds.why)
+    return f"to rounding: {', and '.join(words)}" if words else "bitwise"
+
+
+if __name__ == "__main__":
+    main()
