@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe import tree
 
 
 def own_autograd(
@@ -60,11 +61,11 @@ def called(net: nn.Module, inputs: Any) -> Any:
 
 def parts_of(batch: Any, parts: int) -> list[tuple[Any, int]]:
     """A batch as microbatches, each with its number of rows."""
-    leaves, spec = torch.utils._pytree.tree_flatten(batch)
+    leaves, spec = tree.flatten(batch)
     cut = [one.tensor_split(parts) if isinstance(one, Tensor) else [one] * parts for one in leaves]
     counts = [len(piece) for piece in next(one for one in cut if isinstance(one[0], Tensor))]
-    unflatten = torch.utils._pytree.tree_unflatten
-    return [(unflatten([*own], spec), count) for own, count in zip(zip(*cut, strict=True), counts, strict=True)]
+    each = zip(zip(*cut, strict=True), counts, strict=True)
+    return [(tree.unflatten(spec, list(own)), count) for own, count in each]
 
 
 def without_caches(net: Any) -> None:
