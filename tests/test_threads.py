@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.tree import leaves
+from tests.processes import SOON
 
 MSE = nn.functional.mse_loss
 ROWS = torch.ones(4), torch.zeros(4)
@@ -124,7 +125,7 @@ def test_what_a_stage_raises_says_where_and_the_next_step_works():
         started = time.perf_counter()
         with pytest.raises(KeyError, match="too much") as raised:
             step(params, wrong)
-        assert time.perf_counter() - started < 2
+        assert time.perf_counter() - started < SOON
         assert raised.value.__notes__ == ["in 1F2: stage 1 (stage), microbatch 2, rank 1"]
         assert same(step(params, right), expected)
 
