@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,9 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpipe
+from fpipe.graphs.graph import Fact
+from fpipe.runtimes.devices import moves_of, on_devices
+from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.prepared import Prepared
+from fpipe.runtimes.streams import Lane, Way
+from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
 
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
 on_each = pytest.mark.parametrize("device", ["cpu", CUDA])
 
@@ -130,7 +140,7 @@ def test_gloo_carries_tensors_of_a_gpu_through_the_host():
         pair.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
+@TWO
 def test_nccl_carries_tensors_between_two_gpus(tmp_path: Path):
     pair = Processes(2)
     try:
@@ -150,3 +160,188 @@ def test_a_whole_step_as_one_cuda_graph_has_the_same_bits():
     graph.replay()
     torch.cuda.synchronize()
     assert same(found, expected)
+
+
+ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+PLACES = [
+    ["cpu", "cpu"],
+    pytest.param(["cuda:0", "cuda:0"], marks=ONE_GPU),
+    pytest.param(["cuda:0", "cpu"], marks=ONE_GPU),
+    pytest.param(["cuda:0", "cuda:1"], marks=TWO),
+]
+
+
+def on_ranks(
+    devices: Sequence[str], schedule: str, stages: int, width: int
+) -> tuple[fpipe.Program, fpipe.Model, tuple, nn.Sequential, tuple[Tensor, Tensor]]:
+    """A program of two ranks, and a net whose blocks are where the ranks compute that have them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)))
+    model, *_ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    pipeline = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())
+    program = pipeline(fpipe.program(model))
+    homes = {end.value.stage: end.homes[0] for end in program.inputs if end.value.name == "params"}
+    for stage, block in enumerate(net):
+        block.to(devices[homes[stage]])
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    return pipeline(fpipe.program(model)), model, params, net, (torch.randn(8, width), torch.randn(8, width))
+
+
+def by_autograd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+    """The gradients of the mean over four microbatches, each block where its parameters are."""
+    net.zero_grad()
+    for x, target in zip(*(whole.tensor_split(4) for whole in batch), strict=True):
+        for block in net:
+            x = block(x.to(block[0].weight.device))
+        (squares(x, target.to(x.device)) * 0.25).backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("devices", PLACES, ids=" ".join)
+@pytest.mark.parametrize(("schedule", "stages"), [("one_f_one_b", 2), ("zbv", 4), ("dualpipe", 2)])
+def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule: str, stages: int):
+    """Wide enough on a GPU that the host is far ahead of it, so that what does not wait reads too early."""
+    width = 8 if set(devices) == {"cpu"} else 1024
+    program, model, params, net, batch = on_ranks(devices, schedule, stages, width)
+    step = fpipe.build(program, model, runtime="threads", devices=devices)
+    for _ in range(3):
+        found, expected = step(params, batch), by_autograd(net, batch)
+        assert all(map(torch.equal, leaves(found.grads), expected))
+        with torch.no_grad():  # what is done with results waits for them
+            for parameter, grad in zip(net.parameters(), leaves(found.grads), strict=True):
+                parameter -= 0.1 * grad
+
+
+@pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
+def test_a_step_waits_for_the_callers_stream_and_the_caller_for_the_step(devices: list[str]):
+    program, model, params, net, batch = on_ranks(devices, "one_f_one_b", 2, 1024)
+    step = fpipe.build(program, model, runtime="threads", devices=devices)
+    expected = by_autograd(net, (batch[0] * 2, batch[1]))
+    with torch.cuda.stream(torch.cuda.Stream(devices[0])):
+        for _ in range(3):
+            torch.cuda._sleep(10_000_000)
+            x = batch[0].to(devices[0], non_blocking=True) * 2
+            found = [grad * 2 for grad in leaves(step(params, (x, batch[1])).grads)]
+            del x
+            assert all(torch.equal(a, 2 * b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_on_devices_an_error_ends_the_step_and_the_next_one_works(devices: list[str]):
+    def shy(p: Any, x: Tensor) -> Tensor:
+        if x.detach().sum() > 1e6:
+            raise KeyError("too much")
+        return x * p["w"]
+
+    model = fpipe.from_functions([lambda p, x: x * p["w"], shy], squares)
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    params = tuple({"w": torch.tensor(2.0, device=device)} for device in devices)
+    step = fpipe.build(program, model, runtime="threads", devices=devices)
+    for _ in range(2):
+        assert step(params, (torch.ones(4), torch.zeros(4))).loss.item() == 16
+        with pytest.raises(KeyError, match="too much"):
+            step(params, (torch.full((4,), 1e7), torch.zeros(4)))
+
+
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+@pytest.mark.parametrize("device", [CUDA])
+def test_without_devices_threads_compute_on_the_callers_stream(device: str, runtime: str):
+    model, params, batch = trained(device)
+    step = fpipe.build(PIPELINE(fpipe.program(model)), model, runtime=runtime)
+    expected = fpipe.reference(model, params, batch, microbatches=3)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        assert all(same(step(params, batch), expected) for _ in range(3))
+
+
+def test_every_value_is_on_the_device_of_its_rank():
+    """Two devices that every machine has: what is on the meta device has all but data."""
+    program, model, params, _, batch = on_ranks(["cpu", "meta"], "dualpipe", 2, 8)
+    devices = [torch.device("cpu"), torch.device("meta")]
+    program = with_transfers(on_devices(program, devices))
+    made = Prepared(program, model, params, batch, None, None, Untraced(), devices=devices)
+    values = [(op.rank, value) for op in program.ops if op.kind not in ("SEND", "MERGE") for value in op.writes]
+    facts = [(devices[rank], leaf) for rank, value in values for leaf in made.trees[value].leaves]
+    assert len(facts) > 50
+    assert all(leaf.aval.device == device for device, leaf in facts if isinstance(leaf, Fact))
+    assert len(moves_of(program, devices)) > 10
+
+
+def test_what_a_rank_sends_by_hand_arrives_on_the_device_of_the_other():
+    program, model, params, _, batch = on_ranks(["cpu", "meta"], "gpipe", 2, 8)
+    program = fpipe.forward_only()(program)
+    result = fpipe.build(program, model, runtime="threads", devices=["cpu", "meta"])(params, batch)
+    assert (result.outputs.device.type, result.loss.device.type) == ("meta", "meta")
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_parameters_elsewhere_are_refused(made: bool):
+    program, model, params, _, batch = on_ranks(["cpu", "meta"], "gpipe", 2, 8)
+    step = fpipe.build(program, model, runtime="threads", devices=["cpu", "cpu"])
+    params = tree_map(lambda leaf: torch.zeros(leaf.shape, device="meta"), params) if made else params
+    with pytest.raises(ValueError, match=r"params\[\d\] \(of shape .* is on meta, and its rank computes on cpu: move"):
+        step(params, batch)
+
+
+def test_each_rank_has_a_device():
+    program, model, *_ = on_ranks(["cpu", "cpu"], "gpipe", 2, 8)
+    for odd in (["cpu"], "cpu", ["cpu"] * 3):
+        with pytest.raises(ValueError, match=r"devices= has a device for each rank, .* has 2 ranks, found"):
+            fpipe.build(program, model, runtime="threads", devices=odd)
+    with pytest.raises(ValueError, match="devices= is of runtime='threads'"):
+        fpipe.build(program, model, devices=["cpu", "cpu"])
+
+
+class Noted:
+    """A stream that only notes what it is asked to do."""
+
+    said: ClassVar[list[str]] = []
+    numbers: ClassVar[Iterator[int]] = count()
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"{device} {next(Noted.numbers)}"
+
+    def record_event(self) -> str:
+        Noted.said.append(f"{self.name} marks")
+        return f"{self.name}'s mark"
+
+    def wait_event(self, event: str) -> None:
+        Noted.said.append(f"{self.name} waits for {event}")
+
+    def __enter__(self) -> None:
+        Noted.said.append(f"on {self.name}")
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch):
+    """Between two devices a copy waits for its source, on streams of its own, and the reader for the copy; the
+    allocator knows who reads."""
+    monkeypatch.setattr(torch, "Stream", Noted)
+    monkeypatch.setattr(Noted, "said", said := [])
+    monkeypatch.setattr(Noted, "numbers", count())
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda leaf, stream: said.append(f"{leaf.device} kept for {stream.name}")
+    )
+    monkeypatch.setattr("fpipe.runtimes.streams.moved", lambda leaf, home, there: said.append("copied") or leaf)
+    one, other = Lane(torch.device("xpu:0")), Lane(torch.device("xpu:1"))
+    way = Way(one, other)
+    way.receive(*way.send([torch.ones(2), None]))
+    assert said == [
+        "xpu:0 0 marks",
+        "xpu:0 2 waits for xpu:0 0's mark",
+        "on xpu:0 2",
+        "xpu:1 3 waits for xpu:0 0's mark",
+        "on xpu:1 3",
+        "copied",
+        "copied",
+        "xpu:1 3 marks",
+        "xpu:1 1 waits for xpu:1 3's mark",
+    ]
+    said.clear()
+    one, other = Lane(torch.device("meta")), Lane(torch.device("meta"))
+    way = Way(one, other)
+    way.receive(*way.send([torch.ones(2, device="meta"), None]))
+    assert said == ["meta 4 marks", "meta 5 waits for meta 4's mark", "meta kept for meta 5"]

@@ -167,11 +167,11 @@ def alias(leaf: Any) -> Any:
 
 def in_own_storage(known: Aval) -> Fact:
     """The fact of a tensor in a storage of its own."""
-    return Fact(known, fresh_storage(), _span(known.shape, known.stride) * known.dtype.itemsize)
+    return Fact(known, fresh_storage(), span(known.shape, known.stride) * known.dtype.itemsize)
 
 
 @lru_cache(maxsize=1024)
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """How many places in memory a tensor reaches over."""
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 

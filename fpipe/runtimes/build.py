@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model
 from fpipe.program import Program
+from fpipe.runtimes.devices import devices_of
 from fpipe.runtimes.local import local
 from fpipe.runtimes.match import check_example, check_match
 from fpipe.runtimes.threads import Workers
 from fpipe.runtimes.walk import Step
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -30,6 +33,7 @@ def build(
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
     broadcast: bool = False,
+    devices: Sequence[torch.device | str] | None = None,
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -61,6 +65,10 @@ def build(
             share stages, whose parameters may be DTensors over them.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
         broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
+        devices: of runtime="threads", the device of each rank, `["cuda:0", "cuda:1"]`, where the parameters and the
+            state of its stages are; the batch may be anywhere. Each rank computes on a stream of its own, and values
+            are copied between devices on others. Without it all ranks compute where the tensors are, on the caller's
+            stream.
 
     Returns:
         `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
@@ -91,6 +99,8 @@ def build(
         raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
     if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
+    if devices is not None and runtime != "threads":
+        raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
     check_match(program, model)
     given = None if example is None else check_example(example)
     if runtime == "distributed":
@@ -124,4 +134,5 @@ def build(
         loss_scale=loss_scale,
         compile=compile,
         workers=workers,
+        devices=() if devices is None else devices_of(devices, program.ranks),
     )

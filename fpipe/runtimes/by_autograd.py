@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fpipe.graphs.rows import of_each_row, rows_of
 from fpipe.graphs.sharded import placed_as
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
+from fpipe.runtimes.devices import Moves
 
 Leaves = list[Any]
 
@@ -33,8 +34,8 @@ Leaves = list[Any]
 class StepContext:
     """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
     the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, the rows of
-    each microbatch where the batch is cut already, and how many data-parallel replicas there are, of which this is one:
-    its microbatches are numbered from `first` among those of all."""
+    each microbatch where the batch is cut already, how many data-parallel replicas there are, of which this is one: its
+    microbatches are numbered from `first` among those of all; and what travels between devices."""
 
     model: Model
     rows: int
@@ -45,6 +46,7 @@ class StepContext:
     key: int | None = None
     replicas: int = 1
     first: int = 0
+    moves: Moves = field(default_factory=dict[Any, Any])
 
     @property
     def all_rows(self) -> int:

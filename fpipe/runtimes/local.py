@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -17,6 +18,7 @@ from fpipe.graphs.ambient import Untraceable, casts, in_fake_mode, refuse_odd_mo
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program, Value
+from fpipe.runtimes.devices import on_devices
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.shapes import Untraced
@@ -39,14 +41,17 @@ def local(
     loss_scale: float = 1.0,
     compile: bool = False,
     workers: Workers | None = None,
+    devices: Sequence[torch.device] = (),
     see: Callable[[Value, Any], None] | None = None,
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result`, in this thread or on workers of the ranks; `see`
     is handed each value that is written."""
     told = program if record else None
+    program = on_devices(program, devices) if devices else program
     program = with_transfers(program) if record or workers else program
-    prepare = Prepared if workers is None else partial(OnThreads, workers)
-    by_hand = walk(program, model, record=told, check_finite=check_finite, see=see, loss_scale=loss_scale)
+    prepare = Prepared if workers is None else partial(OnThreads, workers, devices=devices)
+    how: Any = {"record": told, "check_finite": check_finite, "loss_scale": loss_scale, "devices": devices}
+    by_hand = walk(program, model, see=see, **how)
     if not trace:
         return by_hand
     signatures = Signatures(model)
@@ -66,8 +71,7 @@ def local(
             if see is not None:
                 see(value, made)
 
-        seen = walk(program, model, record=told, check_finite=check_finite, see=both, loss_scale=loss_scale)
-        return seen(*given[:2], state=given[2], key=key)
+        return walk(program, model, see=both, **how)(*given[:2], state=given[2], key=key)
 
     def step(
         params: Sequence[Any],

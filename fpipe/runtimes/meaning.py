@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fpipe.graphs.pure import pure
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, kind_of
 from fpipe.runtimes.by_autograd import Leaves, Rule, StepContext, backward, detached, forward, weight_gradient
+from fpipe.runtimes.devices import moved
 from fpipe.runtimes.microbatch import (
     check_batch,
     cut,
@@ -197,10 +199,14 @@ def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
 
 def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, or as it arrives after a cast."""
-    if not op.how:
-        return args
-    return [tree.tree_map(rounding(op), arg) for arg in args]
+    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, after a cast, or on another device."""
+    if op.how:
+        return [tree.tree_map(rounding(op), arg) for arg in args]
+    ways = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
+    return [
+        arg if way is None else tree.tree_map(partial(moved, home=way[0], there=way[1]), arg)
+        for arg, way in zip(args, ways, strict=True)
+    ]
 
 
 def rounding(op: Op) -> Callable[[Any], Any]:

@@ -126,11 +126,6 @@ def of_rank(
     return Part(moved, model, at, [*here])
 
 
-def flights(instructions: Iterable[Instruction]) -> list[Value]:
-    """What is in flight between ranks at some time."""
-    return [value for one in instructions for value in one.written if one.ops[0].kind == "SEND"]
-
-
 def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """What hands an instruction the lists in the slots that it reads: copies of those that others will read, too."""
     if len(reads) > 1 and not shared:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, raw_ops
-from fpipe.graphs.graph import Fact, fact, is_strided, layout_of
+from fpipe.graphs.graph import Fact, fact, in_own_storage, is_strided, layout_of
 from fpipe.graphs.inductor import compile_all
 from fpipe.graphs.keys import needs_key
 from fpipe.graphs.sharded import Sharding, local_of, sharding_of
 from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
 from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.devices import BATCH, brought, check_at_home, homes_of, moves_of
 from fpipe.runtimes.ends import NO_KEY, bind_inputs, check_inputs, collect_results
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, lower
@@ -56,6 +57,7 @@ class Prepared:
         compile: bool = False,
         home: torch.device | None = None,
         replica: tuple[int, int] = (0, 1),
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.home = home  # of what has no data
         check_inputs(program, model, params, state)
@@ -66,6 +68,7 @@ class Prepared:
         storages: dict[int, int] = {}
         trees: dict[Value, AbstractTree] = {}
         handed: dict[Value, list[int]] = {}
+        homes = homes_of(program, devices)
         own_batch = own_batch if whole is batch else streams(own_batch, len(sizes))
         ends = bind_inputs(program, model, own_params, own_batch, None if state is None else own_state, key)
         if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
@@ -73,13 +76,15 @@ class Prepared:
         for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
+            check_at_home(value, [leaves[leaf.at] for leaf in found], homes.get(value))
             if value.name == "params":
                 real = tree.unflatten(spec, [leaves[leaf.at] for leaf in found])
                 train = trained(model, value.stage or 0, value.port, real)
             else:
                 train = [False] * len(found)
             pairs = zip(found, train, strict=True)
-            trees[value] = AbstractTree(tuple(_fact(leaves[leaf.at], storages, one, home) for leaf, one in pairs), spec)
+            facts = (_fact(leaves[leaf.at], storages, one, home) for leaf, one in pairs)
+            trees[value] = AbstractTree(tuple(_at(fact, homes.get(value)) for fact in facts), spec)
         cut = {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
         constants = {Value("const", number): stage for number, stage in cut.items() if stage.constants()}
         for value, stage in constants.items():
@@ -87,6 +92,7 @@ class Prepared:
         wanted = taken_gradients(model, program.ops)
         context = StepContext(model, sum(sizes), input_grads=wanted, loss_scale=loss_scale, sizes=sizes)
         context.first, context.replicas = replica[0] * program.microbatches, replica[1]
+        context.moves = moves_of(program, devices)
         lowered = self.lowered = lower(program, context, trees, untraced, compile)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program = model, program
@@ -95,6 +101,7 @@ class Prepared:
         count = len(slots) - sum(len(one.writes) for one in self.instructions)
         self.start: list[Any] = [self.lowered.constants.get(slot) for slot in range(count)]
         self.inputs = [(slots[value], at) for value, at in handed.items()]
+        self.homes = [(slots[value], home) for value, home in homes.items() if value in handed and value.name in BATCH]
         self.constants = [(slots[value], stage) for value, stage in constants.items() if value in slots]
         self.factors = [(slots[*FACTORS, n], stage) for n, stage in cut.items() if (*FACTORS, n) in slots]
         self.key = self.lowered.key
@@ -138,6 +145,8 @@ class Prepared:
         for slot, stage in self.factors:
             slots[slot] = stage.momenta()
         with raw_ops():
+            for slot, home in self.homes:
+                slots[slot] = [brought(leaf, home) for leaf in slots[slot]]
             for function, reads, slot in self.prepare:
                 slots[slot] = function(*[slots[k] for k in reads])[0]
             own = [leaf for slot, _ in self.constants for leaf in slots[slot]]
@@ -201,6 +210,13 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch
     own = known.aval.device
     device = (home or torch.get_default_device()) if own.type == "meta" else own  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
+
+
+def _at(known: Any, home: torch.device | None) -> Any:
+    """What is known of a leaf of the batch once it is on the device of the rank that reads it."""
+    if home is None or not isinstance(known, Fact) or known.aval.device == home:
+        return known
+    return in_own_storage(known.aval._replace(device=home))
 
 
 def _result(leaf: Any, slots: Sequence[Any], home: torch.device | None) -> Any:

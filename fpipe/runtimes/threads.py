@@ -2,7 +2,8 @@
 
     thread 0: 0F0 SEND(y)          thread 1: RECV(y) 1F0
 
-A transfer is a hand-over: the receiver gets the tensors that were sent. The thread that calls the step is rank 0.
+A transfer is a hand-over: the receiver gets the tensors that were sent, or copies on its own device. The thread that
+calls the step is rank 0.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import count, repeat
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -23,8 +25,9 @@ from fpipe.graphs.ambient import raw_ops
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.instructions import by_rule, under_autograd
 from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.part import Part, Slots, Watch, flights, of_rank
+from fpipe.runtimes.part import Part, Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
+from fpipe.runtimes.streams import Lane, Way, accelerator_of, ways_between
 
 Leaves = list[Any]
 
@@ -36,9 +39,10 @@ class Workers:
         self.lock = threading.Lock()  # steps of several threads of the caller's come one after the other
         self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"fpipe rank {rank}") for rank in range(1, ranks)]
 
-    def run(self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None]) -> None:
+    def run(
+        self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], around: Surroundings
+    ) -> None:
         """Each job on its thread, until all are done; `stop` ends them early. A job raises nothing itself."""
-        around = Surroundings.now()
         left: list[Future[None]] = []
         try:
             left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
@@ -57,15 +61,19 @@ class Surroundings(NamedTuple):
     threads: int
     flushes: bool
     device: torch.device | None
+    stream: torch.Stream | None = None
 
     @staticmethod
-    def now() -> Surroundings:
-        """Those of this thread."""
-        return Surroundings(torch.get_num_threads(), sys.float_info.min * _HALF == 0, _device.CURRENT_DEVICE)
+    def now(on: torch.device | None = None) -> Surroundings:
+        """Those of this thread, the stream of a device among them."""
+        stream = None if on is None else torch.accelerator.current_stream(on)
+        return Surroundings(torch.get_num_threads(), sys.float_info.min * _HALF == 0, _device.CURRENT_DEVICE, stream)
 
     def call(self, job: Callable[[], None]) -> None:
         """A job under them."""
         now = Surroundings.now()
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)
         if now.threads != self.threads:
             torch.set_num_threads(self.threads)
         if now.flushes != self.flushes:
@@ -85,17 +93,24 @@ class Stopped(Exception):
 
 
 class HandOver:
-    """What is on its way between ranks, and whether one has failed."""
+    """What is on its way between ranks, in ways of its own between lanes, and whether one has failed."""
 
-    def __init__(self, values: Iterable[Value]) -> None:
-        self._values = [*values]
+    def __init__(self, instructions: Iterable[Instruction], lanes: Sequence[Lane]) -> None:
+        ops = [one.ops[0] for one in instructions]
+        sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
+        received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
+        self._values, self._ways = [*sent], dict[Value, Way]()
+        if lanes:
+            pairs = {value: (sent[value], rank) for value, rank in received.items()}
+            ways = ways_between(lanes, pairs.values())
+            self._ways = {value: ways[pair] for value, pair in pairs.items()}
         self._lock = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
         """Nothing is on its way."""
         self.error: BaseException | None = None
-        self._queues: dict[Value, SimpleQueue[Leaves | None]] = {value: SimpleQueue() for value in self._values}
+        self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in self._values}
 
     def stop(self, error: BaseException) -> None:
         """No rank waits any longer."""
@@ -112,7 +127,8 @@ class HandOver:
             if self.error is not None:
                 raise Stopped
             for value, leaves in zip(op.writes, made_of(*lists), strict=True):
-                self._queues[value].put(leaves)
+                way = self._ways.get(value)
+                self._queues[value].put(leaves if way is None else way.send(leaves))
             return ()
 
         return send
@@ -126,23 +142,26 @@ class HandOver:
         return receive
 
     def _taken(self, value: Value) -> Leaves:
-        leaves = self._queues[value].get()
-        if leaves is None:
+        sent = self._queues[value].get()
+        if sent is None:
             raise Stopped
-        return leaves
+        way = self._ways.get(value)
+        return sent if way is None else way.receive(*sent)
 
 
 class OnThreads(Prepared):
     """A program lowered for one signature, in parts for threads."""
 
-    def __init__(self, workers: Workers, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how)
+    def __init__(self, workers: Workers, *args: Any, devices: Sequence[torch.device] = (), **how: Any) -> None:
+        super().__init__(*args, devices=devices, **how)
         if self.lowered.collective:
             raise ValueError(
                 "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
                 "which threads do not keep to; say runtime='distributed', or 'local'."
             )
-        self.workers, self.between = workers, HandOver(flights(self.instructions))
+        self.lanes = [Lane(device) for device in devices]
+        self.workers, self.between = workers, HandOver(self.instructions, self.lanes)
+        self._on = None if devices else accelerator_of(self.trees.values())
         turns = [*map(_in_turn, self.instructions)]
         both = self.between.send, self.between.receive
         self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
@@ -157,15 +176,24 @@ class OnThreads(Prepared):
         """Each rank's instructions on its thread, and then the results in their slots."""
         given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
 
-        def job(part: Part, own: Slots) -> None:
+        def job(rank: int, part: Part, own: Slots) -> None:
             try:
-                part.run(own, watch)
+                with self.lanes[rank].entered() if self.lanes else nullcontext():
+                    part.run(own, watch)
             except BaseException as error:
                 self.between.stop(error)
 
         with self.workers.lock:
-            jobs = [partial(job, part, own) for part, own in zip(self.parts, given, strict=True)]
-            self.workers.run(jobs, self.between.stop)
+            jobs = [*map(partial, repeat(job), count(), self.parts, given)]
+            held = [slots[slot][:] for slot, _ in self.homes]  # until the caller's stream waits for who reads it
+            for lane in self.lanes:
+                lane.after_caller()
+            try:
+                self.workers.run(jobs, self.between.stop, Surroundings.now(self._on))
+            finally:
+                for lane in self.lanes:
+                    lane.before_caller()
+                del held
             error = self.between.error
             if error is not None:
                 self.between.clear()

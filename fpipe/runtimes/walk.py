@@ -15,6 +15,7 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.by_autograd import Inputs, Residuals, StepContext
+from fpipe.runtimes.devices import brought, check_at_home, homes_of, moves_of
 from fpipe.runtimes.ends import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.meaning import RULES, batch_of
 from fpipe.runtimes.recorder import Recorder, Row, storages
@@ -32,6 +33,7 @@ def walk(
     check_finite: bool = False,
     see: Callable[[Value, Any], None] | None = None,
     loss_scale: float = 1.0,
+    devices: Sequence[torch.device] = (),
 ) -> Step:
     """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
     for op in program.ops:
@@ -43,6 +45,7 @@ def walk(
     drops = _drops(program)
     rows = [Row((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
     wanted = taken_gradients(model, program.ops)
+    moves, homes = moves_of(program, devices), homes_of(program, devices)
 
     def step(
         params: Sequence[Any],
@@ -55,8 +58,11 @@ def walk(
         check_call(more, key)
         check_inputs(program, model, params, state)
         batch, sizes = batch_of(program, batch)
-        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key)
+        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
         values = bind_inputs(program, model, params, batch, state, key)
+        for value, home in homes.items():
+            check_at_home(value, tree.leaves(values[value]), home)
+            values[value] = tree.tree_map(partial(brought, home=home), values[value])
         recorder = Recorder(record, rows) if record else None
         notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
         for number, (op, dead) in enumerate(zip(program.ops, drops, strict=True)):

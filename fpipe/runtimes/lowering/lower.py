@@ -144,7 +144,7 @@ class _Writer:
         known = (leaf for abstract in self.trees.values() for leaf in abstract.leaves)
         self.collective = any(isinstance(leaf, Fact) and leaf.aval.sharding is not None for leaf in known)
         self.kept = {end.value for end in program.outputs}
-        self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given)
+        self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given, shapes.landed)
         self.adds = self.sums.adds
         self.updates = Updates(ops, self.kept, shapes).of
         self.folded = {add for adds in self.adds.values() for add in adds.values()}

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -89,6 +90,7 @@ class Shapes:
         self.constant: set[int] = {self.loss_cotangent}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
         self.copies: dict[Value, list[Value]] = {}  # the other way round
+        self.moves: dict[Value, tuple[torch.device, torch.device]] = {}  # of a copy on another device, from where to it
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
@@ -103,13 +105,29 @@ class Shapes:
             for read, written in zip(op.reads, op.writes, strict=True):
                 source = self.origin[written] = self.origin.get(read, read)
                 self.copies.setdefault(source, []).append(written)
+                if op.kind == "RECV" and read in self.context.moves:
+                    self.moves[written] = self.context.moves[read]
                 if read in self.trees:  # what a forward leaves is known when its backward is
-                    self.trees[written] = rounded(op, self.trees[read], self.fake) if op.how else self.trees[read]
+                    known = rounded(op, self.trees[read], self.fake) if op.how else self.trees[read]
+                    self.trees[written] = self.landed(written, known)
         elif op.kind == "U" and self.update_only(op):
             self.update(op)
         elif op.kind != "W":
             made = abstract_eval(op, [self.trees[value] for value in op.reads], self.context, self.fake)
             self.trees.update(zip(op.writes, made, strict=True))
+
+    def landed(self, value: Value, known: AbstractTree) -> AbstractTree:
+        """What is known of a value as it arrives: on another device it is in memory of its own."""
+        home, there = self.moves.get(value, (None, None))
+        if there is None or known is OPAQUE:
+            return known
+        leaves = (
+            in_own_storage(leaf.aval._replace(device=there))
+            if isinstance(leaf, Fact) and leaf.aval.device == home
+            else leaf
+            for leaf in known.leaves
+        )
+        return known._replace(leaves=tuple(leaves))
 
     def is_untraced(self, op: Op) -> bool:
         """Whether an op is of a stage that runs under autograd; its U then runs the forward once more, if it is no
@@ -149,7 +167,9 @@ class Shapes:
                 leaves = (*graph.writes["seen"], *cut.seen())
                 moved = tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves)
                 seen = next(value for value in op.writes if value.name == "seen")
-                self.trees |= dict.fromkeys((seen, *self.copies.get(seen, ())), AbstractTree(moved))
+                self.trees |= {
+                    value: self.landed(value, AbstractTree(moved)) for value in (seen, *self.copies.get(seen, ()))
+                }
 
     def forward(self, op: Op) -> None:
         """What a stage writes, the loss behind it too."""
@@ -323,7 +343,8 @@ class Shapes:
         read = next(value for value in op.reads if value.name == "res")
         source = self.origin.get(read, read)
         residuals = [source, *self.copies.get(source, ())]
-        self.trees.update({value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)})
+        known = {value: made[label_of(value)] for value in (*residuals, *op.writes, *gradients)}
+        self.trees.update({value: self.landed(value, tree) for value, tree in known.items()})
 
     def storage_map(self, first: Op, cut: Cut, named: Mapping[str, Value]) -> StorageMap:
         """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `named` what

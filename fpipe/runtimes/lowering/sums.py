@@ -8,7 +8,7 @@ The program keeps its ADDs; this only says which of them need no call of their o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -34,6 +34,7 @@ class Sums:
         trees: dict[Value, AbstractTree],
         untraced: Collection[int],
         given: Collection[int],
+        landed: Callable[[Value, AbstractTree], AbstractTree],
     ) -> None:
         self.ops, self.trees, self.given = ops, trees, given
         self.adds: dict[int, dict[Value, int]] = {}
@@ -45,7 +46,7 @@ class Sums:
         sent: set[Value] = set()  # the same tensors, under way and on other ranks
         for at, op in enumerate(ops):
             if op.kind in ("SEND", "RECV") and (op.reads[0] in mine or op.reads[0] in sent):
-                trees[op.writes[0]] = trees[op.reads[0]]
+                trees[op.writes[0]] = landed(op.writes[0], trees[op.reads[0]])
                 sent.add(op.writes[0])
             if op.kind != "ADD" or len(op.reads) != 2:
                 continue
