@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -253,6 +254,23 @@ def test_without_devices_threads_compute_on_the_callers_stream(device: str, runt
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(10_000_000)
         assert all(same(step(params, batch), expected) for _ in range(3))
+
+
+@pytest.mark.parametrize("devices", PLACES, ids=" ".join)
+def test_a_recorded_step_tells_what_devices_did_and_when(devices: list[str]):
+    """By events in the ranks' streams, on the clock of the host: an op ends before what reads it begins."""
+    program, model, params, _, batch = on_ranks(devices, "one_f_one_b", 2, 8 if set(devices) == {"cpu"} else 2048)
+    step = fpipe.build(program, model, runtime="threads", devices=devices, record=True)
+    for _ in range(2):
+        before = time.perf_counter()
+        found = step(params, batch).timeline
+        whole = time.perf_counter() - before
+    when = {op: (start, end) for op, start, end in found.events if op.kind in "FB"}
+    written = {value: op for op in when for value in op.writes}
+    slack = 0.0 if set(devices) == {"cpu"} else 5e-4  # clocks of devices differ
+    assert all(-slack < start < end < whole + slack for start, end in when.values())
+    for op, (start, _) in when.items():
+        assert all(when[written[value]][1] <= start + slack for value in op.reads if value in written)
 
 
 def test_every_value_is_on_the_device_of_its_rank():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -96,6 +97,27 @@ def test_a_timeline_has_the_ops_of_all_ranks():
     alone, together = both(chained(model, fpipe.schedules.dualpipe(2)), model, record=True)
     events = [{op for op, _, _ in step(params, batch()).timeline.events} for step in (alone, together)]
     assert events[0] == events[1]
+
+
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+def test_one_reading_of_the_clock_tells_when_an_op_began_and_when_it_ended(runtime: str):
+    """The steps behind the first, which also counts bytes: on a rank ops follow each other, and what an op waited for
+    is no part of it."""
+    model, params, _ = fpipe.from_sequential(net(), stages=4, loss=MSE)
+    program = chained(model, fpipe.schedules.zbv(2))
+    step = fpipe.build(program, model, runtime=runtime, record=True)
+    for _ in range(2):
+        before = time.perf_counter()
+        found = step(params, batch()).timeline
+        whole = time.perf_counter() - before
+    assert {op for op, _, _ in found.events} == {*program.ops}
+    when = {op: (start, end) for op, start, end in found.events if op.kind in "FIW"}  # an ADD may be a part of its W
+    for rank in range(2):
+        times = sorted(times for op, times in when.items() if op.rank == rank)
+        assert all(0 <= start < end < whole for start, end in times)
+        assert all(end <= start for (_, end), (start, _) in pairwise(times))
+    written = {value: op for op in when for value in op.writes}
+    assert all(when[written[v]][1] <= start for op, (start, _) in when.items() for v in op.reads if v in written)
 
 
 def shy(message: str, when: int) -> Callable[..., Tensor]:

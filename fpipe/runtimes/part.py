@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter, length_hint
 from typing import Any, NamedTuple
 
+import torch
+
 from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.recorder import Notes
+from fpipe.runtimes.recorder import Clock, Notes
 from fpipe.runtimes.walk import place_of, refuse_infinite
 
 Leaves = list[Any]
@@ -25,11 +27,13 @@ See = Callable[[Value, Any], None]
 
 
 class Watch(NamedTuple):
-    """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`."""
+    """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`; and
+    the accelerator on which that is computed, whose clock counts."""
 
     notes: Notes | None
     check_finite: bool
     see: See | None
+    device: torch.device | None = None
 
 
 class Part:
@@ -51,12 +55,14 @@ class Part:
         self.instructions, self.model, self.at = instructions, model, at or {}
         self.rows = range(len(instructions)) if rows is None else rows
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
+        self._waits = {row for row, one in zip(self.rows, instructions, strict=True) if one.ops[0].kind == "RECV"}
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
 
     def run(self, slots: Slots, watch: Watch | None = None) -> None:
         """The instructions, one after the other. Each writes the slots behind those that are there."""
         if watch is not None:
-            return self._run_watched(slots, *watch)
+            looked = watch.check_finite or watch.see is not None or watch.notes is None or watch.notes.given is not None
+            return self._run_watched(slots, *watch[:3]) if looked else self._run_timed(slots, watch)
         left, extend = iter(self._code), slots.extend
         try:
             for function, taken in left:
@@ -64,6 +70,22 @@ class Part:
         except BaseException as error:  # Ctrl-C too
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
+
+    def _run_timed(self, slots: Slots, watch: Watch) -> None:
+        """The same, noting when each ends."""
+        clock = Clock(watch.device)
+        tick, left, extend = clock.tick, iter(self._code), slots.extend
+        ticks = [tick()]
+        note = ticks.append
+        try:
+            for function, taken in left:
+                extend(function(*taken(slots)))
+                note(tick())
+        except BaseException as error:
+            self._add_place(error, self.instructions[-1 - length_hint(left)])
+            raise
+        assert watch.notes is not None
+        watch.notes.ended(self.rows, clock.seconds(ticks), self._waits)
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
         """The same, looking at what each instruction writes."""
@@ -130,5 +152,8 @@ def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[A
     """What hands an instruction the lists in the slots that it reads: copies of those that others will read, too."""
     if len(reads) > 1 and not shared:
         return itemgetter(*reads)
+    if len(reads) == 1:
+        (slot,) = reads
+        return (lambda slots: (slots[slot][:],)) if shared else lambda slots: (slots[slot],)
     places = [(slot, at in shared) for at, slot in enumerate(reads)]
     return lambda slots: [slots[k][:] if copied else slots[k] for k, copied in places]

@@ -155,7 +155,8 @@ class Prepared:
                 rows = [Row(one.ops, one.written, one.dead) for one in self.instructions]
                 self.recorder = Recorder(record, rows)
             notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
-            self._execute(slots, Watch(notes, check_finite, see) if notes or check_finite or see else None)
+            device = next(iter(notes.devices), None) if notes else None
+            self._execute(slots, Watch(notes, check_finite, see, device) if notes or check_finite or see else None)
             containers, found, untouched = self.results
             whole = tree.unflatten(containers, [_result(leaf, slots, self.home) for leaf in found])
         if untouched:

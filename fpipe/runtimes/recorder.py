@@ -2,13 +2,15 @@
 
     row 0: 0F0    from 0.1 to 3.2    + y, res        --> timeline -->        0F0 from 0.1 to 3.2, rank 0 holds 8192
 
-A step only notes times. What is held is counted in the first one: the next run the same rows for the same shapes.
+A step only notes times, one as each row ends: the next of that rank starts then. On an accelerator they are events in
+its stream, for which nothing waits. What is held is counted in the first step: the next run the same rows for the same
+shapes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,10 +59,37 @@ class Notes:
         self.times[2 * row : 2 * row + 2] = started, time.perf_counter()
         self.see(row, written)
 
+    def ended(self, rows: Sequence[int], ticks: Sequence[float], waits: Collection[int]) -> None:
+        """Rows of one rank that have run: when it began, and when each ended. Those that only `waits` did no work."""
+        times, started = self.times, ticks[0]
+        for row, ended in zip(rows, ticks[1:], strict=True):
+            times[2 * row] = ended if row in waits else started
+            times[2 * row + 1] = started = ended
+
     def see(self, row: int, written: Iterable[Iterable[Any]]) -> None:
         """What a row wrote, where that is counted."""
         if self.given is not None:
             self.seen[row] = [*map(storages, written)]
+
+
+class Clock:
+    """What the time is: of the host, or of what is queued on the current stream of an accelerator."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.tick: Callable[[], Any] = time.perf_counter
+        if device is not None:
+            stream = torch.accelerator.current_stream(device)
+            self.tick = lambda: stream.record_event(torch.Event(device, enable_timing=True))
+
+    def seconds(self, ticks: Sequence[Any]) -> Sequence[float]:
+        """Ticks as times of the host, once the last one has come."""
+        if self.device is None:
+            return ticks
+        last = ticks[-1]
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - tick.elapsed_time(last) / 1e3 for tick in ticks]
 
 
 class Recorder:
@@ -81,7 +110,9 @@ class Recorder:
             if (known := [told[op.kind, value] for value in op.writes if (op.kind, value) in told])
         ]
         self.ops = tuple(op for op, _ in found)
-        self._numbers = [number for _, number in found]
+        self._starts = [2 * number for _, number in found]
+        self._ends = [2 * number + 1 for _, number in found]
+        self._changes: tuple[Sequence[Any], ...] = ()
         self._devices: set[torch.device] = set()
         self.held: Held | None = None
 
@@ -108,10 +139,14 @@ class Recorder:
     def timeline(self, notes: Notes) -> Timeline:
         """When each op ran, in the order of the program, and the most bytes each rank held."""
         peak, changes = self.counted(notes)
-        times = [now - notes.began for now in notes.times]
-        starts = tuple(times[2 * number] for number in self._numbers)
-        ends = tuple(times[2 * number + 1] for number in self._numbers)
-        steps = [(times[at], float(at), rank, float(size)) for at, rank, size in changes]
+        began = notes.began
+        time_of = [now - began for now in notes.times].__getitem__
+        starts, ends = tuple(map(time_of, self._starts)), tuple(map(time_of, self._ends))
+        if not self._changes:
+            columns = [(at, float(at), rank, float(size)) for at, rank, size in changes]
+            self._changes = tuple(zip(*columns, strict=True)) or ((),) * 4
+        at, *rest = self._changes
+        steps = [*zip(map(time_of, at), *rest, strict=True)]
         return Timeline(self.ops, starts, ends, self.ranks, peak, peak, steps=steps)
 
 

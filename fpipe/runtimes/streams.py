@@ -29,6 +29,11 @@ class Lane:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
 
+    @property
+    def clock(self) -> torch.device | None:
+        """The device whose clock says when something ran; None where that is the host's."""
+        return None if self.stream is None else self.device
+
     def entered(self) -> AbstractContextManager[Any]:
         """What is queued inside runs in this lane; one thread at a time may enter it."""
         return nullcontext() if self.stream is None else self.stream

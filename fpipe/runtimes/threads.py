@@ -176,10 +176,12 @@ class OnThreads(Prepared):
         """Each rank's instructions on its thread, and then the results in their slots."""
         given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
 
+        looks = [watch and watch._replace(device=lane.clock) for lane in self.lanes] or [watch] * len(self.parts)
+
         def job(rank: int, part: Part, own: Slots) -> None:
             try:
                 with self.lanes[rank].entered() if self.lanes else nullcontext():
-                    part.run(own, watch)
+                    part.run(own, looks[rank])
             except BaseException as error:
                 self.between.stop(error)
 

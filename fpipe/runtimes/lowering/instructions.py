@@ -73,10 +73,16 @@ def _seeded(seed: int, stream: Stream) -> torch.Generator:
 
 
 def pass_on(*lists: Leaves) -> Sequence[Leaves]:
-    """What a transfer within one process does."""
-    made = [[*leaves] for leaves in lists]
-    _empty(lists)
+    """What a SEND within one process does."""
+    made = [leaves[:] for leaves in lists]
+    for leaves in lists:
+        leaves.clear()
     return made
+
+
+def arrive(*lists: Leaves) -> Sequence[Leaves]:
+    """What a RECV within one process does: the lists are what only it reads."""
+    return lists
 
 
 def rounded(arrive: Callable[[Any], Any], *lists: Leaves) -> Sequence[Leaves]:

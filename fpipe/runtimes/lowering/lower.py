@@ -33,6 +33,7 @@ from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.instructions import (
     add,
     add_to,
+    arrive,
     by_rule,
     container,
     distinct,
@@ -303,7 +304,8 @@ class _Writer:
     def ruled(self, at: int, op: Op) -> Instruction:
         """What the walk would do, on values in their containers."""
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            return self.instruction(at, partial(rounded, rounding(op)) if op.how else pass_on, op.reads, op.writes)
+            run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
+            return self.instruction(at, run, op.reads, op.writes)
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
