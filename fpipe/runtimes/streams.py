@@ -59,7 +59,8 @@ class Way:
         self._streams = [torch.Stream(device) for device in ends if device.type != "cpu"]
 
     def send(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """On the sender's thread: the leaves where the receiver computes, and the event that it has to wait for."""
+        """On the sender's thread, which gives the list away: the leaves where the receiver computes, and the event that
+        it has to wait for."""
         made = None if self.sender.stream is None else self.sender.stream.record_event()
         if not self._streams:
             return leaves, made
@@ -71,6 +72,7 @@ class Way:
             there = [moved(leaf, self.sender.device, self.receiver.device) for leaf in leaves]
         if self.sender.stream is not None:
             _record(leaves, self.sender.device, self._streams[0])
+        leaves.clear()
         return there, self._streams[-1].record_event()
 
     def receive(self, leaves: Leaves, made: Any) -> Leaves:

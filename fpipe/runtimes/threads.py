@@ -23,7 +23,7 @@ from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.ambient import raw_ops
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.instructions import by_rule, under_autograd
+from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
 from fpipe.runtimes.lowering.lower import Instruction
 from fpipe.runtimes.part import Part, Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
@@ -47,12 +47,11 @@ class Workers:
         try:
             left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
             jobs[0]()
-            wait(left)
+            for one in left:
+                one.result()
         except BaseException as error:  # Ctrl-C
             stop(error)
             wait(left)
-        for one in left:
-            one.result()
 
 
 class Surroundings(NamedTuple):
@@ -99,18 +98,19 @@ class HandOver:
         ops = [one.ops[0] for one in instructions]
         sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
-        self._values, self._ways = [*sent], dict[Value, Way]()
-        if lanes:
-            pairs = {value: (sent[value], rank) for value, rank in received.items()}
-            ways = ways_between(lanes, pairs.values())
-            self._ways = {value: ways[pair] for value, pair in pairs.items()}
+        pairs = {value: (sent[value], rank) for value, rank in received.items()}
+        ways = ways_between(lanes, pairs.values()) if lanes else {}
+        self._ways = {value: ways.get(pair) for value, pair in pairs.items()}
+        self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
         self._lock = threading.Lock()
-        self.clear()
+        self.error: BaseException | None = None
 
     def clear(self) -> None:
-        """Nothing is on its way."""
-        self.error: BaseException | None = None
-        self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in self._values}
+        """Nothing is on its way, and no rank runs."""
+        self.error = None
+        for queue in self._queues.values():
+            while not queue.empty():
+                queue.get()
 
     def stop(self, error: BaseException) -> None:
         """No rank waits any longer."""
@@ -121,32 +121,41 @@ class HandOver:
             queue.put(None)
 
     def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of a SEND: what it makes of what it reads goes to the receiver."""
+        """The function of a SEND: what it makes of what it reads goes to the receiver, who empties the lists."""
+        puts = [partial(_send, queue.put, way) if way else queue.put for queue, way in map(self._known, op.writes)]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
             if self.error is not None:
                 raise Stopped
-            for value, leaves in zip(op.writes, made_of(*lists), strict=True):
-                way = self._ways.get(value)
-                self._queues[value].put(leaves if way is None else way.send(leaves))
+            for put, leaves in zip(puts, lists if made_of is pass_on else made_of(*lists), strict=True):
+                put(leaves)
             return ()
 
         return send
 
     def receive(self, op: Op) -> Callable[..., Any]:
         """The function of a RECV, which waits for the sender."""
+        gets = [partial(_receive, queue.get, way) if way else queue.get for queue, way in map(self._known, op.reads)]
 
         def receive() -> Sequence[Leaves]:
-            return [self._taken(value) for value in op.reads]
+            lists: list[Any] = [get() for get in gets]
+            if None in lists:
+                raise Stopped
+            return lists
 
         return receive
 
-    def _taken(self, value: Value) -> Leaves:
-        sent = self._queues[value].get()
-        if sent is None:
-            raise Stopped
-        way = self._ways.get(value)
-        return sent if way is None else way.receive(*sent)
+    def _known(self, value: Value) -> tuple[SimpleQueue[Any], Way | None]:
+        return self._queues[value], self._ways.get(value)
+
+
+def _send(put: Callable[[Any], None], way: Way, leaves: Leaves) -> None:
+    put(way.send(leaves))
+
+
+def _receive(get: Callable[[], Any], way: Way) -> Leaves | None:
+    sent = get()
+    return None if sent is None else way.receive(*sent)
 
 
 class OnThreads(Prepared):
