@@ -3,11 +3,13 @@
     python benchmarks/devices.py [--quick] [--device cuda]
 
 One process runs one rank: four stages, eight microbatches of four rows of 512 places. Each round runs every step once,
-in an order drawn anew, and waits for the device after each; a ratio is of the least times. The steps give the same
-gradients, bit for bit. The last line is the whole step as one CUDA graph, if it can be captured.
+in an order drawn anew, and waits for the devices after each; a ratio is of the least times. The steps give the same
+gradients, bit for bit. On threads each of the four stages is a rank, on a GPU of its own where there are as many. The
+last line is the whole step as one CUDA graph, if it can be captured.
 """
 
 import argparse
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -50,6 +52,15 @@ def pipelined(net: nn.Sequential, batch: tuple[Tensor, Tensor], **how: Any) -> S
     return lambda: tree.leaves(step(params, batch).grads)
 
 
+def on_threads(net: nn.Sequential, batch: tuple[Tensor, Tensor], devices: list[str]) -> Step:
+    """The same with a thread for each stage, on its device."""
+    net = copy.deepcopy(net)
+    size = len(net) // STAGES
+    for number, device in enumerate(devices):
+        net[number * size : (number + 1) * size].to(device)
+    return pipelined(net, batch, runtime="threads", devices=devices)
+
+
 def captured(step: Step) -> Step | str:
     """The same as one CUDA graph, or why it is none."""
     graph = torch.cuda.CUDAGraph()
@@ -87,7 +98,13 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here, so nothing was measured; --device cpu --quick shows that this file runs.")
         return
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    devices = [f"cuda:{rank % count}" if count else "cpu" for rank in range(STAGES)]
+
+    def wait() -> None:
+        for number in range(count):
+            torch.cuda.synchronize(number)
+
     torch.manual_seed(0)
     net, batch = net_and_batch(device, asked.quick)
     with torch.autocast(device.type, torch.bfloat16):
@@ -95,9 +112,10 @@ def main() -> None:
             "eager autograd": eager(net, batch),
             "fpipe": pipelined(net, batch),
             "fpipe, record=True": pipelined(net, batch, record=True),
+            f"fpipe, threads on {len({*devices})}": on_threads(net, batch, devices),
         }
         grads = [[*step()] for step in steps.values() for _ in range(3)][2::3]
-        same = all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+        same = all(torch.equal(a, b.to(a.device)) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
         print(f"gradients bit for bit those of eager autograd: {same}")
         if device.type == "cuda":
             made = captured(steps["fpipe"])
