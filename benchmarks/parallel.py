@@ -8,6 +8,9 @@ schedule of the same kind on the same group, in both. A time is that of the slow
 rounds; rounds in which a thread waited for a core more than 5 % of the time (/proc/self/task/*/schedstat) are left out,
 unless fewer than five are left, and how many is printed.
 
+Bare are the messages of the same schedule without the rest: torch's own sends and receives of as many bytes, in the
+order of each rank, each waited for. What is below that only gloo could be.
+
 The limit of two ranks is half of eager's time and the bubble: 0.5 * (1 + bubble) of eager, where the bubble is a share
 of the work. At the end the ratios stand beside what is to be reached.
 """
@@ -32,6 +35,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import fpipe
+from fpipe.program import parts_of
+from fpipe.runtimes.rendezvous import messages
+from fpipe.transforms.communicate import with_transfers
 
 Step = Callable[[], Any]
 CASES: dict[str, Callable[[], Case]] = {
@@ -84,8 +90,8 @@ def split(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return [children[n * size : (n + 1) * size] for n in range(parts)]
 
 
-def ours(rank: int, name: str, case: Case) -> tuple[Step, Step, Step, float]:
-    """The local step, threads, processes, and the simulated bubble."""
+def ours(rank: int, name: str, case: Case) -> tuple[Step, Step, Step, Step, float]:
+    """The local step, threads, processes, only the messages of these, and the simulated bubble."""
     net, x, target = case
     model, params, _ = fpipe.from_sequential(
         net, sizes=[len(net) // len(SCHEDULES[name][2])] * len(SCHEDULES[name][2]), loss=MSE
@@ -96,7 +102,37 @@ def ours(rank: int, name: str, case: Case) -> tuple[Step, Step, Step, float]:
     example = (params, (x, target))
     both = fpipe.build(program, model, runtime="distributed", example=example, timeout=60)
     steps = (partial(alone, *example), partial(threads, *example), partial(both, mine, (x, target)))
-    return *steps, fpipe.simulate(program).bubble
+    size = x.numel() * x.element_size() // MICROBATCHES
+    return *steps, bare(rank, program, size), fpipe.simulate(program).bubble
+
+
+def bare(rank: int, program: fpipe.Program, size: int) -> Step:
+    """The transfers of a rank, each of so many bytes, and nothing else."""
+    group, peer = dist.group.WORLD, 1 - rank
+    program = with_transfers(program)
+    numbers = {one.value: one.number for one in messages(program)}
+    own = [op for op in parts_of(program.ops) if op.rank == rank and op.kind in ("SEND", "RECV")]
+    ways = [(op.kind, [numbers[value] for value in (op.writes if op.kind == "SEND" else op.reads)]) for op in own]
+    buffers = {number: torch.zeros(size, dtype=torch.uint8) for _, each in ways for number in each}
+
+    def step() -> None:
+        coming = {
+            number: group.recv([buffers[number]], peer, number)
+            for kind, each in ways
+            if kind == "RECV"
+            for number in each
+        }
+        sent = []
+        for kind, each in ways:
+            for number in each:
+                if kind == "SEND":
+                    sent.append(group.send([buffers[number]], peer, number))
+                else:
+                    coming[number].wait()
+        for work in sent:
+            work.wait()
+
+    return step
 
 
 def delay() -> float:
@@ -118,9 +154,9 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
     """The least seconds of each step, and the limit; on rank 0."""
     torch.manual_seed(0)
     case = CASES[name]()
-    local, threads, gloo, bubble = ours(rank, schedule, case)
+    local, threads, gloo, messages_only, bubble = ours(rank, schedule, case)
     steps = {"eager": (eager(*case), True), "local": (local, True), "threads": (threads, True), "gloo": (gloo, False)}
-    steps["torch"] = torchs(rank, schedule, case), False
+    steps |= {"torch": (torchs(rank, schedule, case), False), "bare": (messages_only, False)}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
     for _ in range(rounds + 2):
         for label, (step, alone) in steps.items():
@@ -145,14 +181,12 @@ def report(name: str, schedule: str, bubble: float, times: dict[str, list[tuple[
         for label, found in times.items()
     }
     dropped = sum(len(found) - len(clean[label]) for label, found in times.items())
-    of_eager = "  ".join(
-        f"{label} {least[label] / least['eager']:5.2f}" for label in ("local", "threads", "gloo", "torch")
-    )
+    of_eager = "  ".join(f"{label} {least[label] / least['eager']:5.2f}" for label in times if label != "eager")
     limit = 0.5 * (1 + bubble / (1 - bubble))
     print(
         f"{name:<25}{schedule:<15} eager {least['eager'] * 1e3:7.2f} ms  of eager: {of_eager}  limit {limit:.2f}  "
         f"gloo/torch {least['gloo'] / least['torch']:.2f}  threads/local {least['threads'] / least['local']:.2f}  "
-        f"({dropped} of {5 * len(times['eager'])} left out)",
+        f"({dropped} of {len(times) * len(times['eager'])} left out)",
         flush=True,
     )
     return least | {"limit": limit}

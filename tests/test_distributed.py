@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.runtimes.transfers import Transfers
+from fpipe.graphs.graph import fact
+from fpipe.runtimes.message import MARKS, Layout, word
+from fpipe.runtimes.rendezvous import messages
+from fpipe.runtimes.transfers import Transfers, posted_until
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, counted, left, result
 from tests.test_profile import NAPS, napping
@@ -36,7 +39,7 @@ def rows(count: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, width), torch.randn(count, width)
 
 
-def chained(model: fpipe.Model, schedule: Any, *more: Any, microbatches: int = 4) -> fpipe.Program:
+def chained(model: fpipe.Model | int, schedule: Any, *more: Any, microbatches: int = 4) -> fpipe.Program:
     return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
 
 
@@ -544,6 +547,46 @@ def two_hundred(rank: int) -> list[int]:
 
 def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
     assert pair.each(two_hundred) == [[0, 0, 0]] * 2
+
+
+LEAVES = {
+    "dense": torch.arange(6.0).reshape(2, 3),
+    "other order": torch.arange(6.0).reshape(2, 3).t(),
+    "behind another": torch.arange(9.0)[5:],
+    "scalar": torch.tensor(2.5),
+    "none": torch.empty(0, 3),
+    "bool": torch.tensor([True, False, True]),
+    "half": torch.arange(5.0).bfloat16(),
+    "complex": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "expanded": torch.arange(3.0).expand(2, 3),
+    "with gaps": torch.arange(12.0).reshape(3, 4)[:, :2],
+    "one": torch.ones(1, 8).as_strided((1, 8), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("room", [0, 64])
+def test_what_is_packed_is_unpacked_with_its_strides(room: int):
+    """One after the other, each of another dtype and size, and in a message with more room than it needs."""
+    known = [fact(leaf, {}) for leaf in LEAVES.values()]
+    layout = Layout([None, *known, 7], torch.device("cpu"))
+    message = layout.pack([None, *LEAVES.values(), 7], word(MARKS, ""), layout.size + room)
+    assert message.numel() == layout.size + room
+    found = layout.unpack(message)
+    assert [found[0], found[-1]] == [None, 7]
+    for leaf, one in zip(LEAVES.values(), found[1:-1], strict=True):
+        assert torch.equal(one, leaf)
+        assert one.stride() == leaf.stride()
+        assert one.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(("size", "ahead"), [(16, 18), (1 << 16, 4), (1 << 24, 3)])
+def test_what_is_small_is_received_far_ahead(size: int, ahead: int):
+    """Gloo sends a value at once only if its receive is posted; before, three were, and each woke the sender."""
+    every = messages(chained(2, fpipe.schedules.gpipe(2), fpipe.communicate(), microbatches=18))
+    row = [one for one in every if one.source == 0]
+    found = posted_until(row, {one.number: size for one in row}, 1 << 18)
+    assert [found[one.number] for one in row] == [min(18, one.place + ahead) for one in row]
 
 
 def most_messages(rank: int, microbatches: int) -> int:

@@ -22,10 +22,12 @@ FAILED, LOST, MEETS, MARKS = range(4)
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies: bytes from `start` to `end`. What it repeats (stride 0) is sent once: it is `shape` then."""
+    """Where a leaf lies: bytes from `start` to `end`, so many elements. What it repeats (stride 0) is sent once: it is
+    `shape` then."""
 
     start: int
     end: int
+    size: int
     known: Aval
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -53,7 +55,6 @@ class Layout:
 
     def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
         self._leaves, self._places, self.size = [*leaves], list[_Place | None](), HEADER
-        self._device = device
         for leaf in leaves:
             if isinstance(leaf, Fact) and leaf.aval.device != device:
                 raise ValueError(
@@ -71,12 +72,14 @@ class Layout:
 
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
         """The message of so many bytes; its header begins with the mark of the step."""
-        message = torch.empty(size, dtype=torch.uint8, device=self._device)
-        message[:HEADER] = head
+        parts, end = [head], HEADER
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:
-                _sent(message, place).copy_(leaf.as_strided(place.shape, place.stride))
-        return message
+                if place.start > end:
+                    parts.append(head.new_empty(place.start - end))
+                parts.append(_bytes(leaf, place))
+                end = place.end
+        return torch.cat([*parts, head.new_empty(size - end)] if size > end else parts)
 
     def unpack(self, message: Tensor) -> list[Any]:
         """The leaves, in the memory of the message where that has their strides."""
@@ -105,22 +108,26 @@ def text_of(message: Tensor) -> str:
 def _placed(known: Aval, start: int) -> _Place:
     once = [dim for dim, (n, step) in enumerate(zip(known.shape, known.stride, strict=True)) if step or n < 2]
     shape, stride = tuple(known.shape[dim] for dim in once), tuple(known.stride[dim] for dim in once)
-    end = start + torch.Size(shape).numel() * known.dtype.itemsize
-    return _Place(start, end, known, shape, stride, fills(shape, stride))
+    size = torch.Size(shape).numel()
+    return _Place(start, start + size * known.dtype.itemsize, size, known, shape, stride, fills(shape, stride))
 
 
-def _sent(message: Tensor, place: _Place) -> Tensor:
-    """A leaf in a message, as a tensor to be written or read."""
-    flat = message[place.start : place.end].view(place.known.dtype)
-    return flat.as_strided(place.shape, place.stride) if place.dense else flat.view(place.shape)
+def _bytes(leaf: Tensor, place: _Place) -> Tensor:
+    """A leaf as it is sent: its memory as it lies there, without gaps and repeats."""
+    dense = place.dense
+    flat = leaf.as_strided((place.size,), (1,)) if dense else leaf.as_strided(place.shape, place.stride).reshape(-1)
+    if flat.is_conj() or flat.is_neg():  # what is only marked so
+        flat = flat.resolve_conj().resolve_neg()
+    return flat.view(torch.uint8)
 
 
 def _received(message: Tensor, place: _Place) -> Tensor:
     known = place.known
+    typed, start = message.view(known.dtype), place.start // known.dtype.itemsize
     if place.dense:
-        return message[place.start : place.end].view(known.dtype).as_strided(known.shape, known.stride)
+        return typed.as_strided(known.shape, known.stride, start)
     memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
-    return memory.copy_(_sent(message, place)).as_strided(known.shape, known.stride)
+    return memory.copy_(typed[start : start + place.size].view(place.shape)).as_strided(known.shape, known.stride)
 
 
 def _extent(place: _Place) -> int:

@@ -3,9 +3,9 @@
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
 No send blocks. A message is dropped when something comes back that the other rank sent after it had it, else at the end
-of the step. Receives from a rank are posted in the order in which that rank sends, a few ahead of the one that it waits
-for. A rank that fails says so in what it still owes the others, in place of the values: so all of them end, with the
-reason, and what is under way stays in order.
+of the step. Receives from a rank are posted in the order in which that rank sends, ahead of the one that it waits for:
+a few, or as many as are small. A rank that fails says so in what it still owes the others, in place of the values: so
+all of them end, with the reason, and what is under way stays in order.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fpipe.runtimes.ways import by_nccl, groups_of_two
 
 Leaves = list[Any]
 AHEAD = 2
+_SMALL = 2**18
 _TICK = 0.0002
 _UNSENT = "did not send what its {} writes"
 
@@ -60,13 +61,16 @@ class Transfers:
         ways = {(one.source, one.target) for one in every}
         self._apart = by_nccl(group, device)
         self.carried = device if self._apart else torch.device("cpu")
+        self._near = self.carried == device
         self._ways: dict[tuple[int, int], tuple[Any, int]]
         if self._apart:
             self._ways = groups_of_two(ways, rank, meeting.board.store, device, self._timeout)
         else:
-            self._ways = {way: (group, way[1] if way[0] == rank else way[0]) for way in ways}
-        self._by_value = {one.value: one for one in every}
+            carrier: Any = group._get_backend(self.carried)  # pyright: ignore[reportPrivateUsage]
+            self._ways = {way: (carrier, way[1] if way[0] == rank else way[0]) for way in ways}
+        self._every, self._by_value = every, {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
+        self._patience = () if self._apart else (self._timeout,)
         self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
         self._outgoing_to: defaultdict[int, list[Message]] = defaultdict(list)
         for one in every:
@@ -74,7 +78,8 @@ class Transfers:
                 self._incoming[one.source].append(one)
             if one.source == rank:
                 self._outgoing_to[one.target].append(one)
-        self._room = {one.value: HEADER for one in every}
+        self._room = {one.number: HEADER for one in every}
+        self._until = dict[int, int]()
         self._signatures, self.ctrl_c = 0, CtrlC()
         self.begin()
 
@@ -84,14 +89,17 @@ class Transfers:
         self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
         self._posted = dict.fromkeys(self._incoming, 0)
-        self._arriving: dict[Value, tuple[Tensor, Any]] = {}
-        self._sent: dict[Value, tuple[Tensor | None, Any]] = {}
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}
+        self._sent: dict[int, tuple[Tensor | None, Any]] = {}
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
         """Make room for what another signature sends, and number it. A rank that is handed other arguments than the
         rest then hears of it: a message that is too large for its memory would end the process."""
         for value, layout in layouts.items():
-            self._room[value] = max(self._room[value], layout.size)
+            number = self._by_value[value].number
+            self._room[number] = max(self._room[number], layout.size)
+        for row in self._incoming.values():
+            self._until |= posted_until(row, self._room, 0 if self._apart else _SMALL)
         self._signatures += 1
         return self._signatures
 
@@ -110,8 +118,8 @@ class Transfers:
             self._settle()
             if kind_of(message) != MEETS:
                 raise self._told(message, f"rank {source}")
-        for value in self._sent:
-            self._over_at(value)
+        for number in self._sent:
+            self._over_at(number)
 
     def start(self, step: int, signature: int, keeps: bool) -> None:
         """The ranks agree, and a step starts: by its mark, what is left of another one is told from it. It `keeps` what
@@ -128,8 +136,9 @@ class Transfers:
         def send(*lists: Leaves) -> Sequence[Leaves]:
             self.ctrl_c.heed()
             for (one, layout), leaves in zip(ways, made_of(*lists), strict=True):
-                size = self._room[one.value] if self._apart else layout.size
-                self._send(one, layout.pack(leaves, self._head, size).to(self.carried))
+                size = self._room[one.number] if self._apart else layout.size
+                message = layout.pack(leaves, self._head, size)
+                self._send(one, message if self._near else message.to(self.carried))
             return ()
 
         return send
@@ -141,12 +150,12 @@ class Transfers:
 
     def sent(self, value: Value) -> Tensor | None:
         """The message of a value that this step has sent, if it keeps that."""
-        return self._sent[value][0]
+        return self._sent[self._by_value[value].number][0]
 
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
-        for value in self._sent:
-            self._over_at(value)
+        for number in self._sent:
+            self._over_at(number)
         if self._apart:
             self._settle()
             if kind_of(self._head) != self._mark:
@@ -160,7 +169,7 @@ class Transfers:
         if self._over:  # all have what they wait for
             return
         for one in self._outgoing:
-            if one.value not in self._sent:
+            if one.number not in self._sent:
                 with suppress(RuntimeError):
                     self._put(one, self._word(one, LOST if broken else FAILED, said))
         if broken:
@@ -181,20 +190,20 @@ class Transfers:
 
     def _put(self, one: Message, message: Tensor) -> None:
         group, peer = self._ways[one.source, one.target]
-        self._sent[one.value] = message, group.send([message], peer, one.number)
+        self._sent[one.number] = message, group.send([message], peer, one.number)
 
     def _word(self, one: Message, kind: int, text: str) -> Tensor:
         """What takes the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
         said = word(kind, text)
         if not self._apart:
             return said
-        message = torch.zeros(self._room[one.value], dtype=torch.uint8)
+        message = torch.zeros(self._room[one.number], dtype=torch.uint8)
         message[: len(said)] = said
         return message.to(self.carried)
 
     def _receive(self, one: Message) -> Tensor:
         self.ctrl_c.heed()
-        self._post(one.source, one.place + 1 + AHEAD)
+        self._post(one.source, self._until[one.number])
         message = self._arrived(one)
         if self._apart:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
@@ -202,15 +211,15 @@ class Transfers:
             raise self._told(message, f"rank {one.source}")
         if not self._keeps:
             self._drop(one)
-        return message.to(self.device)
+        return message if self._near else message.to(self.device)
 
     def _drop(self, heard: Message) -> None:
         """Messages that the other rank had received before it sent this one are not needed any longer."""
-        at = self._dropped.get(heard.source, 0)
-        for one in self._outgoing_to[heard.source][at : heard.heard] if at < heard.heard else ():
-            self._over_at(one.value)
-            self._sent[one.value] = None, None
-            self._dropped[heard.source] += 1
+        row, at = self._outgoing_to[heard.source], self._dropped.get(heard.source, 0)
+        for place in range(at, heard.heard):
+            self._over_at(row[place].number)
+            self._sent[row[place].number] = None, None
+            self._dropped[heard.source] = place + 1
 
     def _told(self, message: Tensor, who: str) -> RankError:
         """What a message says that came in place of what is waited for."""
@@ -223,8 +232,11 @@ class Transfers:
         )
 
     def _arrived(self, one: Message) -> Tensor:
-        message, work = self._arriving.pop(one.value)
-        self._wait(work, one.source, _UNSENT.format(one.cell))
+        message, work = self._arriving.pop(one.number)
+        try:
+            work.wait(*self._patience)
+        except RuntimeError as error:
+            raise self._lost(error, one.source, _UNSENT.format(one.cell)) from None
         if self._apart:
             self._landed.append((one, work))
         return message
@@ -239,28 +251,32 @@ class Transfers:
                 time.sleep(_TICK)
         self._landed.clear()
 
-    def _over_at(self, value: Value) -> None:
-        one, (message, work) = self._by_value[value], self._sent[value]
+    def _over_at(self, number: int) -> None:
+        message, work = self._sent[number]
         if work is not None:  # waited for twice, it would never come
-            self._wait(work, one.target, f"did not receive what {one.cell} of rank {self._rank} writes")
-            self._sent[value] = message, None
+            try:
+                work.wait(*self._patience)
+            except RuntimeError as error:
+                one = self._every[number]
+                what = f"did not receive what {one.cell} of rank {self._rank} writes"
+                raise self._lost(error, one.target, what) from None
+            self._sent[number] = message, None
 
     def _post(self, source: int, until: int) -> None:
-        row = self._incoming[source]
-        for one in row[self._posted[source] : until]:
-            message = torch.empty(self._room[one.value], dtype=torch.uint8, device=self.carried)
-            group, peer = self._ways[source, self._rank]
+        first = self._posted[source]
+        if first >= until:
+            return
+        row, (group, peer) = self._incoming[source], self._ways[source, self._rank]
+        for one in row[first:until]:
+            message = torch.empty(self._room[one.number], dtype=torch.uint8, device=self.carried)
             try:
-                self._arriving[one.value] = message, group.recv([message], peer, one.number)
+                self._arriving[one.number] = message, group.recv([message], peer, one.number)
             except RuntimeError as error:
                 raise self._gone(source, error) from None
             self._posted[source] += 1
 
-    def _wait(self, work: Any, rank: int, what: str) -> None:
-        try:
-            work.wait() if self._apart else work.wait(self._timeout)
-        except RuntimeError as error:
-            raise (self._late(rank, what) if timed_out(error) else self._gone(rank, error)) from None
+    def _lost(self, error: RuntimeError, rank: int, what: str) -> LostRank:
+        return self._late(rank, what) if timed_out(error) else self._gone(rank, error)
 
     def _late(self, rank: int, what: str) -> LostRank:
         return LostRank(who_is_late(self.meeting.board, self._rank, rank, f"rank {rank} {what} in time"))
@@ -269,6 +285,19 @@ class Transfers:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
         words = f"rank {rank} is gone: {_first_line(error)}"
         return LostRank(who_is_gone(self.meeting.board, self._rank, rank, words))
+
+
+def posted_until(row: Sequence[Message], room: Mapping[int, int], small: int) -> dict[int, int]:
+    """For each message of those from one rank how many of them are received or posted when it is waited for: `AHEAD`
+    more, and as many as are small together."""
+    found, until, held = dict[int, int](), 0, 0
+    for one in row:
+        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= small):
+            held += room[row[until].number]
+            until += 1
+        found[one.number] = until
+        held -= room[one.number]
+    return found
 
 
 def _first_line(error: Exception) -> str:
