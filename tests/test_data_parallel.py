@@ -327,6 +327,22 @@ def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
     assert all(f"{who} differs from rank 0 of replica 0 in its {how}" in said for said in four.each(disagreeing, how))
 
 
+def refusing(rank: int) -> str:
+    mesh, *_ = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    example, scale = (params, rows()), -1 if rank == 2 else 1
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        fpipe.build(replicated(model), model, runtime="distributed", mesh=mesh, example=example, loss_scale=scale)
+    return str(found.value)
+
+
+def test_what_one_process_refuses_to_build_is_told_in_every_replica(four: Processes):
+    words = "loss_scale is a finite number above 0"
+    for rank, said in enumerate(four.each(refusing)):
+        who = "" if rank == 2 else "replica 1: rank 0 failed outside of its ops: ValueError: "
+        assert said.startswith(who + words)
+
+
 def troubled(ranks: int) -> tuple[fpipe.Program, fpipe.Model, Any, tuple[Tensor, Tensor]]:
     def stage(p: Any, x: Tensor) -> Tensor:
         return trouble(x @ p["w"])

@@ -167,6 +167,50 @@ def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
         assert after[0] == "worked"
 
 
+def building(rank: int, who: int) -> list[Any]:
+    """What one rank alone is handed that is refused when the step is built; each time the next build works."""
+    three_stages()
+    model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
+    program = chained(model, fpipe.schedules.zb_h1(3))
+    fewer = chained(fpipe.from_sequential(blocks(2), stages=2, loss=MSE)[0], fpipe.schedules.gpipe(2))
+    odd = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 3, MSE)
+    other: dict[str, Any] = {
+        "scale": {"loss_scale": -1},
+        "no example": {"example": None},
+        "ranks": {"program": fewer},
+        "untraceable": {
+            "model": odd,
+            "program": chained(odd, fpipe.schedules.zb_h1(3)),
+            "example": (({},) * 3, rows()),
+        },
+    }
+    told: list[Any] = []
+    for how in other.values():
+        given = {"program": program, "model": model, "example": (params, rows())} | (how if rank == who else {})
+        told.append(caught(lambda given=given: fpipe.build(runtime="distributed", **given)))
+    return [*told, caught(three_stages)]
+
+
+TOLD = {
+    "scale": "ValueError: loss_scale is a finite number above 0, such as 2.0**16; found -1.",
+    "no example": "ValueError: runtime='distributed' needs example=(params, batch)",
+    "ranks": "ValueError: the program has 2 stages and the model 3; start from",
+    "untraceable": "differs from rank 0 in its",
+}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_rank_refuses_to_build_is_told_to_all_and_the_next_build_works(trio: Processes, who: int):
+    """Before there was a meeting the others waited until their timeout, and never met that rank again."""
+    for rank, told in enumerate(trio.each(building, who)):
+        assert told[-1][0] == "worked"
+        for (said, soon), words in zip(told, TOLD.values(), strict=False):
+            assert words in said
+            assert soon
+            if "differs" not in words:
+                assert said.startswith(f"RankError: rank {who} failed outside of its ops: ") == (rank != who)
+
+
 def never(rank: int, how: str) -> Any:
     three_stages()  # what is traced already takes no time of the others
     started = time.perf_counter()
@@ -180,16 +224,16 @@ def never(rank: int, how: str) -> Any:
         return f"{type(error).__name__}: {error}", time.perf_counter() - started
 
 
-def test_a_rank_that_never_comes_is_named():
+@pytest.mark.parametrize("how", ["step", "building"])
+def test_a_rank_that_never_comes_is_named(how: str):
     three = Processes(3)
     try:
-        for how in ("step", "building"):
-            first, second, third = three.each(never, how)
-            assert second is None
-            for said, took in (first, third):
-                assert said.startswith("LostRank: rank 1 did not ")
-                assert took < 2 + SOON
-        assert first[0] == third[0] == "LostRank: rank 1 did not come to building the step in 2 s"
+        first, second, third = three.each(never, how)
+        assert second is None
+        for said, took in (first, third):
+            assert said.startswith("LostRank: rank 1 did not ")
+            assert took < 2 + SOON
+            assert how == "step" or said.endswith("come to building the step in 2 s")
     finally:
         three.close()
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from fpipe.model import Model
-from fpipe.program import Program
+from fpipe.model import Model, the_model
+from fpipe.program import Program, the_program
 from fpipe.runtimes.devices import devices_of
 from fpipe.runtimes.local import local
 from fpipe.runtimes.match import check_example, check_match
@@ -95,27 +95,33 @@ def build(
         raise ValueError("compile=True compiles traces; say trace=True.")
     if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
         raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
-    if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
     if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
     if devices is not None and runtime != "threads":
         raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
-    check_match(program, model)
-    given = None if example is None else check_example(example)
-    if runtime == "distributed":
-        from fpipe.runtimes.distributed import distributed  # torch is also built without it
+    the_program(program)
+    the_model(model)
 
-        if given is None:
+    def checked() -> Any:
+        if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
+        check_match(program, model)
+        if example is None and runtime == "distributed":
             raise ValueError(
                 "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must "
                 "know the shapes of all."
             )
+        return None if example is None else check_example(example)
+
+    if runtime == "distributed":
+        from fpipe.runtimes.distributed import distributed  # torch is also built without it
+
         return distributed(
             program,
             model,
+            checked,
             mesh=mesh,
-            example=given,
+            example=example,
             timeout=timeout,
             broadcast=broadcast,
             record=record,
@@ -123,6 +129,7 @@ def build(
             loss_scale=loss_scale,
             compile=compile,
         )
+    given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None
     return local(
         program,

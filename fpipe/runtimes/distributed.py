@@ -7,10 +7,8 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,22 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable, ambient, refuse_odd_modes
-from fpipe.graphs.graph import Fact, is_strided
+from fpipe.graphs.graph import is_strided
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.sharded import is_sharded
 from fpipe.model import Model, PositionalStage, check_params
-from fpipe.program import Program, Value
-from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
+from fpipe.program import Program
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.meeting import Meeting
-from fpipe.runtimes.message import Layout
-from fpipe.runtimes.part import Slots, Watch, of_rank
-from fpipe.runtimes.prepared import Prepared
-from fpipe.runtimes.rank_error import LostRank, RankError
+from fpipe.runtimes.on_rank import OnRank, digest, end_of
+from fpipe.runtimes.others import Others
+from fpipe.runtimes.rank_error import LostRank
 from fpipe.runtimes.rendezvous import check_transfers, messages
-from fpipe.runtimes.replicas import Replicas, Sums, reduced_last, replicas_of
+from fpipe.runtimes.replicas import reduced_last, replicas_of
 from fpipe.runtimes.result import Result
 from fpipe.runtimes.transfers import AHEAD, Transfers
 from fpipe.runtimes.walk import Step
@@ -50,9 +46,10 @@ Given = tuple[Any, Any, Any]
 def distributed(
     program: Program,
     model: Model,
+    checked: Callable[[], Given],
     *,
     mesh: DeviceMesh | None,
-    example: Given,
+    example: Any,
     timeout: float | None,
     broadcast: bool,
     record: bool,
@@ -60,23 +57,22 @@ def distributed(
     loss_scale: float,
     compile: bool,
 ) -> Step:
-    """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike."""
-    group, rank = _group_of(mesh, program)
-    told = program if record else None
-    program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
-    check_transfers(program, AHEAD)
-    shapes: Given = tree.tree_map(_without_data, example)
+    """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
+
+    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
+    way to tell the other ranks.
+    """
+    group = _group_of(mesh, program)
+    rank = group.rank()
     device = next(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
-    lost, of_nets = list[LostRank](), [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
     meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout)
     replicas = replicas_of(program, mesh, group, timeout, device)
-    everyone = meeting if replicas is None else replicas.meeting
-    transfers = Transfers(messages(program), rank, group, meeting, device)
-    numbers = count(1)
+    others = Others(rank, meeting, replicas)
+    signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
+    lost, numbers = list[LostRank](), count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
@@ -97,7 +93,7 @@ def distributed(
             try:
                 made.compile()
             except BaseException as error:
-                meeting.refuse(compiled, _told(rank, error))
+                others.refuse(error, compiled)
                 raise
             meeting.agree(compiled, {}, patience=_COMPILING)
         made.number = made.number or transfers.know(made.layouts)
@@ -117,7 +113,7 @@ def distributed(
             transfers.meet()
             known[signature] = agreed(f"step {number}", "arguments", made, key)
         if number == 1 and replicas is not None:
-            everyone.agree("step 1", {"key": key})
+            others.everyone.agree("step 1", {"key": key})
         made.refuse_missing(leaves)
         made.step = number
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
@@ -140,161 +136,43 @@ def distributed(
             try:
                 return one_step(number, (params, batch, state), more, key)
             except BaseException as error:
-                # What goes wrong is told to the others, in place of what they wait for.
-                said, broken = _told(rank, error), isinstance(error, LostRank)
-                if replicas is not None:
-                    said = replicas.first_told(said) if broken else replicas.named(said)
-                for each in {meeting, everyone}:
-                    each.refuse(f"step {number}", said)
-                if record:
-                    meeting.refuse(_end_of(number), said)
-                if replicas is not None:
-                    replicas.owe()  # others of this replica may wait for those of another, which wait for these
-                transfers.fail(said, broken)
-                if replicas is not None:
-                    replicas.fail(said, broken)
-                if broken:
+                said = others.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
+                if isinstance(error, LostRank):
                     lost.append(LostRank(said))
                     raise lost[0] from None
                 if first.lowered.collective:  # what it did not come to, others would take its next step's for
                     lost.append(LostRank(f"{said.rstrip('.')}; collectives inside stages are no longer in step"))
                 raise
 
-    about = {"program": _digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
-    about |= {"autocast or other settings": _digest(ambient())}
-    about |= {"parameters": _digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
-    everyone.agree("building the step", about)
     try:
+        shapes: Given = tree.tree_map(_without_data, checked())
+        told = program if record else None
+        _refuse_other_size(group, program, mesh)
+        program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
+        check_transfers(program, AHEAD)
+        of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
+        about = {"program": digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
+        about |= {"autocast or other settings": digest(ambient())}
+        about |= {"parameters": digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
+        others.everyone.agree(_BUILDING, about)
+        transfers = Transfers(messages(program), rank, group, meeting, device)
         first = agreed(_TRACED, "model or example", prepared(shapes, None), None)
         if replicas is not None:
-            everyone.agree(_TRACED, {}, patience=_COMPILING * compile)
-    except Exception as error:
-        for each in {meeting, everyone}:
-            each.refuse(_TRACED, _told(rank, error))
+            others.everyone.agree(_TRACED, {}, patience=_COMPILING * compile)
+    except BaseException as error:
+        others.refuse(error, _BUILDING, _TRACED)
         raise
     sums = first.sums
     known[signatures.of(*tree.flatten(shapes), example=True)] = first
     return step
 
 
+_BUILDING = "building the step"
 _TRACED = "building the step, after the trace"
 _COMPILING = 1800.0
 
 
-def _end_of(number: int) -> str:
-    return f"the end of step {number}"
-
-
-def _told(rank: int, error: BaseException) -> str:
-    """An error in words for other ranks; one that came from another rank is passed on."""
-    if isinstance(error, RankError):
-        return str(error)
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-    return f"rank {rank} failed {notes[-1] if notes else 'outside of its ops'}: {type(error).__name__}: {error}"
-
-
 _MOST = 128
-
-
-class OnRank(Prepared):
-    """A program lowered for one signature, of which this process runs one rank."""
-
-    def __init__(
-        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any
-    ) -> None:
-        self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
-        self.number = self.step = 0
-        super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
-        device = transfers.device
-        sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
-        self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
-        self.sums = Sums({}, 0)
-        if replicas is not None:
-            self.instructions, self.sums = replicas.starting(self.instructions, self.trees, self.weighed_rows)
-        both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
-        self.part = of_rank(self.instructions, self.model, rank, *both)
-        of_part = zip(self.part.rows, self.part.instructions, strict=True)
-        self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
-        self.prepare = [one for one in self.prepare if one[2] in self.part.at]
-        self.results = self._here(*self.results)
-        read = {*self.part.begins, *(slot for one in self.prepare for slot in one[1])}
-        values = {slot: value for value, slot in self.lowered.slots.items()}
-        self._read = [(values[slot], places) for slot, places in self.inputs if slot in read]
-        about: list[Any] = [(str(value), layout.size) for value, layout in self.layouts.items()]
-        about += [(str(value), *map(_looks, self.trees[value].leaves)) for value, _ in self.program.inputs]
-        self.digest = _digest(about)
-
-    def refuse_missing(self, leaves: Sequence[Any]) -> None:
-        """What this rank reads, it is handed.
-
-        Raises:
-            ValueError: it is not; the value, and who passes what.
-        """
-        for value, places in self._read:
-            if any(isinstance(leaves[at], Tensor) and leaves[at].is_meta for at in places):
-                raise ValueError(
-                    f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
-                    "local_params(program, params, rank), and its batch."
-                )
-
-    def _asked(self, program: Program) -> Program:
-        """The program with one output of each name: this rank's, where it has one."""
-        ends = sorted(program.outputs, key=lambda end: self.rank in end.homes)
-        chosen = {end.name: end for end in ends}
-        return Program.trusted(program.inputs, program.ops, tuple(chosen[name] for name in _names(program)))
-
-    def _here(self, containers: Any, found: list[Any], untouched: set[int]) -> tuple[Any, list[Any], set[int]]:
-        """The results, with None for those that are at home on other ranks."""
-        whole: dict[str, Any] = tree.unflatten(containers, found)
-        away = {end.name for end in self._asked(self.program).outputs if self.rank not in end.homes}
-        for name in whole:
-            if name in ("grads", "state"):
-                stages = {one.stage for one in away if one.name == name}
-                whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
-                continue
-            each = sorted((one for one in _names(self.program) if one.name == name), key=_turn)
-            if each[0].microbatch is None:
-                whole[name] = None if each[0] in away else whole[name]
-            else:
-                parts = zip(each, whole[name], strict=True)
-                whole[name] = tuple(None if one in away else part for one, part in parts)
-        leaves, spec = tree.flatten(whole)
-        return spec, leaves, untouched
-
-    def _execute(self, slots: Slots, watch: Watch | None) -> None:
-        """This rank's instructions."""
-        own = [slots[slot] for slot in self.part.begins]
-        self.transfers.start(self.step, self.number, keeps=watch is not None and watch.notes is not None)
-        if self.replicas is not None:
-            self.replicas.begin(self.sums, at_once=watch is not None and watch.check_finite)
-        self.part.run(own, watch)
-        if watch is not None and watch.notes is not None:
-            for row in self._sends:
-                watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
-        self.transfers.end()
-        if self.replicas is not None:
-            self.replicas.end()
-        if watch is not None and watch.notes is not None and self.recorder is not None:
-            self.transfers.meeting.agree(_end_of(self.step), {})  # one that failed does not come to what follows
-            if self.ahead is None:
-                self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
-            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead)
-        slots.extend([None] * (len(self.lowered.slots) - len(slots)))
-        for slot, place in self.part.at.items():
-            slots[slot] = own[place]
-
-
-def _names(program: Program) -> list[Value]:
-    return [*dict.fromkeys(end.name for end in program.outputs)]
-
-
-def _turn(name: Value) -> tuple[int, int]:
-    return name.microbatch or 0, name.slice or 0
-
-
-def _looks(leaf: Any) -> Any:
-    """What of a leaf is the same on all ranks, whatever memory it is in."""
-    return leaf.aval[:3] if isinstance(leaf, Fact) else repr(leaf)
 
 
 def _everywhere(program: Program) -> Program:
@@ -304,11 +182,11 @@ def _everywhere(program: Program) -> Program:
     return Program.trusted(program.inputs, program.ops, ends)
 
 
-def _group_of(mesh: DeviceMesh | None, program: Program) -> tuple[ProcessGroup, int]:
-    """The processes that run the ranks of a program, and which of them this is.
+def _group_of(mesh: DeviceMesh | None, program: Program) -> ProcessGroup:
+    """The processes that run the ranks of a program.
 
     Raises:
-        ValueError: there is no such group, it has another size, or the mesh has no dimension for ranks or replicas.
+        ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
     """
     if not dist.is_initialized():
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
@@ -325,17 +203,16 @@ def _group_of(mesh: DeviceMesh | None, program: Program) -> tuple[ProcessGroup, 
         )
     group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
     assert group is not None
+    return group
+
+
+def _refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
     if group.size() != program.ranks:
         where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
         raise ValueError(
             f"the program has {program.ranks} ranks and {where} {group.size()} processes; they must be as many. Start "
             f"{program.ranks}, or say in a mesh which are the ranks."
         )
-    return group, group.rank()
-
-
-def _digest(what: object) -> str:
-    return hashlib.sha256(str(what).encode()).hexdigest()[:16]
 
 
 def _tensors(found: Any) -> list[tuple[str, Tensor]]:
