@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fpipe
 from tests.processes import SOON, Processes, result
@@ -209,6 +210,38 @@ def test_what_one_rank_refuses_to_build_is_told_to_all_and_the_next_build_works(
             assert soon
             if "differs" not in words:
                 assert said.startswith(f"RankError: rank {who} failed outside of its ops: ") == (rank != who)
+
+
+def dies(rank: int, who: int) -> tuple[str, bool]:
+    def deadly(p: Any, x: Tensor) -> Tensor:
+        kill()
+        return x @ p["w"]
+
+    def multiply(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"]
+
+    def build(stage: Any) -> Any:
+        model = fpipe.from_functions([stage] * 3, MSE)
+        program, example = chained(model, fpipe.schedules.zb_h1(3)), (({"w": torch.eye(8)},) * 3, rows())
+        return fpipe.build(program, model, runtime="distributed", example=example)
+
+    build(multiply)  # what is traced already takes no time of the others
+    return caught(lambda: build(deadly if rank == who else multiply))
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.deep)])
+def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
+    three = Processes(3)
+    try:
+        for rank, told in enumerate(three.each(dies, who)):
+            assert (
+                told is None if rank == who else told == (f"LostRank: rank {who} is gone, on the way to {PLACE}", True)
+            )
+    finally:
+        three.close()
+
+
+PLACE = "building the step, after the trace"
 
 
 def never(rank: int, how: str) -> Any:

@@ -2,7 +2,8 @@
 
     rank 0: program a     rank 1: program b     rank 2 never comes        -->        rank 2 did not come to building ..
 
-What is left in a store waits for nobody. So a rank that never comes is named, and one that cannot go on says why.
+What is left in a store waits for nobody. So a rank that never comes is named, and one that cannot go on says why. One
+that is killed meanwhile says nothing, but its connections close, which gloo knows at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
@@ -21,11 +24,12 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.runtimes.late import Board, who_is_late
+from fpipe.runtimes.late import Board, who_is_gone, who_is_late
 from fpipe.runtimes.rank_error import LostRank, RankError
 
 _TICKS = 0.001, 0.02
 _BRIEFLY = 0.5
+_LOOK, _NEVER_SENT = 0.5, 2**31 - 1
 
 
 class Meeting:
@@ -48,7 +52,7 @@ class Meeting:
         self._names = [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
-        self._at, self._all = at, range(len(every))
+        self._at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
         self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
@@ -75,9 +79,13 @@ class Meeting:
         seconds = self.seconds + patience
         said = self._gathered(where, {name: str(of) for name, of in about.items()}, seconds)
         missing = [at for at in self._all if at not in said]
+        gone = next((at for at in missing if at in self._closed), None)
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
+        if gone is not None:
+            words = f"{self._names[gone]} is gone, on the way to {where}"
+            raise LostRank(who_is_gone(self.board, self._at, gone, words))
         if missing:
             who = " and ".join(self._names[at] for at in missing)
             words = f"{who} did not come to {where} in {seconds:g} s"
@@ -105,12 +113,16 @@ class Meeting:
         def gather() -> bool:
             store.set(_key(where, self._at), json.dumps(dict(mine)))
             ends, tick = time.monotonic() + seconds, _TICKS[0]
+            look = time.monotonic() + _LOOK
             while True:
+                if time.monotonic() > look:
+                    self._look([rank for rank in self._all if rank not in found])
+                    look = time.monotonic() + _LOOK
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
                 refused = any(isinstance(said, str) for said in found.values())
-                if refused or time.monotonic() > ends:
+                if refused or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):
                     if self._before:  # all have come here, so all have read that
@@ -123,6 +135,17 @@ class Meeting:
         if self.board.ask(gather, seconds + _BRIEFLY) is None:
             raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
         return found
+
+    def _look(self, missing: Sequence[int]) -> None:
+        """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
+        asked for, in some bytes."""
+        with suppress(RuntimeError):  # gloo carries nothing
+            world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+            for at in missing:
+                try:
+                    world.recv([torch.empty(1)], self._processes[at], _NEVER_SENT)
+                except RuntimeError:
+                    self._closed.add(at)
 
 
 def _key(where: str, rank: int) -> str:
