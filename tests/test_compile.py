@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 import fpipe
+from fpipe.graphs.add import adding
 from fpipe.graphs.code import compiled
 from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
 from fpipe.graphs.inductor import Kernel
 from fpipe.tree import leaves
+from tests.processes import Processes
 
 MSE = nn.functional.mse_loss
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on the CPU")
@@ -25,6 +31,11 @@ def layers(count: int, middle: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *([middle] if middle else [])) for _ in range(count)]
     return nn.Sequential(*blocks)
+
+
+def two_stages() -> tuple[fpipe.Program, fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
+    model, params, _ = fpipe.from_sequential(layers(2), stages=2, loss=MSE)
+    return fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model)), model, params
 
 
 def zero_bubble(model: fpipe.Model, ranks: int = 2) -> fpipe.Program:
@@ -39,13 +50,49 @@ def close(found: fpipe.Result, expected: fpipe.Result) -> bool:
 
 
 def test_a_compiled_step_gives_the_gradients_of_autograd_to_rounding(capsys: pytest.CaptureFixture[str]):
-    whole = layers(1)
-    model, params, _ = fpipe.from_sequential(whole, stages=1, loss=MSE)
-    found = fpipe.build(fpipe.program(model), model, compile=True)(params, ROWS)
-    assert "fpipe compiled 2 graphs in" in capsys.readouterr().err
+    whole, (program, model, params) = layers(2), two_stages()
+    found = fpipe.build(program, model, compile=True, runtime="threads")(params, ROWS)
+    assert re.fullmatch(r"fpipe compiled 4 graphs in \d+\.\d s\n", capsys.readouterr().err)
     MSE(whole(ROWS[0]), ROWS[1]).backward()
     for name, grad in fpipe.join_params(model, found.grads).items():
         torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+    alone = fpipe.build(program, model, compile=True)(params, ROWS)
+    assert capsys.readouterr().err == ""  # what is compiled is compiled
+    assert all(map(torch.equal, leaves(alone.grads), leaves(found.grads)))
+
+
+def test_a_sum_takes_products_in_where_it_is():
+    """Inductor copied the sum, added the product to that, and copied it back."""
+    a, b, g, total = (Name(word) for word in ("a_0", "b_0", "g_0", "total_0"))
+    facts = {name: in_own_storage(aval(torch.ones(24, 24))) for name in (a, b, g, total)}
+    product = Node(g, torch.ops.aten.mm.default, (a, b), {})
+    graph = adding(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], exact=False)
+    kernel = Kernel(graph, "W of stage 0")
+    kernel.compile()
+    one, two, held = torch.rand(24, 24), torch.rand(24, 24), torch.rand(24, 24)
+    expected = held + one @ two
+    with profile() as seen:
+        ((found,),) = kernel([one], [two], [held])
+    assert found is held
+    torch.testing.assert_close(found, expected)
+    assert "aten::copy_" not in {event.key for event in seen.key_averages()}
+
+
+def rank_of_two(rank: int) -> str:
+    """One rank compiles what it runs when the step is built: the line that tells it."""
+    program, model, params = two_stages()
+    with redirect_stderr(io.StringIO()) as line:
+        step = fpipe.build(program, model, compile=True, runtime="distributed", example=(params, ROWS))
+    found = step(fpipe.local_params(program, params), ROWS)
+    expected = fpipe.reference(model, params, ROWS)
+    for name, grad in found.grads[rank].items():
+        torch.testing.assert_close(grad, expected.grads[rank][name], rtol=1e-5, atol=1e-6)
+    return line.getvalue().split(" in ")[0]
+
+
+@pytest.mark.deep
+def test_each_of_two_processes_compiles_what_it_runs(pair: Processes):
+    assert pair.each(rank_of_two) == ["fpipe compiled 2 graphs"] * 2
 
 
 @pytest.mark.deep
@@ -85,7 +132,8 @@ from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 model, params, _ = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()), stages=1,
                                          loss=torch.nn.functional.mse_loss)
-fpipe.build(fpipe.program(model), model, compile=True)(params, (torch.ones(2, 3), torch.ones(2, 3)))
+program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+fpipe.build(program, model, compile=True)(params, (torch.ones(2, 3), torch.ones(2, 3)))
 print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
 """
 

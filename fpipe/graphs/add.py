@@ -32,8 +32,11 @@ def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
     return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=made)
 
 
-def adding(graph: Graph, labels: Sequence[str]) -> Graph:
-    """The graph that also reads sums (`total` for `g`, `total:1` for `g:1`) and adds its gradients to them."""
+def adding(graph: Graph, labels: Sequence[str], *, exact: bool = True) -> Graph:
+    """The graph that also reads sums (`total` for `g`, `total:1` for `g:1`) and adds its gradients to them.
+
+    Unless `exact`, a sum takes every product in by one call, whose bits may be others than those of two.
+    """
     written = {node.name: at for at, node in enumerate(graph.nodes)}
     behind: dict[int, list[Node]] = {}
     dropped: set[int] = set()
@@ -52,7 +55,7 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
             total = Name(variable(sums, at))
             totals.append(total)
             facts[total] = facts[leaf]
-            product = _product(graph, leaf)
+            product = _product(graph, leaf, exact)
             if product is not None:
                 made, turned, here = product
                 dropped |= {written[name] for name in made}
@@ -77,7 +80,7 @@ def adding(graph: Graph, labels: Sequence[str]) -> Graph:
     return replace(graph, nodes=tuple(nodes), facts=facts, reads=reads, writes=writes)
 
 
-def _product(graph: Graph, leaf: Name) -> tuple[list[Name], bool, int] | None:
+def _product(graph: Graph, leaf: Name, exact: bool) -> tuple[list[Name], bool, int] | None:
     """The mm (and the transpose of it) that a gradient is, if nobody else reads it and the sum can take it in."""
     nodes = {node.name: node for node in graph.nodes}
     made, turned = leaf, False
@@ -92,7 +95,7 @@ def _product(graph: Graph, leaf: Name) -> tuple[list[Name], bool, int] | None:
     if readers != turned or results.count(leaf) + (results.count(made) if turned else 0) != 1:
         return None
     one, two, whole = (graph.facts[name].aval for name in (*node.args, made))
-    if not _same_bits(whole, one, two, kernels()):
+    if exact and not _same_bits(whole, one, two, kernels()):
         return None
     place = next(at for at, other in enumerate(graph.nodes) if other.name == made)
     return [made, leaf] if turned else [made], turned, place

@@ -26,6 +26,19 @@ from fpipe.graphs.labels import GENERATORS, is_lasting
 _aten: Any = torch.ops.aten
 _DRAWN = "drawn"
 
+# Of a product that is added to a sum in place, inductor makes a copy of the sum, a product added to that, and a copy of
+# it back. What a library's op writes in place stays in place: 4 percent of a W.
+_OPS = torch.library.Library("fpipe", "FRAGMENT")
+_OPS.define("add_product(Tensor(a!) total, Tensor one, Tensor two) -> ()")
+
+
+def _add_product(total: Tensor, one: Tensor, two: Tensor) -> None:
+    total.addmm_(one, two)
+
+
+_OPS.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
+
 
 class Kernel:
     """A graph that inductor compiles, once, when it is told to; called as `compiled(graph)` is.
@@ -145,6 +158,10 @@ def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
         return type(arg)(map(moved, arg)) if isinstance(arg, list | tuple) else arg
 
     for node in graph.nodes:
+        if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:  # as `adding` writes it
+            made.call_function(_ADD_PRODUCT, moved(node.args))
+            at[node.name] = at[node.args[0]]
+            continue
         kwargs = {word: moved(arg) for word, arg in node.kwargs.items()}
         at[node.name] = made.call_function(node.op, moved(node.args), kwargs)
     made.output(tuple(at[leaf] for leaf in _results(graph)))

@@ -383,7 +383,7 @@ def _code(
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
-    graph = adding(graph, adds) if adds else graph
+    graph = adding(graph, adds, exact=not compile) if adds else graph
     first, rest = (graph, graph) if landed else prepared(graph)
     run = Kernel(rest, f"{kind} of stage {op.stage}") if compile and rest.nodes else compiled(rest, kind)
     if landed:
