@@ -18,6 +18,8 @@ from fpipe.schedules import about
 from fpipe.testing.stage_functions import BODIES, LOSSES
 from property_tests.strategies import Net, few, nets
 from property_tests.test_gradients import Run, runs
+from tests.processes import Processes
+from tests.test_distributed import both
 
 DOUBLE = nets().map(lambda net: replace(net, dtype="float64")).filter(lambda net: any(net.params()))
 Params = Sequence[dict[str, Tensor]]
@@ -117,21 +119,43 @@ MODELS: dict[int, tuple[Net, Any, Any]] = {}
 WHOLE = [name for name in fpipe.schedules.names() if about(name).source and name != "seq1f1b"]  # which slices sequences
 
 
-@pytest.mark.parametrize(
-    "name", [*WHOLE[::4], *(pytest.param(one, marks=pytest.mark.deep) for one in WHOLE if one not in WHOLE[::4])]
-)
-def test_under_every_schedule(name: str):
-    """The bits are those of the reference, one microbatch after the other, whatever the schedule."""
-    ranks, microbatches, stages = small(name)
+def deep_but(few: Sequence[str], names: Sequence[str]) -> list[Any]:
+    return [*few, *(pytest.param(one, marks=pytest.mark.deep) for one in names if one not in few)]
+
+
+def under(name: str, ranks: int, microbatches: int, stages: int) -> list[tuple[fpipe.Program, fpipe.Model, Any, Any]]:
+    """Programs of a schedule for a model on dual numbers and for its rows, with params and a batch."""
     net = Net(("tied", "mlp", *["mlp", "tied"] * 3)[:stages], ("batch", *range(stages - 1)))
     of_rows, tangent = MODELS.setdefault(stages, (net, fpipe.per_example(net.model), fpipe.jvp(net.model)))[1:]
     schedule, params, batch = fpipe.schedules.get(name)(ranks), net.params(), net.batch(microbatches + 1)
-    for model, own, merge in (
-        (tangent, fpipe.make_dual(params, net.params(1)), fpipe.merge()),
-        (of_rows, params, fpipe.merge(grads="rows")),
-    ):
-        program = fpipe.chain(fpipe.split(microbatches), schedule, merge)(fpipe.program(model))
-        found = fpipe.build(program, model)(own, batch)
+    cases = (tangent, fpipe.make_dual(params, net.params(1)), "sum"), (of_rows, params, "rows")
+    return [
+        (fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge(grads=how))(fpipe.program(of)), of, own, batch)
+        for of, own, how in cases
+    ]
+
+
+@pytest.mark.parametrize("name", deep_but(WHOLE[::4], WHOLE))
+def test_under_every_schedule(name: str):
+    """The bits are those of the reference, one microbatch after the other, whatever the schedule; on threads too."""
+    ranks, microbatches, stages = small(name)
+    for program, model, own, batch in under(name, ranks, microbatches, stages):
         expected = fpipe.reference(model, own, batch, microbatches=microbatches)
-        pairs = zip(tree.leaves(found.grads), tree.leaves(expected.grads), strict=True)
-        assert all(a is b or torch.equal(a, b) for a, b in pairs)
+        for runtime in ("local", "threads"):
+            found = fpipe.build(program, model, runtime=runtime)(own, batch)
+            pairs = zip(tree.leaves(found.grads), tree.leaves(expected.grads), strict=True)
+            assert all(a is b or torch.equal(a, b) for a, b in pairs)
+
+
+def differs_under(rank: int, name: str, microbatches: int, stages: int) -> list[str]:
+    cases = under(name, 2, microbatches, stages)
+    return [odd for program, model, own, batch in cases for odd in both(rank, program, model, own, batch, steps=1)]
+
+
+OF_TWO = [name for name in WHOLE if small(name)[0] == 2 and name != "roundpipe"]  # whose host is a third rank
+
+
+@pytest.mark.parametrize("name", deep_but(["zb_h1"], OF_TWO))
+def test_under_every_schedule_of_two_processes(pair: Processes, name: str):
+    """What the law above says of one process is so of two, bit by bit."""
+    assert pair.each(differs_under, name, *small(name)[1:]) == [[], []]

@@ -283,6 +283,9 @@ def test_sums_of_rows_are_refused():
     ):
         with pytest.raises(ValueError, match=f"takes rows of dim 0 apart, of whole sequences; found {word}"):
             fpipe.build(split(2)(fpipe.program(rows)), rows)
+    replicated = fpipe.chain(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())(fpipe.program(rows))
+    with pytest.raises(ValueError, match="adds up over replicas, whose single rows are not the same: leave data_par"):
+        fpipe.build(replicated, rows)  # row i of one replica was added to row i of another
     with pytest.raises(ValueError, match="grads is 'sum' or 'rows', found 'mean'"):
         fpipe.merge(grads="mean")
 

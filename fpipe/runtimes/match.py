@@ -64,6 +64,11 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
                 f"{op.writes[0]} adds gradients of single rows, which are of others in each microbatch: say "
                 'merge(grads="rows").'
             )
+        if op.kind == "REDUCE":
+            raise ValueError(
+                f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave data_parallel out, "
+                "clip and add up the rows of each replica, and all-reduce that sum."
+            )
         if op.kind == "SPLIT" and (odd := next((word for word, _ in op.how if word in ("spec", "slices")), None)):
             found = "slices of sequences" if odd == "slices" else f"the spec {dict(op.how)[odd]}"
             raise ValueError(f"per_example takes rows of dim 0 apart, of whole sequences; found {found} in split().")
