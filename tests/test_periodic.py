@@ -35,6 +35,7 @@ def test_what_is_read_long_after_it_was_made_arrives(name: str):
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "zb_h1", "zbv", "dualpipe"])
 def test_a_hundred_million_ops_take_two_seconds_and_five_hundred_mebibytes(name: str):
     """In a process of its own, with one thread; seconds of the processor, which others on the machine do not change."""
