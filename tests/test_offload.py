@@ -99,7 +99,7 @@ def test_bpipe_holds_about_half_of_the_deepest_rank_in_the_same_time(ranks: int,
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 2, pytest.param(3, marks=pytest.mark.deep)])
 def test_pipe_offload_holds_two_chunks_in_the_same_time(ranks: int, chunks: int, rounds: int):
     program = split(rounds * ranks)(fpipe.program(ranks * chunks))
     makes = (schedules.group_interleaved(ranks), schedules.pipe_offload(ranks), schedules.pipe_offload(ranks, cap=2))

@@ -355,8 +355,17 @@ def last(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
-@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "trace"),
+    [
+        ("gpipe", True),
+        ("one_f_one_b", True),
+        ("zb_h1", True),
+        ("zb_h1", False),
+        pytest.param("gpipe", False, marks=pytest.mark.deep),
+        pytest.param("one_f_one_b", False, marks=pytest.mark.deep),
+    ],
+)
 def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule: str, cast: str, trace: bool):
     """Stages 0 and 1 share a rank: only what crosses is rounded, a recompute reads what arrived, and integers and what
     is narrow already stay."""

@@ -329,13 +329,8 @@ class UntilW:
         return 0.0
 
 
-TABLE_5 = [
-    pytest.param(row, marks=[] if row["hidden"] > 4000 else pytest.mark.deep, id=f"m={row['m']} h={row['hidden']}")
-    for row in GOLDEN["paper_table5"]
-]
-
-
-@pytest.mark.parametrize("row", TABLE_5)
+@pytest.mark.deep
+@pytest.mark.parametrize("row", GOLDEN["paper_table5"], ids=lambda row: f"m={row['m']} h={row['hidden']}")
 def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
     """Its bubble is of the span; M_B of each microbatch is held until I, M_W until W, and ZB-2p may hold 2p M_B."""
     kept = 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * row["seq"])

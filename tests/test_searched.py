@@ -40,9 +40,13 @@ def timeline(name: str, fact: dict[str, Any], cap: float | None, **options: Any)
 CAPPED = {"ZB-auto 1p": ("zb_auto", 1), "ZB-auto 1.5p": ("zb_auto", 1.5), "V-search (v_auto_schedule)": ("zbv", None)}
 
 
-@pytest.mark.parametrize(
-    "fact", [row for row in FILE["rows"] if row["schedule"] in CAPPED], ids=lambda f: f["schedule"]
-)
+PUBLISHED = [
+    pytest.param(row, id=row["schedule"], marks=pytest.mark.deep if number % 3 else [])
+    for number, row in enumerate(row for row in FILE["rows"] if row["schedule"] in CAPPED)
+]
+
+
+@pytest.mark.parametrize("fact", PUBLISHED)
 def test_it_is_no_worse_than_the_published_search_under_the_same_cap(fact: dict[str, Any]):
     name, share = CAPPED[fact["schedule"]]
     peak = max(fact["peak_activation_per_rank"])

@@ -680,7 +680,13 @@ ATTENTION: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("frozen", ["none", "every other parameter", "all"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION.keys())
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.deep if name == "TransformerEncoder" else [])
+        for name, make in ATTENTION.items()
+    ],
+)
 def test_frozen_attention_is_traced_and_runs_as_plain_autograd_does(attention, training: bool, frozen: str):
     """Where it wants no gradient torch runs it as one op, which make_fx used to keep it from."""
     first, last = attention().train(training), attention().train(training)
