@@ -60,7 +60,8 @@ PIPELINE = fpipe.chain(fpipe.split(3), fpipe.split_backward(), fpipe.schedules.o
 
 
 def same(one: fpipe.Result, other: fpipe.Result) -> bool:
-    return all(map(torch.equal, leaves((one.loss, one.grads)), leaves((other.loss, other.grads))))
+    pairs = zip(leaves((one.loss, one.grads)), leaves((other.loss, other.grads)), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 @on_each
@@ -207,7 +208,7 @@ def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule
     step = fpipe.build(program, model, runtime="threads", devices=devices)
     for _ in range(3):
         found, expected = step(params, batch), by_autograd(net, batch)
-        assert all(map(torch.equal, leaves(found.grads), expected))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(leaves(found.grads), expected, strict=True))
         with torch.no_grad():  # what is done with results waits for them
             for parameter, grad in zip(net.parameters(), leaves(found.grads), strict=True):
                 parameter -= 0.1 * grad
@@ -300,6 +301,9 @@ def test_parameters_elsewhere_are_refused(made: bool):
     params = tree_map(lambda leaf: torch.zeros(leaf.shape, device="meta"), params) if made else params
     with pytest.raises(ValueError, match=r"params\[\d\] \(of shape .* is on meta, and its rank computes on cpu: move"):
         step(params, batch)
+    devices = [torch.device("cpu")] * 2
+    with pytest.raises(ValueError, match=r"is on meta, and its rank computes on cpu: move"):
+        Prepared(with_transfers(program), model, params, batch, None, None, Untraced(), devices=devices)
 
 
 def test_each_rank_has_a_device():
@@ -343,7 +347,7 @@ def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         Tensor, "record_stream", lambda leaf, stream: said.append(f"{leaf.device} kept for {stream.name}")
     )
-    monkeypatch.setattr("fpipe.runtimes.streams.moved", lambda leaf, home, there: said.append("copied") or leaf)
+    monkeypatch.setattr("fpipe.runtimes.streams.moved", lambda leaf, *_, **how: said.append("copied") or leaf)
     one, other = Lane(torch.device("xpu:0")), Lane(torch.device("xpu:1"))
     way = Way(one, other)
     way.receive(*way.send([torch.ones(2), None]))
@@ -363,3 +367,6 @@ def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch
     way = Way(one, other)
     way.receive(*way.send([torch.ones(2, device="meta"), None]))
     assert said == ["meta 4 marks", "meta 5 waits for meta 4's mark", "meta kept for meta 5"]
+    said.clear()
+    Way(Lane(torch.device("meta")), Lane(torch.device("xpu:1"))).send([torch.ones(2, device="meta")])
+    assert "meta kept for meta 8" in said

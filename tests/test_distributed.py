@@ -558,6 +558,8 @@ LEAVES = {
     "complex": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     "expanded": torch.arange(3.0).expand(2, 3),
+    "a column": torch.arange(8.0).reshape(4, 2)[:, 1],
+    "real part": torch.tensor([1 + 2j, 3 - 1j]).real,
     "with gaps": torch.arange(12.0).reshape(3, 4)[:, :2],
     "one": torch.ones(1, 8).as_strided((1, 8), (3, 1)),
 }

@@ -174,16 +174,13 @@ def building(rank: int, who: int) -> list[Any]:
     model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
     program = chained(model, fpipe.schedules.zb_h1(3))
     fewer = chained(fpipe.from_sequential(blocks(2), stages=2, loss=MSE)[0], fpipe.schedules.gpipe(2))
-    odd = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 3, MSE)
+    odd = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 3, loss=MSE)
     other: dict[str, Any] = {
         "scale": {"loss_scale": -1},
         "no example": {"example": None},
         "ranks": {"program": fewer},
-        "untraceable": {
-            "model": odd,
-            "program": chained(odd, fpipe.schedules.zb_h1(3)),
-            "example": (({},) * 3, rows()),
-        },
+        "options": {"record": True},
+        "untraceable": {"model": odd},
     }
     told: list[Any] = []
     for how in other.values():
@@ -196,7 +193,8 @@ TOLD = {
     "scale": "ValueError: loss_scale is a finite number above 0, such as 2.0**16; found -1.",
     "no example": "ValueError: runtime='distributed' needs example=(params, batch)",
     "ranks": "ValueError: the program has 2 stages and the model 3; start from",
-    "untraceable": "differs from rank 0 in its",
+    "options": "differs from rank 0 in its options",
+    "untraceable": "cannot be traced",
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fpipe.runtimes.recorder import Held, Notes, Recorder
 
-_PINGS = 10
+_PINGS = 50  # on a busy machine the least of ten was off by more than an op took
 
 
 def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> float:
@@ -44,8 +44,11 @@ def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> flo
     return 0.0 if rank == 0 else found
 
 
-def put_together(recorder: Recorder, notes: Notes, group: ProcessGroup, rank: int, ahead: float) -> None:
-    """Add to what this rank noted what all others did, in the first step also what they hold; all ranks call it."""
+def put_together(
+    recorder: Recorder, notes: Notes, group: ProcessGroup, rank: int, ahead: float, device: torch.device
+) -> None:
+    """Add to what this rank noted what all others did, in the first step also what they hold; all ranks call it. It
+    travels on a device that the group carries."""
     if recorder.held is None:
         own = recorder.counted(notes)
         every: list[Any] = [None] * group.size()
@@ -54,7 +57,7 @@ def put_together(recorder: Recorder, notes: Notes, group: ProcessGroup, rank: in
         recorder.held = Held(tuple(found.peak[other] for other, found in enumerate(every)), changes)
     began = [notes.began - ahead if other == rank else 0.0 for other in range(group.size())]
     own_times = [now - ahead if now else 0.0 for now in notes.times]  # each row is of one rank: a sum has them all
-    both = torch.tensor([*own_times, *began], dtype=torch.float64)
+    both = torch.tensor([*own_times, *began], dtype=torch.float64, device=device)
     dist.all_reduce(both, group=group)
     (*notes.times,) = both[: len(own_times)].tolist()
     notes.began = both[len(own_times) :].min().item()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.graph import span
-from fpipe.program import Output, Program, Value
+from fpipe.program import Output, Program, Value, parts_of
 
 Moves = Mapping[Value, tuple[torch.device, torch.device]]
 """Of what is in flight between devices: from which, and to which."""
@@ -36,8 +36,10 @@ def devices_of(devices: Sequence[Any], ranks: int) -> tuple[torch.device, ...]:
 
 def _numbered(said: Any) -> torch.device:
     device = torch.device(said)
-    if device.type == "cpu" or device.index is not None:
-        return torch.device(device.type) if device.type == "cpu" else device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None:
+        return device
     return torch.empty(0, device=device).device
 
 
@@ -58,8 +60,9 @@ def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
     """What of a program in which every transfer is an op travels between two devices."""
     if not devices:
         return {}
-    sent = {value: devices[op.rank] for op in program.ops if op.kind == "SEND" for value in op.writes}
-    ways = ((value, (sent[value], devices[op.rank])) for op in program.ops if op.kind == "RECV" for value in op.reads)
+    ops = [*parts_of(program.ops)]
+    sent = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
+    ways = ((value, (sent[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads)
     return {value: way for value, way in ways if way[0] != way[1]}
 
 
@@ -85,10 +88,11 @@ def brought(leaf: Any, home: torch.device) -> Any:
     return moved(leaf, leaf.device, home) if isinstance(leaf, Tensor) and leaf.device != home else leaf
 
 
-def moved(leaf: Any, home: torch.device, there: torch.device) -> Any:
-    """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is."""
+def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
+    """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is. On a CPU
+    it is there at once, unless it is `queued`: then whoever reads it waits for the stream."""
     if not isinstance(leaf, Tensor) or leaf.device != home:
         return leaf
     shape, stride = leaf.shape, leaf.stride()
-    flat = leaf.detach().as_strided((span(shape, stride),), (1,)).to(there, non_blocking=True)
+    flat = leaf.detach().as_strided((span(shape, stride),), (1,)).to(there, non_blocking=queued or there.type != "cpu")
     return flat.as_strided(shape, stride).requires_grad_(leaf.requires_grad)

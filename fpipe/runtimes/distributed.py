@@ -153,6 +153,7 @@ def distributed(
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         about = {"program": digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
         about |= {"autocast or other settings": digest(ambient())}
+        about |= {"options": digest((record, check_finite, float(loss_scale), compile))}
         about |= {"parameters": digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
         others.everyone.agree(_BUILDING, about)
         transfers = Transfers(messages(program), rank, group, meeting, device)

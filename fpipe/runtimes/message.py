@@ -114,8 +114,8 @@ def _placed(known: Aval, start: int) -> _Place:
 
 def _bytes(leaf: Tensor, place: _Place) -> Tensor:
     """A leaf as it is sent: its memory as it lies there, without gaps and repeats."""
-    dense = place.dense
-    flat = leaf.as_strided((place.size,), (1,)) if dense else leaf.as_strided(place.shape, place.stride).reshape(-1)
+    shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
+    flat = leaf.as_strided(shape, stride).contiguous().view(-1)
     if flat.is_conj() or flat.is_neg():  # what is only marked so
         flat = flat.resolve_conj().resolve_neg()
     return flat.view(torch.uint8)

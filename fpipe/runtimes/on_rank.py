@@ -108,7 +108,7 @@ class OnRank(Prepared):
             self.transfers.meeting.agree(end_of(self.step), {})  # one that failed does not come to what follows
             if self.ahead is None:
                 self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
-            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead)
+            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead, self.transfers.carried)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():
             slots[slot] = own[place]

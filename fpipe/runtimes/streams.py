@@ -58,6 +58,11 @@ class Way:
         ends = [] if sender.device == receiver.device else [sender.device, receiver.device]
         self._streams = [torch.Stream(device) for device in ends if device.type != "cpu"]
 
+    def before_caller(self) -> None:
+        """What the caller queues from now on waits for the copies: they may read what the caller handed in."""
+        for stream in self._streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
     def send(self, leaves: Leaves) -> tuple[Leaves, Any]:
         """On the sender's thread, which gives the list away: the leaves where the receiver computes, and the event that
         it has to wait for."""
@@ -69,7 +74,7 @@ class Way:
                 if made is not None:
                     stream.wait_event(made)
                 entered.enter_context(stream)
-            there = [moved(leaf, self.sender.device, self.receiver.device) for leaf in leaves]
+            there = [moved(leaf, self.sender.device, self.receiver.device, queued=True) for leaf in leaves]
         if self.sender.stream is not None:
             _record(leaves, self.sender.device, self._streams[0])
         leaves.clear()

@@ -100,6 +100,7 @@ class HandOver:
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
         pairs = {value: (sent[value], rank) for value, rank in received.items()}
         ways = ways_between(lanes, pairs.values()) if lanes else {}
+        self.ways = [*ways.values()]
         self._ways = {value: ways.get(pair) for value, pair in pairs.items()}
         self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
         self._lock = threading.Lock()
@@ -202,8 +203,8 @@ class OnThreads(Prepared):
             try:
                 self.workers.run(jobs, self.between.stop, Surroundings.now(self._on))
             finally:
-                for lane in self.lanes:
-                    lane.before_caller()
+                for own in (*self.lanes, *self.between.ways):
+                    own.before_caller()
                 del held
             error = self.between.error
             if error is not None:

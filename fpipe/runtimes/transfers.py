@@ -127,7 +127,7 @@ class Transfers:
         self.begin()
         self._keeps = keeps
         self._mark = MARKS + (step + signature) % (256 - MARKS)
-        self._head = word(self._mark, "").to(self.carried)
+        self._head = word(self._mark, "").to(self.device)
 
     def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
