@@ -200,3 +200,12 @@ def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
     assert row.makespan <= fpipe.simulate(named, costs).makespan == told  # a search may split its backwards
     with pytest.raises(TypeError, match=re.escape("a cluster is an fpipe.Cluster or its text, found 4.")):
         fpipe.Costs(cluster=4)  # type: ignore[arg-type]
+
+
+def test_slow_ranks_are_slow_once_in_the_bound_of_a_search():
+    """A rank's speed counted twice where halves may be chosen: the bound was above the makespan, and a false proof."""
+    words: dict[str, Any] = {"ranks": 3, "microbatches": 5, "placement": "linear", "memory_cap": 2, "seconds": 0.1}
+    slow = fpipe.Costs(5, 6, 4, backward=8, cluster="3 ranks; each rank speed 0.5")
+    found = fpipe.search(3, slow, solver="local", **words)
+    other = fpipe.search(3, fpipe.Costs(10, 12, 8, backward=16), solver="local", **words)
+    assert found.bound == other.bound <= found.timeline.makespan

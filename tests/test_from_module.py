@@ -140,6 +140,7 @@ def test_stages_are_balanced_by_costs_that_were_said_or_measured() -> None:
     wrong(net, "costs= says nothing of block 'blocks.0'; the blocks are blocks.0, blocks.1,", costs={"blocks.1": 1.0})
     wrong(Net(3), "costs= has been measured for 4 stages, and the net has 3 blocks; profile the model", costs=measured)
     wrong(net, "costs has a number for each block by its path, or is fpipe.Costs; found list.", costs=[1.0])
+    wrong(net, "costs= names 'blcks.9', which is no block; the blocks are blocks.0", costs={**said, "blcks.9": 1.0})
 
 
 def test_a_model_prints_what_went_where() -> None:
@@ -168,6 +169,9 @@ def test_cuts_name_the_modules_after_which_stages_end() -> None:
         ({"stages": 99}, "make as many stages; found stages=99."),
         ({"cuts": ["block.2"]}, "cuts= names 'block.2', but no module of that path is called when the net runs; close"),
         ({"stages": 5, "cuts": ["embed"]}, "stages=5, but cuts= and the boundaries in forward make 2 stages"),
+        ({"cuts": ["embed"], "costs": {"embed": 1.0}}, "costs= balances stages, and cuts= says where they end; leave"),
+        ({"cuts": 3}, "cuts lists the paths of modules, as in ['encoder.layer.3']; found 3."),
+        ({"example": ({"y": torch.ones(4, 8)},) * 2}, "the example is no call of Net.forward: missing a required"),
         ({"example": None}, "example is a batch (inputs, target), inputs a dict of keywords, a tuple of arguments"),
         ({"example": (torch.ones(4, WIDTH), None)}, "the example has no target for loss=; hand in example=(inputs,"),
         ({"loss": None}, "without loss= the net computes the loss of its inputs, labels among them"),

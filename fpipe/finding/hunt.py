@@ -129,10 +129,12 @@ class Hunt:
 
     def _work(self) -> float:
         """Seconds of the busiest rank, however the work is shared out."""
-        return min(sum(map(self._shortest, base.ops)) for base in self.bases) / self.wanted.ranks
+        cluster, ranks = self.wanted.costs.cluster, self.wanted.ranks
+        speed = ranks if cluster is None else sum(cluster.speed[:ranks])
+        return min(sum(map(self._shortest, base.ops)) for base in self.bases) / speed
 
     def _shortest(self, op: Op) -> float:
-        seconds = self.wanted.costs.seconds
+        seconds = replace(self.wanted.costs, cluster=None).seconds
         if op.kind != "B" or self.wanted.halves is False:
             return seconds(op)
         return min(seconds(op), seconds(op._replace(kind="I")) + seconds(op._replace(kind="W")))
@@ -358,11 +360,12 @@ def _full_are_cheaper(costs: Costs, program: Program) -> bool:
 
 def _easier(costs: Costs, program: Program) -> Costs:
     """Costs at which halves together take no longer than a full backward, for bounds that hold for both."""
+    seconds = replace(costs, cluster=None).seconds  # a rank's speed counts once, in the bounds
     inputs, weights = [0.0] * program.stages, [0.0] * program.stages
     for op in parts_of(program.ops):
         if op.kind == "B" and op.stage is not None:
             bare = op._replace(how=())
-            full, half, rest = (costs.seconds(bare._replace(kind=kind)) for kind in "BIW")
+            full, half, rest = (seconds(bare._replace(kind=kind)) for kind in "BIW")
             inputs[op.stage] = min(full, half)
             weights[op.stage] = min(rest, full - inputs[op.stage])
     return replace(costs, backward_input=inputs, backward_weight=weights, backward=None)

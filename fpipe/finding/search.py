@@ -55,7 +55,7 @@ def search(
 
     It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
     and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
-    never worse than the best named schedule that fits.
+    never worse than the best named schedule that fits, up to 4 microbatches a rank.
 
     Args:
         what: a program that is split, or a `Model` or a number of stages and `microbatches`.
@@ -92,8 +92,9 @@ def search(
         ModuleNotFoundError: solver="cp-sat" where OR-tools is not installed.
 
     With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated: 1024 microbatches take
-    no longer to search than 32, though their program takes longer to make. Of named schedules only the two that promise
-    most are made so long: their orders of the short step "repeated", or by name where those have no steady state.
+    no longer to search than 32, though their program takes longer to make. Of named schedules only the few that promise
+    most are made so long, their orders of the short step "repeated", or by name where those have no steady state; of
+    others it may then be worse. With bytes in the costs, or a policy of `checkpoint`, the whole step is searched.
 
     >>> import fpipe
     >>> costs = fpipe.Costs(forward=5, backward_input=6, backward_weight=4)

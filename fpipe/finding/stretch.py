@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from fpipe.finding.climb import worth
-from fpipe.finding.hunt import Hunt, Wanted
+from fpipe.finding.hunt import Hunt, Wanted, rank_of
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import again
 from fpipe.finding.pool import Entry
@@ -90,6 +90,9 @@ def stretched(short: Hunt, long: Hunt) -> None:
             long.known(f"{name} repeated", program)
         elif long.best is None or value < long.best.value[0]:
             long.take([(name, again(name, wanted.ranks, wanted.costs, wanted.objective))], improve=False)
+    others = [row for name, row in short.named.items() if row.fits and name not in short.origins]
+    for row in sorted(others, key=lambda row: rank_of(row, wanted.objective))[:TRIED]:  # which are no rows of numbers
+        long.take([(row.name, again(row.name, wanted.ranks, wanted.costs, wanted.objective))], improve=False)
 
 
 class _Long(NamedTuple):

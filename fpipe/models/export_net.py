@@ -44,10 +44,14 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """
     refuse_unexportable(net)
     args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
+    try:
+        arguments = dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
+    shapes: Any = tree.tree_map(_open_dims, arguments)
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
     assigned: list[traceback.FrameSummary] = []
     try:
-        shapes: Any = tree.tree_map(_open_dims, dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments))
         with (
             torch.enable_grad(),
             NoGenerators("the net"),
@@ -184,7 +188,8 @@ def _reason(net: nn.Module, error: Exception, lines: Sequence[traceback.FrameSum
     where = f" ({'; which calls torch '.join(places)})" if places else ""
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
-        f"{in_words(said)}{where}. Change that line, or use from_loss with fpipe.boundary, or from_functions."
+        f"{in_words(said)}{where}. {'Change that line, or use' if places else 'Use'} from_loss with fpipe.boundary, "
+        "or from_functions."
     )
 
 

@@ -137,12 +137,15 @@ def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
         raise ValueError(f"stages is a whole number from 1, found {stages!r}.")
     if stages is None and cuts is None:
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
-    if cuts is not None and (isinstance(cuts, str) or not all(isinstance(path, str) for path in cuts)):
+    listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    if cuts is not None and not (listed and all(isinstance(path, str) for path in cuts)):
         raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
     if costs is not None and not isinstance(costs, Mapping | Costs):
         raise ValueError(
             f"costs has a number for each block by its path, or is fpipe.Costs; found {type(costs).__name__}."
         )
+    if costs is not None and cuts is not None:
+        raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
 
 
 def _batch(example: Any, loss: Any) -> tuple[Any, Any]:

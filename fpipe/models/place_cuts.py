@@ -91,16 +91,20 @@ def _balanced(
     elif isinstance(costs, Costs):
         row = _measured(costs, len(blocks))
     else:
-        row = [_said(costs, call, blocks) for call in blocks]
+        row = _said(costs, blocks)
     last = [*accumulate(balance(row, stages))][:-1]
     return [blocks[end - 1] for end in last]
 
 
-def _said(costs: Mapping[str, float], call: Call, blocks: Sequence[Call]) -> float:
-    if call.path not in costs:
-        known = ", ".join(dict.fromkeys(one.path for one in blocks))
-        raise ValueError(f"costs= says nothing of block {call.path!r}; the blocks are {known}.")
-    return costs[call.path]
+def _said(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
+    """What is said of each block."""
+    paths = dict.fromkeys(call.path for call in blocks)
+    missing = next((path for path in paths if path not in costs), None)
+    odd = next((path for path in costs if path not in paths), None)
+    if missing is not None or odd is not None:
+        found = f"says nothing of block {missing!r}" if odd is None else f"names {odd!r}, which is no block"
+        raise ValueError(f"costs= {found}; the blocks are {', '.join(paths)}.")
+    return [costs[call.path] for call in blocks]
 
 
 def _measured(costs: Costs, blocks: int) -> list[float]:

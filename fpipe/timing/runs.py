@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -143,13 +143,9 @@ class Columns:
         import torch
 
         stages = int(self.stage.max()) + 1
-        listed = any(isinstance(getattr(costs, field.name), Sequence) for field in fields(costs))
         known = torch.zeros(len(KINDS), stages, dtype=torch.float64)
         for number in self.kind.unique().tolist():
-            each = [
-                float(costs.seconds(Op(KINDS[number], stage, 0, None, 0, (), ())))
-                for stage in range(stages if listed else 1)
-            ]
+            each = [float(costs.seconds(Op(KINDS[number], stage, 0, None, 0, (), ()))) for stage in range(stages)]
             known[number] = torch.tensor(each, dtype=torch.float64)
         how = "amax" if costs.pair == "max" else "sum"
         found = torch.zeros(int(self.cells.sum()), dtype=torch.float64)
