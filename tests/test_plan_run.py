@@ -98,6 +98,17 @@ def test_a_model_is_measured_and_its_bytes_are_those_of_each_program():
     assert fpipe.verify(found.best.program, made, params, batch).bitwise
 
 
+def test_a_model_that_draws_is_planned():
+    """A profile runs dropout, which draws from a key; a plan has no key of its own to be told."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
+    made, params, _ = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    found = fpipe.plan_run(
+        made, params, batch, ranks=1, microbatches=[2], repeats=1, schedules=["gpipe"], checkpoint=["always"]
+    )
+    assert found.best.costs == "measured"
+
+
 def test_a_search_is_one_of_the_rows_and_is_not_beaten():
     words: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
     found = fpipe.plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)

@@ -50,6 +50,7 @@ class Measured:
                 self.params,
                 self.batch,
                 state=self.state,
+                key=0,  # of dropout; its value changes no time
                 repeats=repeats,
                 progress=lambda done, every, count=count: progress(done, every, f"profiling m={count}"),
             )
