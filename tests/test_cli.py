@@ -589,7 +589,7 @@ def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
         (2, ["gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
         (2, ["table.csv"], "schedules are taken by name here, found the file 'table.csv'."),
         (1, ["--memory", "40GiB"], "error: a rank's memory was said in bytes, and the bytes of values were not"),
-        (1, ["--memory", "0.5"], "error: nothing fits: the least that a rank must hold is 1 rows, by gpipe, m=8"),
+        (1, ["--memory", "0.5"], "error: nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=8"),
         (1, ["-c", "8:F=1,B=1,W=1", "-c", "F=1,B=1,W=1"], "each size once; found them once without its rows."),
         (1, ["--at", "p95"], 'error: at="p95" is of makespans under noise: say noise= too'),
         (1, ["--cluster", "4 ranks; inside 1GB/s"], "error: a cluster's bandwidths need the bytes of values: add them"),

@@ -24,18 +24,30 @@ def bytes_of(value: fpipe.Value) -> float:
     return {"y": 8.0, "dx": 8.0, "res": 40.0, "wres": 24.0, "params": 100.0}.get(value.name, 0.0)
 
 
+def of_residuals(value: fpipe.Value) -> float:
+    return {"res": 40.0, "wres": 24.0}.get(value.name, 0.0)
+
+
 @few(4)
 @given(
     st.sampled_from([2, 4]),
     st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2, unique=True),
-    st.sampled_from([None, 3.0, 1.0]),
+    st.sampled_from([None, (3.0,), (1.0,), (200.0, 120.0)]),
     st.sampled_from([None, fpipe.Noise(slow_rank=1.5), fpipe.Noise(slow_rank=1.2, slow_link=4)]),
 )
 def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
-    ranks: int, microbatches: list[int], memory: float | None, noise: fpipe.Noise | None
+    ranks: int, microbatches: list[int], memory: tuple[float, ...] | None, noise: fpipe.Noise | None
 ):
+    """One memory is of each rank, in rows; several are bytes of ranks in turn."""
     words: Any = {} if noise is None else {"noise": noise, "at": "p95", "samples": 20}
-    found = fpipe.plan_run(COSTS, ranks=ranks, microbatches=microbatches, memory=memory, **FEW, **words)
+    costs, limits = COSTS, [*(memory or (float("inf"),))] * ranks
+    if memory is not None and len(memory) > 1:
+        costs = replace(COSTS, bytes=of_residuals, transfer=0)
+        each = "; ".join(f"rank {rank} memory {limit:.0f}B" for rank, limit in enumerate(limits[:ranks]))
+        words["cluster"] = f"{ranks} ranks; {each}"
+    elif memory is not None:
+        words["memory"] = memory[0]
+    found = fpipe.plan_run(costs, ranks=ranks, microbatches=microbatches, **FEW, **words)
     spreads = {
         row: noise and fpipe.robustness(row.program, row.timeline.costs, noise=noise, samples=20) for row in found
     }
@@ -48,7 +60,7 @@ def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
         told = fpipe.simulate(row.program, row.timeline.costs)
         assert (row.makespan, row.bubble, row.memory) == (told.makespan, told.bubble, told.peak)
         assert row.throughput == row.microbatches / row.makespan
-        assert row.fits == (memory is None or row.most <= memory)
+        assert row.fits == all(held <= limit for held, limit in zip(row.memory, limits, strict=False))
     assert found.best.fits
     assert seconds(found.best) == pytest.approx(min(seconds(row) for row in found if row.fits))
     points = {row: (seconds(row) * (1 + 1e-9), row.most) for row in found}
@@ -128,6 +140,28 @@ def test_ranks_of_unlike_memory_and_speed():
     assert (tight[row.name], tight["gpipe, m=4"], other[row.name]) == (True, False, False)
 
 
+def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():
+    """zbv is shorter and its fullest rank holds less, but rank 1 has no room for it: interleaved is drawn, and best."""
+    on = "2 ranks; rank 0 memory 200B; rank 1 memory 120B"
+    words: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"], "samples": 5, "at": "p95"}
+    costs, noise = replace(COSTS, bytes=of_residuals, transfer=0), fpipe.Noise(slow_rank=1.02)
+    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=on, noise=noise, **words)
+    assert [(row.schedule, row.fits, row.spread is None) for row in found] == [
+        ("interleaved", True, False),
+        ("zbv", False, False),
+    ]
+
+
+def test_where_nothing_fits_the_rank_that_is_too_small_is_named():
+    """Rank 0 has room for anything, so what it holds at least says nothing of why rank 1 cannot hold its 40 bytes."""
+    costs, on = replace(COSTS, bytes=of_residuals, transfer=0), "2 ranks; rank 0 memory 1000B; rank 1 memory 30B"
+    expected = "nothing fits: rank 1 must hold 40 bytes at least, by one_f_one_b, m=4, and may hold 30."
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        fpipe.plan_run(
+            costs, ranks=2, microbatches=[4], cluster=on, schedules=["one_f_one_b", "zb_h1"], checkpoint=["never"]
+        )
+
+
 def test_ctrl_c_leaves_the_ways_so_far():
     def stop(done: int, every: int, what: str) -> None:
         if done == 2:
@@ -174,7 +208,10 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
         ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
         ({"profiled": [4]}, "go with a Model; costs are said, not measured."),
-        ({"memory": 0.1}, "nothing fits: the least that a rank must hold is 1 rows, by gpipe, m=4, recompute always."),
+        (
+            {"memory": 0.1},
+            "nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=4, recompute always, and may hold 0.1.",
+        ),
         (
             {"schedules": ["chimera"], "microbatches": [3]},
             "no schedule serves 2 ranks and these microbatches. chimera: ",

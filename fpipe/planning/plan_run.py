@@ -72,14 +72,14 @@ def plan_run(
         noise: how far costs stray: then rows have their spread.
         at: what is compared: the makespan as "said", or its "median" or "p95" under noise.
         samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
-            said than another that holds no more does under noise.
+            said than another that fits as well and holds no more does under noise.
         progress: called as `progress(done, all, what)`.
 
     Returns:
         A `RunPlan`; after Ctrl-C with the rows so far, if one of them fits.
 
     Raises:
-        ValueError: a size, word or cost that is none; nothing fits the memory, with the least that does.
+        ValueError: a size, word or cost that is none; nothing fits the memory, with the way that is closest to it.
 
     >>> import fpipe
     >>> costs = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
@@ -137,9 +137,10 @@ class _Planner:
             said = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             raise ValueError(f"no schedule serves {asked.ranks} ranks and these microbatches. {said}")
         if not any(row.fits for row in self.rows):
-            least = min(self.rows, key=lambda row: row.most)
+            rank, held, closest = min(map(self._tightest, self.rows), key=lambda one: one[1] / self._limit(one[0]))
             raise ValueError(
-                f"nothing fits: the least that a rank must hold is {least.most:.6g} {self._unit}, by {least.name}."
+                f"nothing fits: rank {rank} must hold {held:.6g} {self._unit} at least, by {closest.name}, and may "
+                f"hold {self._limit(rank):.6g}."
             )
         at = asked.at
         if not complete and all(row.seconds(at) is None for row in self.rows):
@@ -148,6 +149,16 @@ class _Planner:
         served = {row.schedule for row in rows}
         refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
         return RunPlan(tuple(rows), refused, self._unit, at, asked.limits, complete)
+
+    def _limit(self, rank: int) -> float:
+        return self.asked.limits[min(rank, len(self.asked.limits) - 1)]
+
+    def _tightest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
+        """The rank of a way that holds the most of what it may, and what it holds."""
+        rank, held = max(
+            zip(working(row.program), row.memory, strict=True), key=lambda one: one[1] / self._limit(one[0])
+        )
+        return rank, held, row
 
     @property
     def _unit(self) -> Any:
@@ -190,7 +201,7 @@ class _Planner:
             held = [timeline.peak[rank] + at_home(program, costs, rank) for rank in ranks]
         else:
             held = [timeline.peak[rank] * rows for rank in ranks]
-        limits = [self.asked.limits[min(rank, len(self.asked.limits) - 1)] for rank in ranks]
+        limits = [self._limit(rank) for rank in ranks]
         self.rows.append(
             PlanRow(
                 shown,
@@ -247,7 +258,10 @@ class _Planner:
         drawn: list[PlanRow] = []
         for done, row in enumerate(sorted(self.rows, key=lambda row: (row.a_row("said"), row.most))):
             self.progress(done, len(self.rows), f"drawing noise, {row.name}")
-            if any(other.most <= row.most and other.a_row(at) <= row.a_row("said") for other in drawn):
+            if any(
+                other.fits >= row.fits and other.most <= row.most and other.a_row(at) <= row.a_row("said")
+                for other in drawn
+            ):
                 continue
             (spread,) = robustness(
                 {row.name: row.program}, row.timeline.costs, noise=noise, samples=self.samples, seed=self.seed

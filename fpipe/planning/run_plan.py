@@ -31,7 +31,8 @@ class PlanRow:
         memory: the most that each rank holds, in bytes with its parameters; or in rows, where a rank's share of the
             residuals of one row is 1.
         fits: whether that is within each rank's memory.
-        spread: the makespans under noise, where there is noise and nothing that holds no more is sure to be better.
+        spread: the makespans under noise, where there is noise and nothing that fits as well and holds no more is sure
+            to be better.
         program, timeline: what runs, and when.
     """
 
