@@ -223,6 +223,20 @@ def test_what_makes_no_plan_is_refused(wrong: dict[str, Any], expected: str):
         fpipe.plan_run(**({"what": COSTS, "ranks": 2, "microbatches": [4], "schedules": ["gpipe"]} | wrong))
 
 
+def test_a_mistake_in_costs_is_not_one_of_schedules():
+    """A table of bytes without wres served no schedule with a W, each with a reason that no other schedule mends."""
+    table = {"y": 8, "dx": 8, "res": 40, "params": 0, "g": 0, "sum": 0, "x": 0, "t": 0, "loss": 0}
+    words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
+    with pytest.raises(ValueError, match=r"^the bytes of \w+\[.*\] are not known: .*; add '"):
+        fpipe.plan_run(replace(COSTS, bytes=table), **words)
+
+
+def test_what_a_schedule_does_not_serve_is_printed():
+    found = fpipe.plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
+    assert found.refused[0][0] == "chimera"
+    assert str(found).endswith(f"\nchimera: {found.refused[0][1]}")
+
+
 def test_what_is_no_costs_and_no_model_is_refused():
     words: Any = {"ranks": 2, "microbatches": [2]}
     made, params, batch = model()

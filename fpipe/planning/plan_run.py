@@ -14,6 +14,7 @@ from fpipe.planning.run_plan import At, PlanRow, RunPlan
 from fpipe.planning.work import Work, at_home, working
 from fpipe.program import Program
 from fpipe.timing.cluster import Cluster
+from fpipe.timing.costs import Costs
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import robustness
 from fpipe.timing.simulate import simulate
@@ -178,9 +179,11 @@ class _Planner:
             self.progress(done, every, self._said())
             try:
                 program = self.work.program(asked.schedules[shown], asked.ranks, count, policy)
-                self._add(shown, policy, program)
+                costs, word = self.work.costs_of(program)
             except ValueError as error:
                 self.refused.setdefault(shown, str(error).removeprefix(f"{shown.partition(':')[0]}: "))
+                continue
+            self._add(shown, policy, program, costs, word)
         for done, count in enumerate(searched, len(ways)):
             self.progress(done, every, f"searching m={count}")
             self._search(count)
@@ -190,9 +193,8 @@ class _Planner:
         best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("said"), default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
-    def _add(self, shown: str, policy: str, program: Program) -> None:
+    def _add(self, shown: str, policy: str, program: Program, costs: Costs, word: str) -> None:
         """A way: its time, and what each rank holds."""
-        costs, word = self.work.costs_of(program)
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
         rows = self.work.rows_of(program.microbatches)
@@ -245,7 +247,7 @@ class _Planner:
         except ValueError as error:
             self.refused.setdefault("found", str(error))
             return
-        self._add("found", policy, found.program)
+        self._add("found", policy, found.program, *work.costs_of(found.program))
         if not found.complete:
             raise KeyboardInterrupt
 

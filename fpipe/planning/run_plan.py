@@ -171,7 +171,7 @@ class RunPlan:
             ).rstrip()
             for row in cells
         ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *(f"{name}: {why}" for name, why in self.refused)])
 
     def __repr__(self) -> str:
         return f"<RunPlan: {len(self.rows)} ways, best {self.best.name} ({self.best.makespan:.5g} s)>"
