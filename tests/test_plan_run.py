@@ -205,6 +205,10 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
             "a cluster's memory is in bytes: say the bytes of values",
         ),
         ({"rows": 16, "microbatches": [4, 8]}, "microbatches of 4, 2 rows cost different times: say {rows: costs}"),
+        (
+            {"what": {2: COSTS, 8: replace(COSTS, bytes=of_residuals)}, "rows": 16, "microbatches": [2, 8]},
+            "costs of several sizes all say bytes, or none do; those of 2 rows say none.",
+        ),
         ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
         ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
         ({"profiled": [4]}, "go with a Model; costs are said, not measured."),

@@ -122,6 +122,11 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
     own = [share(1).bytes for share in shares.values()]
     if len(shares) > 1 and any(hasattr(each, "storages") and not isinstance(each, NamedBytes) for each in own):
         raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
+    silent = [f"{size:g}" for size, each in zip(shares, own, strict=True) if each is None]
+    if 0 < len(silent) < len(own):
+        raise ValueError(
+            f"costs of several sizes all say bytes, or none do; those of {', '.join(silent)} rows say none."
+        )
     curve = CostCurve(shares, "said")
     work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster)
     known = [work.costs(count, 1)[0] for count in asked.microbatches]
