@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
+from fpipe.cli.costs import parse
 from property_tests.strategies import few
 
 COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
@@ -138,6 +139,13 @@ def test_ranks_of_unlike_memory_and_speed():
     tight = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=least, **FEW)}
     other = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW)}
     assert (tight[row.name], tight["gpipe, m=4"], other[row.name]) == (True, False, False)
+
+
+def test_gradients_are_as_large_as_the_parameters_that_were_typed():
+    """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
+    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").at
+    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
+    assert found.best.memory == (2e6 + 2e4, 2e6 + 1e4)
 
 
 def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():

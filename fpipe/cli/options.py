@@ -104,7 +104,8 @@ CostsSaid = Annotated[
         parser=usage(parse),
         help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
         "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
-        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB.",
+        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
+        "gradients).",
     ),
 ]
 ClusterSaid = Annotated[

@@ -14,7 +14,8 @@ NAMES = ("y", "dx", "res", "wres", "params")
 @dataclass(frozen=True)
 class NamedBytes:
     """Bytes by name: an output `y`, its gradient `dx`, residuals `res`, what a W keeps of them `wres`, and `params`,
-    what a stage's rank has all the time. Unsaid, dx is as large as y and wres as res; nothing else counts.
+    what a stage's rank has all the time. Unsaid, dx is as large as y and wres as res. Gradients of parameters are as
+    large as these, and those of a stage are added up in one place; nothing else counts.
 
     >>> sizes = NamedBytes({"y": 8, "res": 40, "wres": 24})
     >>> sizes.size(Value("dx", 1, 0)), sizes.size(Value("loss", 1, 0))
@@ -27,11 +28,13 @@ class NamedBytes:
 
     def size(self, value: Value) -> float:
         """Bytes of a value when it travels."""
-        unsaid = {"dx": "y", "wres": "res"}
+        unsaid = {"dx": "y", "wres": "res", "g": "params", "sum": "params"}
         return self.said.get(value.name, self.said.get(unsaid.get(value.name, ""), 0))
 
     def storages(self, value: Value) -> Mapping[tuple[Value, str], int]:
-        """The storages of a value; wres lies in its res."""
+        """The storages of a value; wres lies in its res, and gradients are added in place."""
+        if value.name in ("g", "sum"):
+            return {(Value("sum", value.stage, at=value.at), ""): int(self.size(value))}
         whole = value._replace(at="")
         if value.name not in ("res", "wres"):
             return {(whole, ""): int(self.size(value))}
@@ -45,7 +48,7 @@ class NamedBytes:
         names = [*dict.fromkeys((*self.said, *other.said))]
         return NamedBytes(
             {
-                name: between(f"bytes of {name}", self.said.get(name, 0), other.said.get(name, 0), share)
+                name: between(f"bytes of {name}", self.size(Value(name)), other.size(Value(name)), share)
                 for name in names
             }
         )
