@@ -73,7 +73,7 @@ def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
 
 def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
     sizes = {2: replace(COSTS, bytes={"y": 2}), 8: replace(COSTS, forward=40, transfer=2.0, bytes={"y": 8})}
-    curve: Any = {rows: (lambda parts, one=one: one) for rows, one in sizes.items()}
+    curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
     mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "said").at(4, 1)
     assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
     found = fpipe.plan_run(
@@ -143,9 +143,22 @@ def test_ranks_of_unlike_memory_and_speed():
 
 def test_gradients_are_as_large_as_the_parameters_that_were_typed():
     """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
-    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").at
+    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given
     found = fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
     assert found.best.memory == (2e6 + 2e4, 2e6 + 1e4)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_slices_of_a_sequence_share_residuals_and_not_parameters(typed: bool):
+    """Each slice reads all the parameters of its stage; divided by four slices, they hardly weighed on seq1f1b."""
+    table = {"res": 1e4, "wres": 1e4, "params": 1e6, **dict.fromkeys(("g", "sum", "y", "dx", "x", "t", "w", "loss"), 0)}
+    table |= dict.fromkeys(("carry", "dcarry", "inputs", "target", "outputs", "grads"), 0)
+    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given if typed else replace(COSTS, bytes=table)
+    words: Any = {"schedules": ["seq1f1b:slices=4"], "checkpoint": ["never"]}
+    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], **words).best
+    kept = 2e6 if typed else 1e6
+    assert found.memory == tuple(kept + slices * 1e4 / 4 for slices in (5, 4))
+    assert found.timeline.costs.forward == 10 / 4
 
 
 def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():

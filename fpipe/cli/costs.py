@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fpipe.program import Program
-from fpipe.schedules.compare import parts_of_a_rank
+from fpipe.schedules.compare import parts_of_a_rank, shared
 from fpipe.timing.cluster import Cluster, bytes_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NAMES, NamedBytes
@@ -15,7 +16,6 @@ from fpipe.timing.named_bytes import NAMES, NamedBytes
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")
 WORDS = (*SHARES.values(), "offload", "load")
-STAYS = ("res", "wres", "params")
 CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
 
@@ -50,19 +50,24 @@ class TypedCosts:
 
     def of(self, program: Program) -> Costs:
         """The costs of a program's ops."""
-        return self.at(parts_of_a_rank(program))
+        return self.at(parts_of_a_rank(program), program.slices)
 
-    def at(self, parts: float) -> Costs:
+    def at(self, parts: float, slices: int = 1) -> Costs:
         """The costs where a rank cuts its share into so many ops: v stages of Q slices are vQ."""
+        return shared(self._whole, parts, slices) if self.shares else self._whole
+
+    @property
+    def given(self) -> Costs | Callable[[float], Costs]:
+        """The same as functions of the library take them: costs of a whole rank, or a function of its parts."""
+        return self._whole if self.shares else self.at
+
+    @property
+    def _whole(self) -> Costs:
         if self.cluster is not None and self.cluster.has_bandwidth and not self.bytes:
             raise ValueError("a cluster's bandwidths need the bytes of values: add them to --costs, as in y=8MiB.")
-        own = {word: size / parts if self.shares and word in STAYS else size for word, size in self.bytes.items()}
-        words: dict[str, Any] = {"bytes": NamedBytes(own) if own else None, "cluster": self.cluster}
-        if not self.shares:
-            return Costs(**self.seconds, **words)
-        seconds: dict[str, Any] = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0} | self.seconds
-        whole = ("transfer", *CHOICES)
-        return Costs(**{word: cost if word in whole else cost / parts for word, cost in seconds.items()}, **words)
+        unsaid: dict[str, Any] = dict.fromkeys(COMPUTE, 1.0) if self.shares else {}
+        sizes: Any = NamedBytes(self.bytes) if self.bytes else None
+        return Costs(**(unsaid | self.seconds), bytes=sizes, cluster=self.cluster)
 
 
 def parse(text: str) -> TypedCosts:

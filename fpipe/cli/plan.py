@@ -195,12 +195,12 @@ def _said(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -
     """Costs as they were typed: of one size, or by their rows."""
     sizes = [rows for rows, _ in costs]
     if sizes == [None]:
-        return costs[0][1].on(cluster).at
+        return costs[0][1].on(cluster).given
     odd = next((rows for rows in sizes if rows is None or sizes.count(rows) > 1), 0)
     if odd != 0:
         said = "once without its rows" if odd is None else f"twice of {odd} rows"
         raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {said}.")
-    return {rows: one.on(cluster).at for rows, one in costs}
+    return {rows: one.on(cluster).given for rows, one in costs}
 
 
 @contextmanager

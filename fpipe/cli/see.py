@@ -177,7 +177,7 @@ def compare(
     only_of_names(typed, what or ())
     entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
     costs = costs.on(cluster)
-    found = compare_schedules(entries, ranks, microbatches, costs.at if costs.said else None)
+    found = compare_schedules(entries, ranks, microbatches, costs.given if costs.said else None)
     print(found)
     served = [row for row in found if row.timeline is not None]
     if not served:

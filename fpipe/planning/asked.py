@@ -20,7 +20,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 
-Said = Costs | Share
+Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
 
 
@@ -119,7 +119,7 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
     if not said or not all(isinstance(one, int | float) and one > 0 for one in said):
         raise ValueError(f"costs are listed by the rows of a microbatch, above 0; found {list(said)}.")
     shares = {float(size): _share(one, stages is not None) for size, one in said.items()}
-    own = [share(1).bytes for share in shares.values()]
+    own = [share(1, 1).bytes for share in shares.values()]
     if len(shares) > 1 and any(hasattr(each, "storages") and not isinstance(each, NamedBytes) for each in own):
         raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
     silent = [f"{size:g}" for size, each in zip(shares, own, strict=True) if each is None]
@@ -139,13 +139,13 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
 def _share(given: Said, of_stage: bool) -> Share:
     """The costs of an op for each number of parts of a rank."""
     if isinstance(given, Costs):
-        return (lambda parts: given) if of_stage else partial(shared, given)
+        return (lambda parts, slices: given) if of_stage else partial(shared, given)
     if not callable(given):
         raise TypeError(
             "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found "
             f"{type(given).__name__}."
         )
-    return given
+    return lambda parts, slices: given(parts)
 
 
 def work_of_model(
@@ -173,5 +173,5 @@ def work_of_model(
         )
     measured = Measured(model, params, batch, state)
     costs = measured.costs(counts, repeats, progress)
-    shares: dict[float, Share] = {rows: (lambda parts, one=one: one) for rows, one in costs.items()}
+    shares: dict[float, Share] = {rows: (lambda parts, slices, one=one: one) for rows, one in costs.items()}
     return Work(model, CostCurve(shares, "measured"), measured.rows, asked.cluster, measured)

@@ -12,8 +12,8 @@ from fpipe.timing.average import SECONDS, between
 from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 
-Share = Callable[[float], Costs]
-"""`f(parts)`: the costs of an op where each rank cuts its share of a microbatch into so many."""
+Share = Callable[[float, int], Costs]
+"""`f(parts, slices)`: the costs of an op where each rank cuts its share of a microbatch into so many parts."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CostCurve:
         known: for some numbers of rows.
         word: what they are: "said" or "measured".
 
-    >>> curve = CostCurve({4.0: lambda parts: Costs(1 / parts), 8.0: lambda parts: Costs(3 / parts)}, "measured")
+    >>> curve = CostCurve({4.0: lambda v, _: Costs(1 / v), 8.0: lambda v, _: Costs(3 / v)}, "measured")
     >>> [(costs.forward, word) for costs, word in (curve.at(4, 2), curve.at(6, 1))]
     [(0.5, 'measured'), (2.0, 'interpolated')]
     """
@@ -32,14 +32,14 @@ class CostCurve:
     known: Mapping[float, Share]
     word: str
 
-    def at(self, rows: float, parts: float) -> tuple[Costs, str]:
+    def at(self, rows: float, parts: float, slices: int = 1) -> tuple[Costs, str]:
         """The costs of so many rows, and whether they were said, measured, or interpolated.
 
         Raises:
             ValueError: more rows than the most that are known, or fewer than the fewest.
         """
         if rows in self.known:
-            return self.known[rows](parts), self.word
+            return self.known[rows](parts, slices), self.word
         sizes = sorted(self.known)
         if not sizes[0] < rows < sizes[-1]:
             known = ", ".join(f"{size:g}" for size in sizes)
@@ -48,7 +48,7 @@ class CostCurve:
                 "them they are interpolated, beyond them not: add costs for fewer or more rows."
             )
         high = bisect_left(sizes, rows)
-        few, many = (self.known[size](parts) for size in sizes[high - 1 : high + 1])
+        few, many = (self.known[size](parts, slices) for size in sizes[high - 1 : high + 1])
         return _between(few, many, (rows - sizes[high - 1]) / (sizes[high] - sizes[high - 1])), "interpolated"
 
 

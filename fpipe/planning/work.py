@@ -67,16 +67,16 @@ class Work:
         order = named.schedule.factory(ranks, **told)
         return chain(split(microbatches), checkpoint(policy), order, merge())(base_program(what))  # pyright: ignore[reportArgumentType]
 
-    def costs(self, microbatches: int, parts: float) -> tuple[Costs, str]:
+    def costs(self, microbatches: int, parts: float, slices: int = 1) -> tuple[Costs, str]:
         """Of ops of which a rank has so many in a microbatch, and where they are from."""
-        costs, word = self.curve.at(self.rows_of(microbatches), parts)
+        costs, word = self.curve.at(self.rows_of(microbatches), parts, slices)
         return (costs if self.cluster is None else replace(costs, cluster=self.cluster)), word
 
     def costs_of(self, program: Program) -> tuple[Costs, str]:
         """Of a program, with the bytes of its own values."""
         if program.slices > 1 and self.measured:
             raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
-        costs, word = self.costs(program.microbatches, parts_of_a_rank(program))
+        costs, word = self.costs(program.microbatches, parts_of_a_rank(program), program.slices)
         return (costs if self.measured is None else self.measured.with_bytes(costs, program)), word
 
 

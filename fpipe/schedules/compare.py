@@ -12,6 +12,7 @@ from fpipe.program import Program
 from fpipe.schedules.named import parse
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, the_costs
+from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program as base_program
@@ -169,14 +170,14 @@ def compare(
     for word, size in (("ranks", ranks), ("microbatches", microbatches)):
         if type(size) is not int or size < 1:
             raise ValueError(f"{word} is a whole number, at least 1; found {size!r}.")
-    share = costs if callable(costs) else partial(shared, the_costs(costs))
+    said = costs if callable(costs) else the_costs(costs)
     given: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
-    told = None if costs is None else share
+    told = None if costs is None else said if callable(said) else partial(shared, said)
     entries = [_entry(one, at, ranks, microbatches, told, stages) for at, one in enumerate(given, 1)]
     rows: list[Row] = []
     for name, make in entries:
         try:
-            rows.append(_row(name, make(), share))
+            rows.append(_row(name, make(), said))
         except ValueError as error:
             if len(entries) == 1:
                 raise
@@ -204,8 +205,9 @@ def _entry(
     return name, lambda: steps(base_program(ranks if stages is None else stages))
 
 
-def _row(name: str, program: Program, share: Callable[[float], Costs]) -> Row:
-    costs = share(parts_of_a_rank(program))
+def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) -> Row:
+    parts = parts_of_a_rank(program)
+    costs = said(parts) if callable(said) else shared(said, parts, program.slices)
     found, least = simulate(program, costs), bounds(program, costs)
     return Row(
         name,
@@ -223,16 +225,18 @@ def _row(name: str, program: Program, share: Callable[[float], Costs]) -> Row:
     )
 
 
-def shared(costs: Costs, parts: float) -> Costs:
-    """The costs of one op of a rank that cuts its share into some; bytes of what stays with a stage are shared too.
+def shared(costs: Costs, parts: float, slices: int = 1) -> Costs:
+    """The costs of one op of a rank that cuts its share into some parts: stages times slices of a microbatch. Bytes of
+    what stays with a stage are shared too, those of parameters and gradients among the stages alone.
 
-    >>> shared(Costs(4, 4, 4, bytes={"y": 8, "res": 40}), 2).bytes
-    {'y': 8, 'res': 20.0}
+    >>> shared(Costs(4, 4, 4, bytes={"y": 8, "res": 40, "params": 40}), 4, slices=2).bytes
+    {'y': 8, 'res': 10.0, 'params': 20.0}
     """
     if parts == 1:
         return costs
     said = {word: getattr(costs, word) for word in _OF_OPS}
-    sizes = cast("Mapping[str, PerStage]", costs.bytes) if isinstance(costs.bytes, Mapping) else {}
+    table = costs.bytes.said if isinstance(costs.bytes, NamedBytes) else costs.bytes
+    sizes = cast("Mapping[str, PerStage]", table) if isinstance(table, Mapping) else {}
     listed = next((word for word, each in [*said.items(), *sizes.items()] if isinstance(each, Sequence)), None)
     if listed is not None:
         raise ValueError(
@@ -241,11 +245,14 @@ def shared(costs: Costs, parts: float) -> Costs:
         )
     seconds: dict[str, Any] = {word: each / parts for word, each in said.items() if each is not None}
     if sizes:
-        seconds["bytes"] = {
-            name: cast("float", size) / parts if name in _STAYS else size for name, size in sizes.items()
+        among = dict.fromkeys(_OF_MICROBATCHES, parts) | dict.fromkeys(_OF_PARAMETERS, parts / slices)
+        own: dict[str, Any] = {
+            name: cast("float", size) / among[name] if name in among else size for name, size in sizes.items()
         }
+        seconds["bytes"] = NamedBytes(own) if isinstance(costs.bytes, NamedBytes) else own
     return replace(costs, **seconds)
 
 
 _OF_OPS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
-_STAYS = ("res", "wres", "g", "sum", "params")
+_OF_MICROBATCHES = ("res", "wres")
+_OF_PARAMETERS = ("params", "g", "sum")
