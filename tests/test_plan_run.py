@@ -163,7 +163,7 @@ def test_slices_of_a_sequence_share_residuals_and_not_parameters(typed: bool):
 
 def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():
     """zbv is shorter and its fullest rank holds less, but rank 1 has no room for it: interleaved is drawn, and best."""
-    on = "2 ranks; rank 0 memory 200B; rank 1 memory 120B"
+    on = "2 ranks; rank 0 memory 100B; rank 1 memory 60B"
     words: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"], "samples": 5, "at": "p95"}
     costs, noise = replace(COSTS, bytes=of_residuals, transfer=0), fpipe.Noise(slow_rank=1.02)
     found = fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=on, noise=noise, **words)
@@ -254,6 +254,55 @@ def test_a_mistake_in_costs_is_not_one_of_schedules():
     words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
     with pytest.raises(ValueError, match=r"^the bytes of \w+\[.*\] are not known: .*; add '"):
         fpipe.plan_run(replace(COSTS, bytes=table), **words)
+
+
+def test_a_mistake_in_costs_is_not_one_of_a_search():
+    """Only the search cuts backwards in two; that nobody had said the bytes of halves read as if nothing were found."""
+    table = dict.fromkeys(
+        ("y", "dx", "res", "params", "g", "sum", "x", "t", "w", "loss", "target", "inputs", "outputs", "grads"), 4.0
+    )
+    words: Any = {"ranks": 2, "microbatches": [2], "schedules": ["gpipe"], "checkpoint": ["never"], "search": 0.01}
+    assert fpipe.plan_run(replace(COSTS, bytes=table), **(words | {"search": 0}))
+    with pytest.raises(ValueError, match=r"^the bytes of wres\[.*\] are not known"):
+        fpipe.plan_run(replace(COSTS, bytes=table), **words)
+
+
+def test_what_a_search_does_not_serve_is_told():
+    """Fewer stages than ranks ended the plan, and a cap below zero was what the search complained of."""
+    words: Any = {"ranks": 2, "microbatches": [2], "schedules": ["gpipe"], "checkpoint": ["never"], "search": 0.01}
+    with pytest.raises(
+        ValueError, match=r"no schedule serves 2 ranks .*; found: 2 ranks for 1 stages: each rank needs"
+    ):
+        fpipe.plan_run(COSTS, stages=1, **words)
+    with pytest.raises(ValueError, match="nothing fits: rank 1 must hold 204 bytes"):
+        fpipe.plan_run(replace(COSTS, bytes=bytes_of), memory=90, **words)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "seq1f1b:slices=2", "one_f_one_b"])
+def test_bytes_that_a_function_says_are_shared_out_as_those_of_a_table(name: str):
+    """Of a whole rank both: two chunks held what they should, or twice that, by how the same bytes were said."""
+    names = [
+        "y",
+        "dx",
+        "res",
+        "wres",
+        "params",
+        "g",
+        "sum",
+        "x",
+        "t",
+        "w",
+        "loss",
+        "target",
+        "inputs",
+        "outputs",
+        "grads",
+    ]
+    table = {word: float(at) for at, word in enumerate([*names, "carry", "dcarry"], 3)}
+    both = [replace(COSTS, bytes=said) for said in (table, lambda value: table[value.name])]
+    plans = [fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in both]
+    assert plans[0].best.memory == plans[1].best.memory
+    assert len({fpipe.compare([name], 2, 4, costs)[0].peak for costs in both}) == 1
 
 
 def test_what_a_schedule_does_not_serve_is_printed():

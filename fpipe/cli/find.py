@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,6 +13,7 @@ from fpipe.cli.options import ClusterSaid, CostsSaid, Microbatches, Ranks, Seed,
 from fpipe.cli.output import columns_of_terminal, number, print_error, table
 from fpipe.cli.see import Html, Png, Svg
 from fpipe.finding.found import Found
+from fpipe.finding.search import Objective, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
 from fpipe.pictures.plot import plot
@@ -24,37 +24,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.place import place
 from fpipe.transforms.split import split
 
-
-class Objective(StrEnum):
-    """What to make short."""
-
-    makespan = "makespan"
-    span = "span"
-
-
-class Solver(StrEnum):
-    """Whether to ask CP-SAT."""
-
-    auto = "auto"
-    local = "local"
-    cp_sat = "cp-sat"
-
-
-class Halves(StrEnum):
-    """Which backwards to cut in two."""
-
-    auto = "auto"
-    all = "all"
-    none = "none"
-
-
-class Recompute(StrEnum):
-    """What to recompute."""
-
-    never = "never"
-    auto = "auto"
-    always = "always"
-    except_last = "except_last"
+HALVES: dict[str, bool | Literal["auto"]] = {"auto": "auto", "all": True, "none": False}
 
 
 def placement(text: str) -> Any:
@@ -100,11 +70,11 @@ def search(
     cluster: ClusterSaid = None,
     where: Where = "any",
     memory_cap: Cap = None,
-    objective: Objective = Objective.makespan,
+    objective: Objective = "makespan",
     seconds: Seconds = 10,
-    solver: Solver = Solver.auto,
-    split_backward: Halves = Halves.auto,
-    checkpoint: Recompute = Recompute.never,
+    solver: Solver = "auto",
+    split_backward: Literal["auto", "all", "none"] = "auto",
+    checkpoint: Policy = "never",
     without: Without = None,
     seed: Seed = 0,
     output: Output = None,
@@ -129,8 +99,6 @@ def search(
     refuse_bytes(memory_cap, known=bool(costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = costs.on(cluster).of(place("linear", ranks=ranks)(base))
-    halves = {"auto": "auto", "all": True, "none": False}[split_backward.value]
-    words: dict[str, Any] = {"objective": objective.value, "solver": solver.value, "checkpoint": checkpoint.value}
     with _progress() as progress:
         found = find(
             base,
@@ -139,11 +107,13 @@ def search(
             placement=where,
             memory_cap=memory_cap,
             seconds=seconds,
-            split_backward=halves,  # pyright: ignore[reportArgumentType]
+            split_backward=HALVES[split_backward],
+            objective=objective,
+            solver=solver,
+            checkpoint=checkpoint,
             without=without or (),
             seed=seed,
             progress=progress,
-            **words,
         )
     if not found.complete:
         print_error("stopped; this is the best so far.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -27,25 +26,11 @@ from fpipe.cli.options import (
 from fpipe.cli.output import print_error, table
 from fpipe.cli.see import Pdf, Png, Svg
 from fpipe.pictures.plot import plot
+from fpipe.planning.asked import POLICIES, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.noise import Noise
-
-
-class At(StrEnum):
-    """What is compared."""
-
-    said = "said"
-    median = "median"
-    p95 = "p95"
-
-
-class Policy(StrEnum):
-    """What is recomputed."""
-
-    never = "never"
-    except_last = "except_last"
-    always = "always"
+from fpipe.timing.robustness import At
 
 
 def numbers(text: str) -> list[int]:
@@ -98,7 +83,12 @@ Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Of the batch, w
 Stages = Annotated[
     int | None, typer.Option("--stages", "-s", min=1, help="With --costs; by default as a schedule wants.")
 ]
-Policies = Annotated[list[Policy] | None, typer.Option("--checkpoint", help="What is tried; by default all three.")]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--checkpoint", metavar="|".join(POLICIES), parser=usage(policy), help="What is tried; by default all three."
+    ),
+]
 Memory = Annotated[
     Any,
     typer.Option(
@@ -135,7 +125,7 @@ def run(
     jitter: Jitter = 0.0,
     slow_rank: SlowRank = 1.0,
     slow_link: SlowLink = 1.0,
-    at: Compared = At.said,
+    at: Compared = "said",
     samples: Samples = 100,
     seed: Seed = 0,
     top: Top = 12,
@@ -163,10 +153,10 @@ def run(
     refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
-    words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at.value}
+    words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
     words |= {"samples": samples, "seed": seed}
     if checkpoint:
-        words["checkpoint"] = [policy.value for policy in checkpoint]
+        words["checkpoint"] = checkpoint
     with _progress() as progress:
         if model is None:
             found = plan_run(_said(costs or [(None, parse(""))], cluster), progress=progress, **words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
@@ -27,7 +27,9 @@ from fpipe.transforms.place import stage_ranks
 from fpipe.transforms.split import split
 
 Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
-Checkpoint = Literal["never", "auto", "always", "except_last"] | Callable[[int, int], bool]
+Objective = Literal["makespan", "span"]
+Solver = Literal["auto", "local", "cp-sat"]
+Policy = Literal["never", "auto", "always", "except_last"]
 Progress = Callable[[float, float, float], None]
 
 RATE = 2_500_000
@@ -42,11 +44,11 @@ def search(
     microbatches: int | None = None,
     placement: Placement = "any",
     memory_cap: float | None = None,
-    objective: Literal["makespan", "span"] = "makespan",
+    objective: Objective = "makespan",
     seconds: float = 10,
-    solver: Literal["auto", "local", "cp-sat"] = "auto",
+    solver: Solver = "auto",
     split_backward: bool | Literal["auto"] = "auto",
-    checkpoint: Checkpoint = "never",
+    checkpoint: Policy | Callable[[int, int], bool] = "never",
     without: Collection[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
@@ -109,7 +111,7 @@ def search(
     costs = _all_costs(costs, base)
     wanted = _wanted(base, costs, ranks, placement, memory_cap, objective, split_backward, seed, without)
     seconds = _number("seconds", seconds)
-    if solver not in ("auto", "local", "cp-sat"):
+    if solver not in get_args(Solver):
         raise ValueError(f'solver is "auto", "local" or "cp-sat", found {solver!r}.')
     if solver == "cp-sat" and not installed():
         raise ModuleNotFoundError(
@@ -170,7 +172,7 @@ def _wanted(
         raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
     if base.slices > 1:
         raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
-    if objective not in ("makespan", "span"):
+    if objective not in get_args(Objective):
         raise ValueError(f'objective is "makespan" or "span", found {objective!r}.')
     if halves not in (True, False, "auto"):
         raise ValueError(f'split_backward is True, False or "auto", found {halves!r}.')

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from fpipe.model import Model
 from fpipe.planning.cost_curve import CostCurve, Share
-from fpipe.planning.run_plan import At
 from fpipe.planning.work import Work
 from fpipe.schedules.compare import shared
 from fpipe.schedules.named import Named, parse
@@ -19,6 +18,7 @@ from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
+from fpipe.timing.robustness import At
 
 Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
@@ -57,10 +57,7 @@ def asked_for(
     odd = next((count for count in counts if type(count) is not int or count < 1), None)
     if odd is not None:
         raise ValueError(f"microbatches lists whole numbers, at least 1; found {odd!r}.")
-    policies = _listed("checkpoint", checkpoint, f"some of {', '.join(POLICIES)}")
-    for policy in policies:
-        if policy not in POLICIES:
-            raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {policy!r}.")
+    policies = [policy(one) for one in _listed("checkpoint", checkpoint, f"some of {', '.join(POLICIES)}")]
     shown = names() if schedules is None else _listed("schedules", schedules, "names, such as ['zbv']")
     for word, found, least in (("memory", memory, False), ("search", search, True)):
         if found is None and word == "memory":
@@ -71,7 +68,7 @@ def asked_for(
             raise ValueError(f"{word} is {unit}; found {found!r}.")
     if noise is not None and not isinstance(noise, Noise):
         raise TypeError(f"noise is an fpipe.Noise, such as fpipe.Noise(jitter=0.1); found {noise!r}.")
-    if at not in ("said", "median", "p95"):
+    if at not in get_args(At):
         raise ValueError(f'what is compared is at "said", "median" or "p95", found {at!r}.')
     if at != "said" and noise is None:
         raise ValueError(f'at="{at}" is of makespans under noise: say noise= too, such as fpipe.Noise(jitter=0.1).')
@@ -91,6 +88,13 @@ def asked_for(
         noise,
         at,
     )
+
+
+def policy(word: Any) -> str:
+    """One of the policies that are tried."""
+    if word not in POLICIES:
+        raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {word!r}.")
+    return word
 
 
 def _listed(word: str, given: Any, what: str) -> tuple[Any, ...]:

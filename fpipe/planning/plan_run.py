@@ -10,13 +10,13 @@ from typing import Any
 from fpipe.finding.search import search as find
 from fpipe.model import Model
 from fpipe.planning.asked import Asked, Said, asked_for, work_of_costs, work_of_model
-from fpipe.planning.run_plan import At, PlanRow, RunPlan
+from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.planning.work import Work, at_home, working
-from fpipe.program import Program
+from fpipe.program import Program, ProgramError
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import robustness
+from fpipe.timing.robustness import At, robustness
 from fpipe.timing.simulate import simulate
 from fpipe.transforms.chain import chain
 from fpipe.transforms.place import place
@@ -225,13 +225,19 @@ class _Planner:
         """The schedule that a search finds; what it holds is weighed as for the others."""
         work, asked = self.work, self.asked
         base = work.base(2 * asked.ranks, count)
-        placed = chain(split_backward(), place("linear", ranks=asked.ranks))(base)  # has bytes of halves, and of wholes
+        try:
+            placed = chain(split_backward(), place("linear", ranks=asked.ranks))(base)  # bytes of halves and wholes
+        except ProgramError as error:
+            self.refused.setdefault("found", str(error))
+            return
         costs, _ = work.costs_of(placed)
         least = min(asked.limits)
-        if costs.bytes is None:
-            cap = least / work.rows_of(count)
-        else:
-            cap = least - max(at_home(placed, costs, rank) for rank in range(asked.ranks))
+        kept = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(asked.ranks))
+        if kept >= least:
+            said = f"parameters alone are {kept:.6g} bytes on a rank, and it may hold {least:.6g}."
+            self.refused.setdefault("found", said)
+            return
+        cap = least / work.rows_of(count) if costs.bytes is None else least - kept
         policy: Any = asked.checkpoint[0] if len(asked.checkpoint) == 1 else "auto"
         try:
             found = find(
@@ -244,7 +250,7 @@ class _Planner:
                 without=() if cap == math.inf else REPLICATED,
                 seed=self.seed,
             )
-        except ValueError as error:
+        except ProgramError as error:  # a mistake in costs is a ValueError, and none of the search
             self.refused.setdefault("found", str(error))
             return
         self._add("found", policy, found.program, *work.costs_of(found.program))

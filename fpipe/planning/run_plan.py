@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fpipe.program import Program
-from fpipe.timing.robustness import Spread
+from fpipe.timing.robustness import At, Spread
 from fpipe.timing.timeline import Timeline
 
-At = Literal["said", "median", "p95"]
 Unit = Literal["bytes", "rows"]
 
 

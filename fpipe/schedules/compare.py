@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from fpipe.program import Program
+from fpipe.program import Program, Value
 from fpipe.schedules.named import parse
+from fpipe.timing.amounts import checked_count
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, the_costs
 from fpipe.timing.named_bytes import NamedBytes
@@ -226,11 +227,16 @@ def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) ->
 
 
 def shared(costs: Costs, parts: float, slices: int = 1) -> Costs:
-    """The costs of one op of a rank that cuts its share into some parts: stages times slices of a microbatch. Bytes of
-    what stays with a stage are shared too, those of parameters and gradients among the stages alone.
+    """The costs of one op of a rank that cuts its share into some parts: stages times slices of a microbatch.
+
+    Bytes of what stays with a stage are shared too, those of parameters and gradients among the stages alone, whether
+    they are said by name or by a function; `fpipe.sizes` has those of each value.
 
     >>> shared(Costs(4, 4, 4, bytes={"y": 8, "res": 40, "params": 40}), 4, slices=2).bytes
     {'y': 8, 'res': 10.0, 'params': 20.0}
+    >>> of_all = shared(Costs(4, 4, 4, bytes=lambda value: 40), 4, slices=2)
+    >>> [of_all.size(Value(name, 0)) for name in ("y", "res", "params")]
+    [40.0, 10.0, 20.0]
     """
     if parts == 1:
         return costs
@@ -244,13 +250,20 @@ def shared(costs: Costs, parts: float, slices: int = 1) -> Costs:
             "costs=lambda parts: ..., which gives the costs of an op for each number of parts."
         )
     seconds: dict[str, Any] = {word: each / parts for word, each in said.items() if each is not None}
+    among = dict[str, float](dict.fromkeys(_OF_MICROBATCHES, parts)) | dict.fromkeys(_OF_PARAMETERS, parts / slices)
     if sizes:
-        among = dict.fromkeys(_OF_MICROBATCHES, parts) | dict.fromkeys(_OF_PARAMETERS, parts / slices)
         own: dict[str, Any] = {
             name: cast("float", size) / among[name] if name in among else size for name, size in sizes.items()
         }
         seconds["bytes"] = NamedBytes(own) if isinstance(costs.bytes, NamedBytes) else own
+    elif callable(costs.bytes) and not hasattr(costs.bytes, "storages"):
+        seconds["bytes"] = partial(_part_of, costs.bytes, among)
     return replace(costs, **seconds)
+
+
+def _part_of(whole: Callable[[Value], float], among: Mapping[str, float], value: Value) -> float:
+    """The bytes of a value, of which a rank has so many."""
+    return checked_count(f"the bytes of {value}", whole(value)) / among.get(value.name, 1)
 
 
 _OF_OPS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
