@@ -13,7 +13,7 @@ from fpipe.cli.options import ClusterSaid, CostsSaid, Microbatches, Ranks, Seed,
 from fpipe.cli.output import columns_of_terminal, number, print_error, table
 from fpipe.cli.see import Html, Png, Svg
 from fpipe.finding.found import Found
-from fpipe.finding.search import Objective, Policy, Solver
+from fpipe.finding.search import Objective, Offload, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
 from fpipe.pictures.plot import plot
@@ -75,6 +75,7 @@ def search(
     solver: Solver = "auto",
     split_backward: Literal["auto", "all", "none"] = "auto",
     checkpoint: Policy = "never",
+    offload: Offload = "auto",
     without: Without = None,
     seed: Seed = 0,
     output: Output = None,
@@ -111,6 +112,7 @@ def search(
             objective=objective,
             solver=solver,
             checkpoint=checkpoint,
+            offload=offload,
             without=without or (),
             seed=seed,
             progress=progress,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from random import Random
 
+from fpipe.finding.away import AwayTasks, may_leave
 from fpipe.finding.climb import Value
 from fpipe.finding.found import NamedRow
 from fpipe.finding.limits import limits_of, tightened
@@ -15,8 +16,9 @@ from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.named_starts import named_starts
 from fpipe.finding.pool import Entry, entries, improve
-from fpipe.finding.tasks import tasks_of
+from fpipe.finding.tasks import Rows, Tasks, tasks_of
 from fpipe.program import Op, Program, ProgramError, kind_of, parts_of
+from fpipe.timing.amounts import listed
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
@@ -30,6 +32,8 @@ RULES_TRIED = 24
 """Rules of list scheduling that are tried in each placement."""
 OTHER_PLACEMENTS = 12
 """Placements that no word says which are tried."""
+BEYOND = 1.5, 2, 3, math.inf
+"""How many times the room an order may ask for of which some residuals then wait on the host."""
 CHOICE_RULES = 3
 """Rules of list scheduling by which a choice of what is recomputed is judged."""
 ORDERING = 50
@@ -53,6 +57,7 @@ class Wanted:
         seed: of the random choices.
         without: names of schedules that it does not start from.
         choose: whether stages and microbatches that are recomputed may be any.
+        offload: whether residuals may leave their rank.
     """
 
     ranks: int
@@ -65,6 +70,14 @@ class Wanted:
     seed: int
     without: frozenset[str] = frozenset()
     choose: bool = False
+    offload: bool = True
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is chosen which residuals wait on the host: where costs say what that takes, and a cap asks."""
+        costs = self.costs
+        said = any(any(listed(seconds)) for seconds in (costs.offload, costs.load or 0)) or bool(costs.host_bandwidth)
+        return self.offload and said and self.cap < math.inf
 
     def value(self, timeline: Timeline) -> Value:
         """What is to be small first, and then."""
@@ -96,6 +109,7 @@ class Hunt:
         self.named: dict[str, NamedRow] = {}
         self.least = math.inf  # the smallest peak of all that were seen
         self.pool: list[Entry] = []
+        self.away: list[Entry] = []  # orders of which some residuals wait on the host
         self.origins: dict[str, Entry] = {}  # of named schedules that can be improved
         self.stopped = False
         self.bounds: dict[Hashable, float] = {}
@@ -107,22 +121,23 @@ class Hunt:
         for base in self.bases:
             self._names(base, by_cost=False)
             for placement in self.wanted.placements:
-                self._lists(base, placement, RULES_TRIED)
+                self._lists(base, placement, RULES_TRIED, moves=self.wanted.moves)
         if not self.optimal():
             self._names(self.bases[0], by_cost=True)
 
     def improve(self, effort: float) -> None:
         """Improve the best of them for so many played ops."""
         elsewhere = self.wanted.free and self.bases[0].stages > self.wanted.ranks
-        parts = [0.2 * elsewhere, 0.4 * self.wanted.choose]
+        choose, moves = self.wanted.choose, self.wanted.moves
+        parts = [0.2 * elsewhere, (0.4 - 0.1 * moves) * choose, (0.4 - 0.1 * choose) * moves]
         self._improve(self.pool, effort * (1 - sum(parts)))
-        for part, go_on in zip(parts, (self._elsewhere, self._recomputed), strict=True):
+        for part, go_on in zip(parts, (self._elsewhere, self._recomputed, self._moved), strict=True):
             if part and not self.optimal() and not self.stopped:
                 go_on(effort * part)
 
     def optimal(self) -> bool:
         """Whether nothing is left to gain, wherever the stages are."""
-        floors = [entry.floor for entry in self.pool]
+        floors = [entry.floor for entry in (*self.pool, *self.away)]
         if self.wanted.free and self.bases[0].stages > self.wanted.ranks:
             floors.append(self._work())
         return self.best is not None and self.best.value[0] <= min(floors, default=math.inf) * (1 + 1e-9)
@@ -162,8 +177,10 @@ class Hunt:
                 if program is None or not self._allowed(program, recomputed):
                     continue
                 fits = self.known(name, program)
-                tasks = tasks_of(program, wanted.costs) if fits and improve else None
-                if tasks is not None:
+                tasks = tasks_of(program, wanted.costs) if improve and (fits or wanted.moves) else None
+                if tasks is not None and not fits:
+                    self.away += self._moving(tasks, limits_of(tasks, wanted.cap, wanted.costs), [tasks.rows])
+                elif tasks is not None:
                     limits = limits_of(tasks, wanted.cap, wanted.costs)
                     found = entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
                     self.pool += found
@@ -192,11 +209,13 @@ class Hunt:
         wanted = self.wanted
         if program.ranks != wanted.ranks or sum(op.kind == "R" for op in program.ops) != recomputed:
             return False
+        if not wanted.offload and has(program, "OFFLOAD"):
+            return False
         if (wanted.halves and has(program, "B")) or (wanted.halves is False and has(program, "I")):
             return False
         return wanted.free or program.placement in wanted.placements
 
-    def _lists(self, base: Program, placement: Sequence[int], tried: int) -> list[Entry]:
+    def _lists(self, base: Program, placement: Sequence[int], tried: int, *, moves: bool = False) -> list[Entry]:
         """Orders by rules, with halves where a full backward gains nothing."""
         wanted, found = self.wanted, list[Entry]()
         variants = self._variants(base)
@@ -211,8 +230,27 @@ class Hunt:
             orders = (lists.order(rule) for rule in islice(rules(wanted.seed), tried))
             rows = [tasks.rows, *(order for order in orders if order is not None)]
             found += entries(tasks, limits, rows, wanted.objective, self.floor(program))
+            if moves:
+                wider = (ListOrders(tasks, [limit * more for limit in limits]) for more in BEYOND)
+                kept = (lists.order(rule) for lists in wider for rule in islice(rules(wanted.seed), tried // 3))
+                self.away += self._moving(tasks, limits, [order for order in kept if order is not None])
         self.pool += found
         return found
+
+    def _moving(self, tasks: Tasks, limits: Sequence[float], orders: Iterable[Rows]) -> list[Entry]:
+        """Orders that hold more than there is room for, with as many residuals away as that asks for."""
+        if not may_leave(tasks):
+            return []
+        said = {one.name: getattr(tasks, one.name) for one in fields(tasks)}
+        moving = AwayTasks(**said, room=limits, costs=self.wanted.costs)
+        free = [math.inf for _ in limits]
+        return entries(moving, free, orders, self.wanted.objective, self.floor(tasks.program, stay=False))
+
+    def _moved(self, effort: float) -> None:
+        """Improve orders of which some residuals wait on the host, and the best of those that do without."""
+        for entry in sorted(self.pool, key=lambda entry: entry.value)[:IMPROVED]:
+            self.away += self._moving(entry.tasks, entry.limits, [entry.rows])
+        self._improve(self.away, effort)
 
     def _improve(self, pool: Sequence[Entry], effort: float) -> None:
         if not pool:
@@ -227,7 +265,10 @@ class Hunt:
         for entry in improved[: IMPROVED if exact else len(improved)]:
             if self.best is None or entry.value < self.best.value:  # what links and senders add makes it no shorter
                 self.judge(entry)
-        self.pool = [*improved[:IMPROVED], *self.pool]
+        if pool is self.away:
+            self.away = [*improved[:IMPROVED], *self.away]
+        else:
+            self.pool = [*improved[:IMPROVED], *self.pool]
 
     def judge(self, entry: Entry) -> None:
         """Simulate an order, and keep it if it is the best; one that holds too much after all is held tighter."""
@@ -235,7 +276,7 @@ class Hunt:
         for _ in range(4):
             program = entry.tasks.ordered(entry.rows)
             timeline = simulate(program, wanted.costs)
-            if self.consider(program, timeline) or wanted.costs.bytes is None:
+            if self.consider(program, timeline) or wanted.costs.bytes is None or isinstance(entry.tasks, AwayTasks):
                 return
             limits = tightened(entry.tasks, entry.rows, entry.limits, timeline.peak, wanted.cap)
             lists = ListOrders(entry.tasks, limits)
@@ -288,12 +329,13 @@ class Hunt:
             tried = now ^ {(stage, microbatch) for stage in changed for microbatch in which}
         self._improve(found, effort / 2)
 
-    def floor(self, program: Program) -> float:
-        """Seconds that no order of these ops on these ranks goes below, under the cap."""
+    def floor(self, program: Program, *, stay: bool = True) -> float:
+        """Seconds that no order of these ops on these ranks goes below, under the cap if residuals stay."""
         program = self.halved(program)
-        key = kinds_of(program)
+        stay = stay and not has(program, "OFFLOAD")
+        key = kinds_of(program), stay
         if key not in self.bounds:
-            cap = self.wanted.cap if self.wanted.costs.bytes is None else math.inf
+            cap = self.wanted.cap if stay and self.wanted.costs.bytes is None else math.inf
             try:
                 found = bounds(program, self.easier, memory_cap=cap)
             except ValueError:  # the cap is below what one op holds

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 from fpipe.finding.tasks import Rows, Tasks
+
+T = TypeVar("T", bound=Tasks)
 
 
 def longer(tasks: Tasks, rows: Rows, more: int) -> Iterator[Rows]:
@@ -42,7 +46,7 @@ def _without_last(row: list[int], count: int) -> list[int]:
     return kept[::-1]
 
 
-def lengthened(tasks: Tasks, more: int) -> Tasks | None:
+def lengthened(tasks: T, more: int) -> T | None:
     """The tasks of `more` microbatches more, each like the first; None where they are not all alike."""
     count = tasks.program.microbatches
     if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.lanes):
@@ -66,21 +70,19 @@ def lengthened(tasks: Tasks, more: int) -> Tasks | None:
         return None
     ways = needs(first)
     steps = [[place[op] for op in steps[0]] for steps in tasks.lanes]
-    return Tasks(
-        tasks.program,
-        [tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
-        [tasks.seconds[op] for op in first] * total,
-        [
+    return replace(
+        tasks,
+        ops=[tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
+        seconds=[tasks.seconds[op] for op in first] * total,
+        needs=[
             tuple((turn * many + one if one >= 0 else total * many, way) for one, way in own)
             for turn in range(total)
             for own in ways
         ],
-        [tasks.takes[op] for op in first] * total,
-        [tasks.drops[op] for op in first] * total,
-        [[tuple(turn * many + at for at in lane) for turn in range(total)] for lane in steps],
-        [],
-        tasks.shares,
-        tasks.weight,
+        takes=[tasks.takes[op] for op in first] * total,
+        drops=[tasks.drops[op] for op in first] * total,
+        lanes=[[tuple(turn * many + at for at in lane) for turn in range(total)] for lane in steps],
+        rows=[[] for _ in tasks.rows],
     )
 
 

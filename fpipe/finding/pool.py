@@ -134,9 +134,9 @@ def _in_turn(
             number += 1
 
 
-def _price(entry: Entry) -> int:
+def _price(entry: Entry) -> float:
     """What a change costs, in played ops: to play those it has, and as long as 80 take to make it."""
-    return len(entry.tasks.ops) + 80
+    return len(entry.tasks.ops) * entry.tasks.price + 80
 
 
 def _climber(entry: Entry, objective: str, seed: int) -> Climber:

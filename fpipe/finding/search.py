@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
-from fpipe.finding.hunt import Candidate, Hunt, Wanted, again_of, kinds_of, rank_of, recomputing
+from fpipe.finding.hunt import Candidate, Hunt, Wanted, again_of, has, kinds_of, rank_of, recomputing
 from fpipe.finding.kept import kept_of
 from fpipe.finding.solver import installed
 from fpipe.finding.stretch import short_of, stretched
@@ -30,6 +30,7 @@ Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
 Objective = Literal["makespan", "span"]
 Solver = Literal["auto", "local", "cp-sat"]
 Policy = Literal["never", "auto", "always", "except_last"]
+Offload = Literal["auto", "never"]
 Progress = Callable[[float, float, float], None]
 
 RATE = 2_500_000
@@ -49,6 +50,7 @@ def search(
     solver: Solver = "auto",
     split_backward: bool | Literal["auto"] = "auto",
     checkpoint: Policy | Callable[[int, int], bool] = "never",
+    offload: Offload = "auto",
     without: Collection[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
@@ -79,8 +81,12 @@ def search(
         split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
         checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") any stages and microbatches
             for which a cap makes it worth the time.
-        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice,
-            "bpipe" and "pipe_offload" move residuals out of a rank.
+        offload: whether residuals may wait elsewhere. "auto" moves those of any stage and microbatch to the host where
+            there is a cap and the costs say what that takes (`offload`, `load`, `host_bandwidth`): it also improves
+            orders that hold more than there is room for, of which as few leave as the cap asks for, and of these the
+            ones that are back last. An OFFLOAD stands behind its forward, a LOAD as many ops before its reader as it
+            takes. "never" leaves out "bpipe" and "pipe_offload", too.
+        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice.
         seed: of the random choices.
         progress: called now and then as `progress(share, best, bound)`: what share of the effort is spent, the best
             seconds so far (infinite while nothing fits), and the bound.
@@ -118,9 +124,11 @@ def search(
             'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. Without it (solver="local") the search '
             "finds the same order nearly always, but proves less: the bound is that of fpipe.bounds."
         )
+    if offload not in get_args(Offload):
+        raise ValueError(f'offload is "auto" or "never", found {offload!r}.')
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
-    wanted = replace(wanted, choose=checkpoint == "auto" and wanted.cap < math.inf)
+    wanted = replace(wanted, choose=checkpoint == "auto" and wanted.cap < math.inf, offload=offload == "auto")
     policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
     bases = _recomputing(base, policy)
     short = short_of(base, wanted) if policy in ("never", "auto") else None
@@ -276,7 +284,8 @@ class _Run:
         program = hunt.best.program
         self.bound = hunt.floor(program)
         halved = kinds_of(hunt.halved(program))
-        if self.long is None and halved in self.proven and hunt.easier is self.wanted.costs:
+        stay = not has(program, "OFFLOAD")  # which the solver takes for granted
+        if self.long is None and stay and halved in self.proven and hunt.easier is self.wanted.costs:
             self.bound = max(self.bound, self.proven[halved])
         self.bound = min(self.bound, hunt.best.value[0])  # they differ in the last bit of a sum
         return hunt.best
@@ -284,7 +293,7 @@ class _Run:
     def _whole(self, best: Candidate) -> Candidate:
         """The best, with full backwards wherever halves gain nothing."""
         wanted = self.wanted
-        if wanted.halves is not None:
+        if wanted.halves is not None or has(best.program, "OFFLOAD"):
             return best
         known: dict[int, Candidate] = {}
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import islice
 from typing import NamedTuple
 
+from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt, Wanted, rank_of
 from fpipe.finding.longer import lengthened, longer, pace
@@ -71,7 +72,8 @@ def stretched(short: Hunt, long: Hunt) -> None:
     """
     wanted = long.wanted
     more = long.bases[0].microbatches - short.bases[0].microbatches
-    likely = sorted(short.pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
+    pool = (*short.pool, *short.away)
+    likely = sorted(pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
     found = [one for entry in likely for one in _of(entry, wanted, more)]
     for one in sorted(found, key=lambda one: one.value):
         if long.best is not None and long.best.value[0] <= one.value * (1 + 1e-9):
@@ -139,6 +141,10 @@ def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
             cells[-1].append((lasts[lane].kind, lasts[lane].stage, turn[lane], None))
             turn[lane] += 1
     try:
-        return by_table(base, cells, move=True)
+        program = by_table(base, cells, move=True)
     except ProgramError:
         return None
+    if isinstance(tasks, AwayTasks):
+        long = lengthened(tasks, program.microbatches - tasks.program.microbatches)
+        return None if long is None else long.moved(program, rows)
+    return program

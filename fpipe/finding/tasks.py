@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.timing.columns import op_groups
@@ -71,6 +71,8 @@ class Tasks:
         shares: how many residuals of a rank are one microbatch.
         weight: what a residual counts.
     """
+
+    price: ClassVar[float] = 1.0  # what it takes to play an op
 
     program: Program
     ops: list[Op]
