@@ -388,9 +388,6 @@ def test_without_a_process_group_it_says_so():
     program = chained(model, fpipe.schedules.gpipe(2))
     with pytest.raises(ValueError, match="init_process_group"):
         fpipe.build(program, model, runtime="distributed", example=(params, rows()))
-    for timeout in (0, "3", timedelta(seconds=3)):
-        with pytest.raises(ValueError, match="timeout is a number of seconds above 0; found"):
-            fpipe.build(program, model, runtime="distributed", example=(params, rows()), timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="are of runtime='distributed'"):
         fpipe.build(program, model, timeout=3)
 

@@ -89,20 +89,19 @@ def build(
     """
     if runtime not in ("local", "threads", "distributed"):
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
-    if runtime != "local" and not trace:
-        raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
-    if compile and not trace:
-        raise ValueError("compile=True compiles traces; say trace=True.")
-    if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
-        raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
-    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
-    if devices is not None and runtime != "threads":
-        raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
-    the_program(program)
-    the_model(model)
+    limited = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
     def checked() -> Any:
+        if runtime != "local" and not trace:
+            raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
+        if compile and not trace:
+            raise ValueError("compile=True compiles traces; say trace=True.")
+        if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
+            raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
+        if not limited:
+            raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
+        if devices is not None and runtime != "threads":
+            raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
         check_match(program, model)
@@ -114,21 +113,24 @@ def build(
         return None if example is None else check_example(example)
 
     if runtime == "distributed":
-        from fpipe.runtimes.distributed import distributed  # torch is also built without it
+        from fpipe.runtimes.arrivals import Arrival  # torch is also built without it
+        from fpipe.runtimes.distributed import distributed
 
-        return distributed(
-            program,
-            model,
-            checked,
-            mesh=mesh,
-            example=example,
-            timeout=timeout,
-            broadcast=broadcast,
-            record=record,
-            check_finite=check_finite,
-            loss_scale=loss_scale,
-            compile=compile,
-        )
+        with Arrival() as arrival:
+            return distributed(
+                the_program(program),
+                the_model(model),
+                checked,
+                arrival,
+                mesh=mesh,
+                example=example,
+                timeout=timeout if limited else None,
+                broadcast=broadcast,
+                record=record,
+                check_finite=check_finite,
+                loss_scale=loss_scale,
+                compile=compile,
+            )
     given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None
     return local(

@@ -25,6 +25,7 @@ from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.sharded import is_sharded
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program
+from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
@@ -47,6 +48,7 @@ def distributed(
     program: Program,
     model: Model,
     checked: Callable[[], Given],
+    arrival: Arrival,
     *,
     mesh: DeviceMesh | None,
     example: Any,
@@ -59,8 +61,8 @@ def distributed(
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
 
-    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
-    way to tell the other ranks.
+    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when the other
+    ranks are known. What is refused before, they hear of by the `arrival`.
     """
     group = _group_of(mesh, program)
     rank = group.rank()
@@ -68,9 +70,10 @@ def distributed(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout)
-    replicas = replicas_of(program, mesh, group, timeout, device)
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, arrival)
+    replicas = replicas_of(program, mesh, group, timeout, device, arrival)
     others = Others(rank, meeting, replicas)
+    arrival.expect(others.everyone.processes)
     signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
     lost, numbers = list[LostRank](), count(1)
 
@@ -187,10 +190,8 @@ def _group_of(mesh: DeviceMesh | None, program: Program) -> ProcessGroup:
     """The processes that run the ranks of a program.
 
     Raises:
-        ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
+        ValueError: the mesh has no dimension for ranks or replicas.
     """
-    if not dist.is_initialized():
-        raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
     axis = axis_of(program)
     names = () if mesh is None else mesh.mesh_dim_names or ()
     of = ({} if axis is None else {axis: "replicas"}) | {"pp": "ranks"}

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.late import Board, who_is_gone, who_is_late
 from fpipe.runtimes.rank_error import LostRank, RankError
 
@@ -40,25 +41,35 @@ class Meeting:
         at: this process's place among all of them.
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
+        arrival: this build of this process, and what the others say of theirs.
 
     Attributes:
+        processes: all of them, in one list.
         seconds: how long a rank waits for another.
         board: what of the group's store is of this build alone.
     """
 
-    def __init__(self, processes: Sequence[Sequence[int]], at: int, group: ProcessGroup, timeout: float | None) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Sequence[int]],
+        at: int,
+        group: ProcessGroup,
+        timeout: float | None,
+        arrival: Arrival,
+    ) -> None:
         every, default = [one for each in processes for one in each], _get_default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
         self._names = [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
-        self._at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
+        self._at, self._all, self.processes, self._closed = at, range(len(every)), every, set[int]()
+        self._arrival, self._why_not = arrival, None
         self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
         store = PrefixStore(f"fpipe/{name}/{every}", default)
         board = Board(store, _host(default, every))
-        built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
+        built = arrival.turn(board, f"built/{at}", self.seconds)
         if built is None:
             raise LostRank(f"the store of the process group does not answer{board.host}")
         self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
@@ -72,7 +83,7 @@ class Meeting:
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
-            ValueError: it is not; who differs from rank 0, and in what.
+            ValueError: it is not; who differs from rank 0, and in what. Or a rank takes others for the ranks.
             RankError: a rank has said instead why it cannot go on.
             LostRank: a rank has not come in time.
         """
@@ -83,6 +94,8 @@ class Meeting:
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
+        if self._why_not is not None:
+            raise self._why_not
         if gone is not None:
             words = f"{self._names[gone]} is gone, on the way to {where}"
             raise LostRank(who_is_gone(self.board, self._at, gone, words))
@@ -116,13 +129,16 @@ class Meeting:
             look = time.monotonic() + _LOOK
             while True:
                 if time.monotonic() > look:
-                    self._look([rank for rank in self._all if rank not in found])
+                    missing = [rank for rank in self._all if rank not in found]
+                    self._look(missing)
+                    names = [(self.processes[rank], self._names[rank]) for rank in missing]
+                    self._why_not = self._arrival.why_not(names, self.processes)
                     look = time.monotonic() + _LOOK
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
                 refused = any(isinstance(said, str) for said in found.values())
-                if refused or time.monotonic() > ends or not self._closed.issubset(found):
+                if refused or self._why_not or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):
                     if self._before:  # all have come here, so all have read that
@@ -143,7 +159,7 @@ class Meeting:
             world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
             for at in missing:
                 try:
-                    world.recv([torch.empty(1)], self._processes[at], _NEVER_SENT)
+                    world.recv([torch.empty(1)], self.processes[at], _NEVER_SENT)
                 except RuntimeError:
                     self._closed.add(at)
 

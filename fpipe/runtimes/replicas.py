@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.graphs.graph import Fact
 from fpipe.program import Op, Program, Value
+from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.late import first_told
 from fpipe.runtimes.lost_replica import who_is_lost
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -225,7 +226,12 @@ def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:
 
 
 def replicas_of(
-    program: Program, mesh: DeviceMesh | None, ranks: ProcessGroup, timeout: float | None, device: torch.device
+    program: Program,
+    mesh: DeviceMesh | None,
+    ranks: ProcessGroup,
+    timeout: float | None,
+    device: torch.device,
+    arrival: Arrival,
 ) -> Replicas | None:
     """The other replicas of a program that has them; the mesh has a dimension for them."""
     axis = axis_of(program)
@@ -238,7 +244,7 @@ def replicas_of(
         slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
     )
     processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout)
+    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, arrival)
     return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))
 
 
