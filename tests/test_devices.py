@@ -214,6 +214,19 @@ def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule
                 parameter -= 0.1 * grad
 
 
+@pytest.mark.parametrize("devices", PLACES, ids=" ".join)
+def test_an_example_without_data_stands_for_what_is_at_home_on_each_rank(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It was refused, since parameters on the meta device are not on that of their rank."""
+    program, model, params, net, batch = on_ranks(devices, "dualpipe", 2, 8)
+    meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
+    monkeypatch.setattr("fpipe.runtimes.local._first", None)  # no signature is new
+    pairs = zip(leaves(step(params, batch).grads), by_autograd(net, batch), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
 @pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
 def test_a_step_waits_for_the_callers_stream_and_the_caller_for_the_step(devices: list[str]):
     program, model, params, net, batch = on_ranks(devices, "one_f_one_b", 2, 1024)
@@ -274,9 +287,11 @@ def test_a_recorded_step_tells_what_devices_did_and_when(devices: list[str]):
         assert all(when[written[value]][1] <= start + slack for value in op.reads if value in written)
 
 
-def test_every_value_is_on_the_device_of_its_rank():
-    """Two devices that every machine has: what is on the meta device has all but data."""
+@pytest.mark.parametrize("data", [True, False])
+def test_every_value_is_on_the_device_of_its_rank(data: bool):
+    """Two devices that every machine has: what is on the meta device has all but data. So has an example."""
     program, model, params, _, batch = on_ranks(["cpu", "meta"], "dualpipe", 2, 8)
+    params = params if data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
     program = with_transfers(on_devices(program, devices))
     made = Prepared(program, model, params, batch, None, None, Untraced(), devices=devices)
@@ -301,8 +316,9 @@ def test_parameters_elsewhere_are_refused(made: bool):
     params = tree_map(lambda leaf: torch.zeros(leaf.shape, device="meta"), params) if made else params
     with pytest.raises(ValueError, match=r"params\[\d\] \(of shape .* is on meta, and its rank computes on cpu: move"):
         step(params, batch)
-    devices = [torch.device("cpu")] * 2
-    with pytest.raises(ValueError, match=r"is on meta, and its rank computes on cpu: move"):
+    devices = [torch.device("meta")] * 2
+    params = tree_map(lambda leaf: torch.zeros(leaf.shape), params)
+    with pytest.raises(ValueError, match=r"is on cpu, and its rank computes on meta: move"):
         Prepared(with_transfers(program), model, params, batch, None, None, Untraced(), devices=devices)
 
 

@@ -71,12 +71,12 @@ def homes_of(program: Program, devices: Sequence[torch.device]) -> Mapping[Value
     return {end.value: devices[end.homes[0]] for end in program.inputs} if devices else {}
 
 
-def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device | None) -> None:
-    """A ValueError for parameters or a state that are not on their rank's device; a batch is brought there."""
-    if home is None or value.name in BATCH:
-        return
-    away = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home), None)
-    if away is not None:
+def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device, *, example: bool = False) -> None:
+    """A ValueError for parameters or a state that are not on their rank's device; a batch is brought there. What of an
+    `example` has no data stands for what is at home."""
+    found = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not (example and leaf.is_meta))
+    away = next((leaf for leaf in found if leaf.device != home), None)
+    if away is not None and value.name not in BATCH:
         raise ValueError(
             f"{value} (of shape {[*away.shape]}) is on {away.device}, and its rank computes on {home}: move that stage "
             "there before the step, or say other devices=."

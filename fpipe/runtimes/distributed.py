@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def distributed(
     replicas = replicas_of(program, mesh, group, timeout, device, arrival)
     others = Others(rank, meeting, replicas)
     arrival.expect(others.everyone.processes)
-    signatures, known = Signatures(model, device), LRUCache[Any, OnRank](_MOST)
+    signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
     lost, numbers = list[LostRank](), count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
@@ -109,7 +109,7 @@ def distributed(
             check_params(model, _filled(own[0], shapes[0]))
         given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
         leaves, containers = tree.flatten(given)
-        signature = signatures.of(leaves, containers, example=True)
+        signature = signatures.of(leaves, containers, homes=repeat(device))
         made = known.get(signature)
         if made is None or number == 1:  # at the first step the key is new
             made = made or prepared(given, key)
@@ -167,7 +167,7 @@ def distributed(
         others.refuse(error, _BUILDING, _TRACED)
         raise
     sums = first.sums
-    known[signatures.of(*tree.flatten(shapes), example=True)] = first
+    known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step
 
 

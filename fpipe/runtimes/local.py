@@ -63,7 +63,7 @@ def local(
         with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
             made = prepare(program, model, *example, None, Untraced(), loss_scale, compile)
             made.compile()
-            known[signatures.of(*tree.flatten(example), example=True)] = made
+            known[signatures.of(*tree.flatten(example), homes=made.at_home)] = made
 
     def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
         def both(value: Value, made: Any) -> None:

@@ -6,7 +6,7 @@ params, batch, state        --> slots --> instructions --> slots -->        Resu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -41,6 +41,13 @@ class _Leaf:
         self.sharding: Sharding | None = None
 
 
+class _Zeros:
+    """The gradient of a parameter that nothing depends on, and where that is at home."""
+
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        self.like, self.device = like, device
+
+
 class Prepared:
     """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
 
@@ -59,7 +66,6 @@ class Prepared:
         replica: tuple[int, int] = (0, 1),
         devices: Sequence[torch.device] = (),
     ) -> None:
-        self.home = home  # of what has no data
         check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
         self.untraced = untraced
@@ -69,6 +75,7 @@ class Prepared:
         trees: dict[Value, AbstractTree] = {}
         handed: dict[Value, list[int]] = {}
         homes = homes_of(program, devices)
+        self.at_home = [*repeat(home or torch.get_default_device(), len(leaves))]  # where a leaf without data would be
         own_batch = own_batch if whole is batch else streams(own_batch, len(sizes))
         ends = bind_inputs(program, model, own_params, own_batch, None if state is None else own_state, key)
         if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
@@ -76,14 +83,17 @@ class Prepared:
         for value, held in ends.items():
             found, spec = tree.flatten(held)
             handed[value] = [leaf.at for leaf in found]
-            check_at_home(value, [leaves[leaf.at] for leaf in found], homes.get(value))
+            if value in homes and value.name not in BATCH:
+                check_at_home(value, (leaves[leaf.at] for leaf in found), homes[value], example=True)
+                for leaf in found:
+                    self.at_home[leaf.at] = homes[value]
             if value.name == "params":
                 real = tree.unflatten(spec, [leaves[leaf.at] for leaf in found])
                 train = trained(model, value.stage or 0, value.port, real)
             else:
                 train = [False] * len(found)
             pairs = zip(found, train, strict=True)
-            facts = (_fact(leaves[leaf.at], storages, one, home) for leaf, one in pairs)
+            facts = (_fact(leaves[leaf.at], storages, one, self.at_home[leaf.at]) for leaf, one in pairs)
             trees[value] = AbstractTree(tuple(_at(fact, homes.get(value)) for fact in facts), spec)
         cut = {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
         constants = {Value("const", number): stage for number, stage in cut.items() if stage.constants()}
@@ -158,7 +168,7 @@ class Prepared:
             device = next(iter(notes.devices), None) if notes else None
             self._execute(slots, Watch(notes, check_finite, see, device) if notes or check_finite or see else None)
             containers, found, untouched = self.results
-            whole = tree.unflatten(containers, [_result(leaf, slots, self.home) for leaf in found])
+            whole = tree.unflatten(containers, [_result(leaf, slots) for leaf in found])
         if untouched:
             assert state is not None
             whole["state"] = tuple(state[n] if n in untouched else own for n, own in enumerate(whole["state"]))
@@ -190,15 +200,19 @@ class Prepared:
         state = [None if n in untouched else own for n, own in enumerate(state)] if written else None
         whole = collect_results(program, self.model, params, batch, state, values, lambda leaf: leaf)
         found, containers = tree.flatten(whole)
-        for leaf, param in zip(tree.leaves(whole.get("grads", [])), cycle(tree.leaves(params)), strict=False):
+        of_params = cycle(zip(tree.leaves(params), self.at_home, strict=False))
+        zeros: dict[int, _Zeros] = {}
+        for leaf, (param, home) in zip(tree.leaves(whole.get("grads", [])), of_params, strict=False):
             if isinstance(leaf, _Leaf):  # in the containers of params, once or for each microbatch
                 leaf.sharding = sharding_of(param)
+            elif isinstance(leaf, Tensor):
+                zeros[id(leaf)] = _Zeros(leaf, home if leaf.is_meta else leaf.device)
         for leaf in found:
             known = facts.get(leaf) if isinstance(leaf, _Leaf) else None
             if isinstance(known, Fact):
                 leaf.copied = bool(self.untraced.stages) or known.storage in given or not dense(known)
                 given.add(known.storage)
-        return containers, found, untouched
+        return containers, [zeros.get(id(leaf), leaf) for leaf in found], untouched
 
 
 def _fact(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
@@ -208,8 +222,7 @@ def _fact(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch
     if not is_strided(leaf):
         raise Untraceable(f"it is handed a {layout_of(leaf)}")
     known = fact(leaf, storages)
-    own = known.aval.device
-    device = (home or torch.get_default_device()) if own.type == "meta" else own  # an example without data
+    device = (home or torch.get_default_device()) if leaf.is_meta else known.aval.device  # an example without data
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
 
 
@@ -220,14 +233,12 @@ def _at(known: Any, home: torch.device | None) -> Any:
     return in_own_storage(known.aval._replace(device=home))
 
 
-def _result(leaf: Any, slots: Sequence[Any], home: torch.device | None) -> Any:
+def _result(leaf: Any, slots: Sequence[Any]) -> Any:
     """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
-    if isinstance(leaf, _Leaf):
-        made = slots[leaf.slot][leaf.at]
-        made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
-        return made if leaf.sharding is None else leaf.sharding.whole(made)
-    return (
-        torch.zeros_like(leaf, device=(home or torch.get_default_device()) if leaf.is_meta else None)
-        if isinstance(leaf, Tensor)
-        else leaf
-    )
+    if isinstance(leaf, _Zeros):
+        return torch.zeros_like(leaf.like, device=leaf.device)
+    if not isinstance(leaf, _Leaf):
+        return leaf
+    made = slots[leaf.slot][leaf.at]
+    made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+    return made if leaf.sharding is None else leaf.sharding.whole(made)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -31,11 +32,9 @@ class Signature(tuple[Any, ...]):
 
 
 class Signatures:
-    """The signatures of what one step is handed. An example without data stands for tensors at `home`, by default on
-    the default device."""
+    """The signatures of what one step is handed."""
 
-    def __init__(self, model: Model, home: torch.device | None = None) -> None:
-        self._home = home
+    def __init__(self, model: Model) -> None:
         found = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
         self._stages = [inner for _, inner in found if inner is not None]
         self._wrapped = [inner for outer, inner in found if inner is not None and inner is not outer]
@@ -43,12 +42,14 @@ class Signatures:
         self._last: Any = None
         self._now = Signature()
 
-    def of(self, leaves: Sequence[Any], containers: tree.Spec, example: bool = False) -> Signature:
+    def of(
+        self, leaves: Sequence[Any], containers: tree.Spec, homes: Iterable[torch.device] | None = None
+    ) -> Signature:
         """The signature of these leaves in these containers, under what is around them now.
 
         Args:
             leaves, containers: of what a step is handed.
-            example: whether they only show what it will be: those without data stand for tensors at home.
+            homes: of an example, where each leaf is at home: those without data stand for tensors there.
 
         Raises:
             TypeError: a leaf cannot be compared.
@@ -57,9 +58,8 @@ class Signatures:
         modes, now = tuple([mode for stage in self._stages for mode in stage.modes()]), self._now
         own = [leaf for stage in self._stages for leaf in stage.constants()]
         known = [*map(_known, leaves), *map(_known, own)]
-        if example:
-            home = self._home or torch.get_default_device()
-            known = [_at_home(one, home) for one in known]
+        if homes is not None:
+            known = [*map(_at_home, known, chain(homes, repeat(torch.get_default_device())))]
         inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
         found = (ambient(), modes, inside, containers, tree.odd_keys(containers), *known)
         if found != now:
