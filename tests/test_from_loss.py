@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import linecache
 import math
 import re
 import sys
@@ -387,6 +388,31 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(name: str):
         fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(6, 4)))
 
 
+class Decides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_refusal_names_the_module_and_the_users_line(decides: bool) -> None:
+    """It named an op, add_1 say, of a graph that the user never sees."""
+    net = nn.Sequential(nn.Linear(4, 4), Decides() if decides else nn.Tanh())
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        y = fpipe.boundary(torch.func.functional_call(net, params, (sum(batch),)))
+        return (y @ y.T - batch[1].sum()).square().mean()
+
+    with pytest.raises(
+        ValueError, match="Use torch.where, or from_fun" if decides else "stage 0 reads the ta"
+    ) as error:
+        fpipe.from_loss(loss_fn, dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4)))
+    code = (Decides.forward if decides else loss_fn).__code__
+    place = "in module 'net.1' (Decides), at" if decides else "at"
+    line = code.co_firstlineno + 1
+    words = linecache.getline(__file__, line).strip()
+    assert str(error.value).splitlines()[1:] == [f"  {place} test_from_loss.py:{line}, in {code.co_name}: {words}"]
+
+
 def test_a_parameter_that_is_no_tensor():
     with pytest.raises(ValueError, match=re.escape("params['n'] is a int; parameters are tensors")):
         fpipe.from_loss(gpt, {"n": 3}, (torch.ones(2), torch.ones(2)))
@@ -487,7 +513,11 @@ def test_what_torch_says_of_rows_is_explained():
     with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(s\d+\)") as error:
         fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(3, 4)))
     notes = [re.sub(r"s\d+", "s", note) for note in sorted(error.value.__notes__, key=lambda note: "target" in note)]
-    assert notes.pop(0) == "loss_fn was called on fake tensors, which have no data, as from_loss does to cut it."
+    words, place = notes.pop(0).splitlines()
+    assert words == "loss_fn was called on fake tensors, which have no data, as from_loss does to cut it."
+    assert place.endswith(
+        'in <lambda>: loss_fn, params = simple(lambda y, w, t: (y - t).square().mean()), {"w": torch.eye(4)}'
+    )
     assert notes == [
         f"s is the number of rows of {half}, which from_loss keeps symbolic." for half in ("inputs", "target")
     ]

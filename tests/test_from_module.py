@@ -406,17 +406,64 @@ class SaysSo(Causal):
 
 
 def test_a_module_of_torch_that_cannot_be_exported_is_said_with_its_line_too() -> None:
-    wrong(Causal(), "tgt_is_causal = _detect_is_causal_mask(tgt_mask, tgt_is_causal, seq_len)). Change that line")
+    wrong(Causal(), "tgt_is_causal = _detect_is_causal_mask(tgt_mask, tgt_is_causal, seq_len)")
+    wrong(Causal(), "in module 'decoder' (TransformerDecoder), at test_from_module.py:")
     model, _, _ = fpipe.from_module(SaysSo(), 2, loss=F.mse_loss, example=rows(4))
     assert [stage.name for stage in model.stages] == ["decoder.layers.0", "decoder.layers.1"]
 
 
-def test_what_cannot_be_exported_is_said_with_the_users_line() -> None:
-    wrong(Branching(4), "in around: return block(x) if x.sum() > 0 else x)")
-    wrong(WritesInput(4), "the net writes")
+class Peeks(nn.Module):
+    """Decides by what it reads, in a method of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decided(x)
+
+    def decided(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=torch.Generator())
+
+
+class WritesTable(nn.Module):
+    """Writes what it closes over, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2 * WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table += 1
+        return x + self.table
+
+
+def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line() -> None:
+    """Of an op only its name was said, and of what torch.export refuses the line without the module."""
+    wrong(Branching(4), "in around: return block(x) if x.sum() > 0 else x")
+    at = "), at test_from_module.py:"
+    middle = "\n  in module 'blocks.0.middle.0' ("
+    decides = f"{middle}Peeks{at}{line_of(Peeks.decided) + 1}, in decided: return x if x.sum() > 0 else -x"
+    wrong(Net(2, Peeks), f"Change the line below, or use from_loss with fpipe.boundary, or from_functions.{decides}")
+    wrong(
+        Net(2, Draws), f"{middle}Draws{at}{line_of(Draws.forward) + 1}, in forward: return x + torch.rand(x.shape, ge"
+    )
+    writes = f"{middle}WritesTable{at}{line_of(WritesTable.forward) + 1}, in forward: self.table += 1"
+    wrong(Net(2, WritesTable), f"which is no buffer of its own; a stage is a pure function. Work on a copy.{writes}")
+    wrong(WritesInput(4), f"at test_from_module.py:{line_of(WritesInput.forward) + 1}, in forward: return super().forw")
     shared = Net(4, Statistics)
     shared.blocks[3] = shared.blocks[0]
-    wrong(shared, "choose cuts= that keep it in one")
+    place = (
+        f"{middle}Statistics), at test_from_module.py:{line_of(Block.forward) + 1}, in forward: return x + self.down("
+    )
+    wrong(shared, f"in stages 0 and 1; choose cuts= that keep it in one.{place}")
+
+
+def line_of(function: Any) -> int:
+    return function.__code__.co_firstlineno
 
 
 def test_a_gradient_that_the_trace_has_lost_is_refused() -> None:
@@ -472,9 +519,9 @@ class Cumulative(nn.BatchNorm1d):
 def test_what_a_graph_cannot_say_is_refused_with_the_way_out() -> None:
     """torch's own words came without the user's line, or only when a gradient was asked for."""
     wrong(Checkpointed(4), "no trace above autograd captures; say use_reentrant=False, or leave it out")
-    wrong(Checkpointed(4), "in around: return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True))")
+    wrong(Checkpointed(4), "in around: return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)")
     wrong(Remembers(4), "self.last was assigned during export. Such attributes must be registered as buffers")
-    wrong(Remembers(4), "in around: self.last = block(x))")
+    wrong(Remembers(4), "in around: self.last = block(x)")
     wrong(Net(2, Cumulative), "(momentum=None), a number that it reads from a buffer, which an export cannot; give it")
 
 
@@ -534,5 +581,8 @@ def test_a_stage_mutates_a_copy_of_what_it_is_handed() -> None:
     net, batch = InPlace(4), rows()
     model, params, _ = fpipe.from_module(net, loss=F.mse_loss, example=batch, cuts=["embed", "blocks.1"])
     assert fpipe.verify(pipeline(model), model, params, batch).bitwise
-    with pytest.raises(ValueError, match=r"stage 2 reads what stage 0 computes .* and stage 1 writes in place"):
+    written = (
+        r"stage 2 reads what stage 0 computes .* and stage 1 writes in place .*\n  in module 'blocks.0.0' \(ReLU\), at"
+    )
+    with pytest.raises(ValueError, match=written):
         fpipe.from_module(ReadsMutated(2), loss=F.mse_loss, example=batch, cuts=["embed", "blocks.1"])

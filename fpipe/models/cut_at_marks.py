@@ -20,6 +20,7 @@ from fpipe.model import Source
 from fpipe.models.contexts import OUTSIDE, ContextWriter
 from fpipe.models.marked_graph import MarkedGraph, has_effect
 from fpipe.models.open_sizes import expr_of, follows, is_size, open_sizes
+from fpipe.models.places import place_of
 
 _SIZE: Any = torch.ops.aten.sym_size.int
 _CLONE: Any = torch.ops.aten.clone.default
@@ -203,7 +204,7 @@ class StageGraphs:
                 if node not in self.marked.stage_of:
                     raise ValueError(
                         f"stage {stage} asks for a size of the target, which only the loss has; ask the inputs for it, "
-                        "as in x.shape[0]."
+                        f"as in x.shape[0].{place_of(next(iter(node.users), node))}"
                     )
                 self._refuse_mutated_between(node, stage)
                 handed_on[self.marked.stage_of[node]][node] = None
@@ -218,6 +219,7 @@ class StageGraphs:
             raise ValueError(
                 f"stage {stage} reads what stage {home} computes ({node.name}) and stage "
                 f"{self.marked.stage_of[mutator]} writes in place ({mutator.target}). Compute a new tensor instead."
+                f"{place_of(mutator)}"
             )
 
     def _is_of(self, stage: int) -> Callable[[fx.Node], bool]:

@@ -18,6 +18,7 @@ from fpipe.models.cut_at_marks import Part, StageGraphs, one_or_all
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.open_sizes import open_sizes
+from fpipe.models.places import place_of
 from fpipe.models.trace_loss import TracedLoss
 from fpipe.models.traced_modes import TracedModes
 
@@ -83,7 +84,7 @@ class CutLoss:
                 shape = tuple(getattr(self.marked.module, str(constant.target)).shape)
                 raise ValueError(
                     f"loss_fn writes a tensor of shape {shape} in place ({node.target}), which it closes over; a stage "
-                    "and a loss are pure functions. Hand it in, among params, or mutate a clone."
+                    f"and a loss are pure functions. Hand it in, among params, or mutate a clone.{place_of(node)}"
                 )
 
     def _refuse_target_in_stages(self) -> None:
@@ -92,7 +93,7 @@ class CutLoss:
             if node in self.judging and stage < self.marked.stages - 1:
                 raise ValueError(
                     f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may. What "
-                    "a stage reads of the batch is one of its inputs."
+                    f"a stage reads of the batch is one of its inputs.{place_of(node)}"
                 )
 
     def _refuse_parameters_in_loss(self) -> None:
@@ -102,7 +103,7 @@ class CutLoss:
             if node in self.judging and name is not None:
                 raise ValueError(
                     f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
-                    "Compute what needs them before the target comes in."
+                    f"Compute what needs them before the target comes in.{place_of(node)}"
                 )
 
     def _refuse_random_numbers_after_loss(self) -> None:
@@ -111,7 +112,7 @@ class CutLoss:
             if before in self.judging and node not in self.judging:
                 raise ValueError(
                     f"{before.name} draws random numbers for the loss, and {node.name} after it for what comes before "
-                    "the loss; draw them in the other order."
+                    f"the loss; draw them in the other order.{place_of(before)}{place_of(node)}"
                 )
 
     def _loss_part(self) -> Part:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import traceback
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,8 @@ from fpipe.graphs.symbols import in_words
 from fpipe.models.batch_norm import tracks
 from fpipe.models.boundary import marking
 from fpipe.models.known_modules import refuse_impure, refuse_wrapped
-from fpipe.models.trace_loss import NoGenerators
+from fpipe.models.places import noting_places, place_of_caller, place_of_error
+from fpipe.models.traced_graph import NoGenerators
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
@@ -50,7 +49,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
     shapes: Any = tree.tree_map(_open_dims, arguments)
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
-    assigned: list[traceback.FrameSummary] = []
+    assigned: list[str] = []
     try:
         with (
             torch.enable_grad(),
@@ -58,13 +57,15 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             marking(),
             without_cache(net),
             _quiet(),
-            _noting_attributes(assigned),
+            _noting_attributes(net, assigned),
+            noting_places(),
             _without_reentrant_checkpoints(),
         ):
             return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
     except Exception as error:
-        lines = assigned[-1:] if isinstance(error, UserWarning) else _lines_of(error)
-        raise ValueError(_reason(net, error, lines)) from error
+        at_end = isinstance(error, UserWarning) and assigned
+        place = assigned[-1] if at_end else place_of_error(error, net.named_modules())
+        raise ValueError(_reason(net, error, place)) from error
     finally:
         attributes.put_back()
 
@@ -146,14 +147,14 @@ def _quiet() -> Generator[None]:
 
 
 @contextmanager
-def _noting_attributes(lines: list[traceback.FrameSummary]) -> Generator[None]:
-    """Meanwhile note the lines that assign a tensor to a plain attribute of a module."""
+def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
+    """Meanwhile note where a tensor is assigned to a plain attribute of a module."""
     assign: Any = nn.Module.__setattr__
 
     def noted(module: nn.Module, name: str, value: Any) -> None:
         assign(module, name, value)
         if isinstance(value, Tensor) and name in vars(module):
-            lines.extend(traceback.extract_stack(limit=2)[:1])
+            places.append(place_of_caller(module, net.named_modules()))
 
     nn.Module.__setattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -181,32 +182,11 @@ def _without_reentrant_checkpoints() -> Generator[None]:
         checkpoints.CheckpointFunction = before
 
 
-def _reason(net: nn.Module, error: Exception, lines: Sequence[traceback.FrameSummary]) -> str:
-    """Why a net cannot be exported: the module, torch's words, and the user's line."""
+def _reason(net: nn.Module, error: Exception, place: str) -> str:
+    """Why a net cannot be exported, in torch's words, and where."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
-    places = [f"at {Path(one.filename).name}:{one.lineno}, in {one.name}: {one.line}" for one in lines]
-    where = f" ({'; which calls torch '.join(places)})" if places else ""
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
-        f"{in_words(said)}{where}. {'Change that line, or use' if places else 'Use'} from_loss with fpipe.boundary, "
-        "or from_functions."
+        f"{in_words(said)}. {'Change the line below, or use' if place else 'Use'} from_loss with fpipe.boundary, or "
+        f"from_functions.{place}"
     )
-
-
-def _lines_of(error: Exception) -> list[traceback.FrameSummary]:
-    """The innermost line of the net's own code, outside of torch and of this package; and of the forward of a module of
-    torch's that it calls, for what that one takes, such as the word `tgt_is_causal` beside a mask."""
-    torchs = Path(torch.__file__).parent
-    ours = Path(__file__).parents[1], torchs
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        at
-        for at, one in enumerate(frames)
-        if not any(Path(one.filename).is_relative_to(home) for home in ours)
-        and Path(one.filename).parent != Path(inspect.__file__).parent  # nor in Python's, as contextlib's is
-    ]
-    if not own:
-        return []
-    modules = torchs / "nn" / "modules"
-    called = [one for one in frames[own[-1] :] if one.name == "forward" and Path(one.filename).parent == modules]
-    return [frames[own[-1]], *called[-1:]]

@@ -91,7 +91,7 @@ def from_loss(
         refuse_wrapped(path, module)
     names = _names(params)
     with called_modules() as called:
-        traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch)
+        traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch, {one: path for path, one in named})
     modules = called | {module: path for path, module in named}
     cut = CutLoss(traced, names, TracedModes([(path, module) for module, path in modules.items()]))
     leaves = dict(zip(names, tree.leaves(params), strict=True))

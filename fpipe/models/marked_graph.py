@@ -15,6 +15,7 @@ from fpipe.graphs.draws import draws
 from fpipe.graphs.in_place import mutated_by
 from fpipe.models.boundary import MARK
 from fpipe.models.contexts import contexts_of, switches_context
+from fpipe.models.places import place_of
 
 
 class MarkedGraph:
@@ -99,14 +100,16 @@ def _stages(graph: fx.Graph, marked: dict[fx.Node, fx.Node], who: str) -> dict[f
     for node in graph.nodes:
         if node.target is MARK:
             if stage not in found.values():
-                raise ValueError(f"boundary {stage + 1} has nothing to compute before it; leave it out.")
+                words = f"boundary {stage + 1} has nothing to compute before it; leave it out."
+                raise ValueError(words + place_of(node))
             stage += 1
         elif node.op == "call_function" and node not in marked and not switches_context(node):
             found[node] = stage
     if not found:
         raise ValueError(f"{who} computes nothing, so there is no stage to cut it into.")
     if stage not in found.values():
-        raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.")
+        last = graph.find_nodes(op="call_function", target=MARK)[-1]
+        raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.{place_of(last)}")
     return found
 
 

@@ -18,6 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.in_place import mutated_by
+from fpipe.models.places import place_of
 from fpipe.models.traced_graph import asked_of_sizes, make_literals_pure
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -107,7 +108,10 @@ def read_graph(exported: ExportedProgram, held: Held) -> NetGraph:
         if spec.kind == InputKind.USER_INPUT:
             continue
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            raise ValueError(f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.")
+            place = next((place_of(user) for user in node.users), "")
+            raise ValueError(
+                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
+            )
         if name in first:
             node.replace_all_uses_with(first[name])
         else:
@@ -175,6 +179,7 @@ class _Flat:
             else:
                 raise ValueError(
                     f"the net writes its input {spec.target!r}; a stage is a pure function. Work on a copy."
+                    f"{place_of(value)}"
                 )
         self.graph.output(tuple(one for one in self.results if isinstance(one, fx.Node)))
 

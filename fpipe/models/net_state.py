@@ -18,6 +18,7 @@ from torch import fx
 from fpipe.graphs.in_place import mutated_by
 from fpipe.models.cut_at_marks import Part
 from fpipe.models.marked_graph import MarkedGraph, draws_random
+from fpipe.models.places import place_of
 
 _BATCH_NORM: Any = torch.ops.aten.batch_norm.default
 _INSTANCE_NORM: Any = torch.ops.aten.instance_norm.default
@@ -85,16 +86,17 @@ def written_by(
         if names.get(node) not in buffers:
             raise ValueError(
                 f"the net writes {names.get(node, node.name)!r} in place ({marked.mutators[node].target}), which is no "
-                "buffer of its own; a stage is a pure function. Work on a copy."
+                f"buffer of its own; a stage is a pure function. Work on a copy.{place_of(marked.mutators[node])}"
             )
         touched = _touched(marked, node, statistics)
-        homes = {marked.stage_of[one] for one in (*touched, *node.users) if one in marked.stage_of}
+        homes = {marked.stage_of[one]: one for one in (*touched, *node.users) if one in marked.stage_of}
         if len(homes) > 1:
             raise ValueError(
                 f"buffer {names[node]!r} is written in a net that reads or writes it in stages {min(homes)} and "
                 f"{max(homes)}; choose cuts= that keep it in one."
+                f"{''.join(place_of(homes[stage]) for stage in (min(homes), max(homes)))}"
             )
-        home = found[homes.pop()]
+        home = found[min(homes)]
         ordered = any(one in behind or draws_random(one) or _spills(one, touched, node) for one in touched)
         (home.held if ordered or node in behind else home.apart)[node] = names[node]
         home.ops |= touched

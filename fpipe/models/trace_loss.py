@@ -8,13 +8,13 @@ symbolic. What a graph cannot represent is refused: branches on data, gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
@@ -23,6 +23,7 @@ from fpipe.graphs.keep import written_down
 from fpipe.graphs.keys import seeded
 from fpipe.graphs.symbols import in_words, symbols_in
 from fpipe.models.boundary import KEY, marking
+from fpipe.models.places import noting_places, place_of, place_of_error
 from fpipe.models.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure
 
 
@@ -37,8 +38,11 @@ class TracedLoss(NamedTuple):
     guards: tuple[Any, ...]
 
 
-def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any]) -> TracedLoss:
-    """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows."""
+def trace_loss(
+    loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any], modules: Mapping[nn.Module, str]
+) -> TracedLoss:
+    """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows;
+    `modules` are those that errors name, with their paths."""
     # Imported when first needed: they would take a third of the time that importing fpipe takes.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,10 +70,11 @@ def trace_loss(loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with NoGenerators("loss_fn"), marking():
+        with NoGenerators("loss_fn"), marking(), noting_places(modules):
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
-    with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), _explained(given[1]), watched_memory():
+    explained = _explained(given[1], modules)
+    with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), explained, watched_memory():
         module = make_fx(flat, pre_dispatch=True)(*tensors)
     make_literals_pure(module.graph)
     _refuse_untraced(module)
@@ -96,26 +101,29 @@ def _refuse_untraced(module: fx.GraphModule) -> None:
             raise ValueError(
                 f"a tensor of shape {in_words(tuple(held.shape))} is computed where no trace sees it: by "
                 "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or in an earlier call. "
-                "Stages of from_functions may do that."
+                f"Stages of from_functions may do that.{next((place_of(user) for user in node.users), '')}"
             )
 
 
 @contextmanager
-def _explained(batch: tuple[Any, Any]) -> Generator[None]:
-    """Errors of torch while it traces say that it did, and which rows its symbols stand for."""
+def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Generator[None]:
+    """Errors of torch while it traces say that it did, where, and which rows its symbols stand for."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    named = [(path, module) for module, path in modules.items()]
     try:
         yield
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
             "loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is traced. "
-            "Use torch.where, or from_functions."
+            f"Use torch.where, or from_functions.{place_of_error(error, named)}"
         ) from error
     except Untraceable as error:
-        raise ValueError(f"loss_fn cannot be cut: {error}. Compute a new tensor in its place.") from error
+        words = f"loss_fn cannot be cut: {error}. Compute a new tensor in its place."
+        raise ValueError(words + place_of_error(error, named)) from error
     except Exception as error:
-        error.add_note("loss_fn was called on fake tensors, which have no data, as from_loss does to cut it.")
+        note = "loss_fn was called on fake tensors, which have no data, as from_loss does to cut it."
+        error.add_note(note + place_of_error(error, named))
         halves = zip(("inputs", "target"), batch, strict=True)
         leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
         rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
