@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -237,6 +238,41 @@ def test_ctrl_c_ends_every_rank_and_the_next_step_works():
         with pytest.raises(KeyboardInterrupt):
             step(params, (ROWS[0] * 1e4, ROWS[1]))
         assert same(step(params, ROWS), expected)
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_a_second_ctrl_c_while_threads_end_leaves_the_next_step_right():
+    """It left a worker in its op and a step that had failed, which the next step took for its own."""
+    came, go = threading.Semaphore(0), threading.Event()
+
+    def interrupt(number: int, frame: Any) -> None:
+        came.release()
+        raise KeyboardInterrupt
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e3:
+            for _ in range(3):  # in an op of the caller's thread, then while it waits for this one, twice
+                time.sleep(0.05)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                came.acquire(timeout=5)
+            go.wait(5)
+        return x * p["w"]
+
+    model = fpipe.from_functions([lambda p, x: x * p["w"], stage], lambda y, t: (y - t).square().mean())
+    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
+    other = torch.ones(8), torch.zeros(8)
+    expected = [(rows, step(params, rows)) for rows in (ROWS, other, ROWS)]
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for rows, result in expected:
+            go.clear()
+            with pytest.raises(KeyboardInterrupt):
+                step(params, (ROWS[0] * 1e4, ROWS[1]))
+            threading.Timer(0.05, go.set).start()
+            assert same(step(params, rows), result)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")

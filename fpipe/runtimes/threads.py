@@ -38,12 +38,14 @@ class Workers:
     def __init__(self, ranks: int) -> None:
         self.lock = threading.Lock()  # steps of several threads of the caller's come one after the other
         self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"fpipe rank {rank}") for rank in range(1, ranks)]
+        self._stop: Callable[[BaseException], None] | None = None
 
     def run(
         self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], around: Surroundings
     ) -> None:
         """Each job on its thread, until all are done; `stop` ends them early. A job raises nothing itself."""
         left: list[Future[None]] = []
+        self._stop = stop
         try:
             left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
             jobs[0]()
@@ -52,6 +54,14 @@ class Workers:
         except BaseException as error:  # Ctrl-C
             stop(error)
             wait(left)
+        self._stop = None
+
+    def settle(self) -> None:
+        """Wait for what a second Ctrl-C has left behind."""
+        if self._stop is not None:
+            self._stop(KeyboardInterrupt())
+            wait([pool.submit(int) for pool in self._pools])
+            self._stop = None
 
 
 class Surroundings(NamedTuple):
@@ -171,6 +181,7 @@ class OnThreads(Prepared):
             )
         self.lanes = [Lane(device) for device in devices]
         self.workers, self.between = workers, HandOver(self.instructions, self.lanes)
+        self._under_way = False
         self._on = None if devices else accelerator_of(self.trees.values())
         turns = [*map(_in_turn, self.instructions)]
         both = self.between.send, self.between.receive
@@ -196,6 +207,10 @@ class OnThreads(Prepared):
                 self.between.stop(error)
 
         with self.workers.lock:
+            self.workers.settle()
+            if self._under_way:
+                self.between.clear()
+            self._under_way = True
             jobs = [*map(partial, repeat(job), count(), self.parts, given)]
             held = [slots[slot][:] for slot, _ in self.homes]  # until the caller's stream waits for who reads it
             for lane in self.lanes:
@@ -209,6 +224,8 @@ class OnThreads(Prepared):
             error = self.between.error
             if error is not None:
                 self.between.clear()
+            self._under_way = False
+            if error is not None:
                 try:
                     raise error
                 finally:
