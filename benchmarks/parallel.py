@@ -5,8 +5,9 @@
 Two processes of one gloo group, one intra-op thread each. In each round every step runs once, one after another: eager
 autograd, our local step and our threads in the first process while the second waits; our processes, and torch's own
 schedule of the same kind on the same group, in both. A time is that of the slower process. A ratio is of minima over
-rounds; rounds in which a thread waited for a core more than 5 % of the time (/proc/self/task/*/schedstat) are left out,
-unless fewer than five are left, and how many is printed.
+rounds; those in which a thread waited for a core more than 5 % of the time (/proc/self/task/*/schedstat) are left out,
+unless fewer than five are left. Rounds go on until 30 of each step are kept, or twice as many were run; how many were
+kept is printed.
 
 Bare are the messages of the same schedule without the rest: torch's own sends and receives of as many bytes, in the
 order of each rank, each waited for. What is below that only gloo could be.
@@ -55,6 +56,7 @@ SCHEDULES = {
     "zbv": ("ScheduleZBVZeroBubble", 2, (0, 1, 1, 0)),
 }
 MSE = nn.functional.mse_loss
+WARM_UP = 2
 # Of the best schedule of a net, or on average over all of them: what is to be reached, of what.
 BEST = {
     "MLP 512 x 128 rows": {("threads", "eager"): 0.60, ("gloo", "eager"): 0.62},
@@ -158,7 +160,9 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
     steps = {"eager": (eager(*case), True), "local": (local, True), "threads": (threads, True), "gloo": (gloo, False)}
     steps |= {"torch": (torchs(rank, schedule, case), False), "bare": (messages_only, False)}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
-    for _ in range(rounds + 2):
+    gc.collect()
+    gc.freeze()  # what is built is looked at no more: a collection before each step is short
+    for turn in range(WARM_UP + 2 * rounds):
         for label, (step, alone) in steps.items():
             gc.collect()
             gc.disable()
@@ -170,23 +174,32 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
             gc.enable()
             both = torch.tensor([seconds, waited / max(seconds, 1e-9)])
             dist.all_reduce(both, dist.ReduceOp.MAX)
-            times[label].append((float(both[0]), float(both[1])))
-    return report(name, schedule, bubble, {label: found[2:] for label, found in times.items()}) if rank == 0 else {}
+            if turn >= WARM_UP:
+                times[label].append((float(both[0]), float(both[1])))
+        if min(map(len, map(clean, times.values()))) >= rounds:  # the same on both
+            break
+    gc.unfreeze()
+    return report(name, schedule, bubble, times) if rank == 0 else {}
+
+
+def clean(found: list[tuple[float, float]]) -> list[float]:
+    """The seconds of rounds in which no thread waited for a core."""
+    return [seconds for seconds, waited in found if waited < 0.05]
 
 
 def report(name: str, schedule: str, bubble: float, times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    clean = {label: [seconds for seconds, waited in found if waited < 0.05] for label, found in times.items()}
-    least = {
-        label: min(clean[label] if len(clean[label]) >= 5 else [seconds for seconds, _ in found])
-        for label, found in times.items()
-    }
-    dropped = sum(len(found) - len(clean[label]) for label, found in times.items())
+    kept = {label: clean(found) for label, found in times.items()}
+    few = [label for label, found in kept.items() if len(found) < 5]
+    least = {label: min([each for each, _ in times[label]] if label in few else found) for label, found in kept.items()}
+    sizes = [*map(len, kept.values())]
+    rounds = f"{min(sizes)} to {max(sizes)} of {len(times['eager'])} rounds kept"
+    rounds += f", all of {', '.join(few)}" * bool(few)
     of_eager = "  ".join(f"{label} {least[label] / least['eager']:5.2f}" for label in times if label != "eager")
     limit = 0.5 * (1 + bubble / (1 - bubble))
     print(
         f"{name:<25}{schedule:<15} eager {least['eager'] * 1e3:7.2f} ms  of eager: {of_eager}  limit {limit:.2f}  "
         f"gloo/torch {least['gloo'] / least['torch']:.2f}  threads/local {least['threads'] / least['local']:.2f}  "
-        f"({dropped} of {len(times) * len(times['eager'])} left out)",
+        f"({rounds})",
         flush=True,
     )
     return least | {"limit": limit}
@@ -203,6 +216,8 @@ def summary(found: dict[str, dict[str, dict[str, float]]]) -> None:
         for (one, other), reach in AVERAGE.get(name, {}).items():
             ratios = [times[one] / times[other] for times in each.values()]
             print(f"{name:<25} {one}/{other} on average: {within(statistics.mean(ratios), reach)}")
+        ratios = [times["gloo"] / times["torch"] for times in each.values()]
+        print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {within(max(ratios), 1.0)}")
     ratios = [times["gloo"] / times["torch"] for each in found.values() for times in each.values()]
     average, most = within(statistics.mean(ratios), 0.75), within(max(ratios), 1.0)
     print(f"{'all':<25} gloo/torch on average: {average}; at most {most}", flush=True)
@@ -214,4 +229,4 @@ if __name__ == "__main__":
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     said = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (folder, 8 if said.quick else 32, said.cases), nprocs=2, start_method="spawn")
+        mp.start_processes(work, (folder, 6 if said.quick else 30, said.cases), nprocs=2, start_method="spawn")
