@@ -58,10 +58,10 @@ def ends_by_chance(program: Program, ahead: int, random: random.Random) -> bool:
             sent[way] = sent.get(way, 0) + 1
 
 
-@pytest.mark.parametrize("lane", [lambda a, b: frozenset((a, b)), lambda a, b: "all"], ids=["a pair's", "one for all"])
-def test_a_communicator_for_both_ways_would_not_do(lane: object):
+@pytest.mark.parametrize("of", [lambda a, b: frozenset((a, b)), lambda a, b: "all"], ids=["a pair's", "one for all"])
+def test_a_communicator_for_both_ways_would_not_do(of: object):
     """What two ranks send each other at the same time: the first transfer of each waits for the other's second."""
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.communicate())
     sentence = r"ranks wait for one another: rank 0 in RECV\(dx\[1,0\]@0\), rank 1 in RECV\(y\[0,2\]@1\)\."
     with pytest.raises(ProgramError, match=sentence):
-        check_transfers(program(fpipe.program(2)), 2, lane=lane)
+        check_transfers(program(fpipe.program(2)), 2, communicator=of)

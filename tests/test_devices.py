@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe.graphs.graph import Fact
-from fpipe.runtimes.devices import moves_of, on_devices
+from fpipe.runtimes.devices import on_devices
 from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.moves import moves_of
 from fpipe.runtimes.prepared import Prepared
-from fpipe.runtimes.streams import Lane, Way
+from fpipe.runtimes.streams import Channel, ComputeStream
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
@@ -364,9 +365,9 @@ def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch
         Tensor, "record_stream", lambda leaf, stream: said.append(f"{leaf.device} kept for {stream.name}")
     )
     monkeypatch.setattr("fpipe.runtimes.streams.moved", lambda leaf, *_, **how: said.append("copied") or leaf)
-    one, other = Lane(torch.device("xpu:0")), Lane(torch.device("xpu:1"))
-    way = Way(one, other)
-    way.receive(*way.send([torch.ones(2), None]))
+    one, other = ComputeStream(torch.device("xpu:0")), ComputeStream(torch.device("xpu:1"))
+    channel = Channel(one, other)
+    channel.receive(*channel.send([torch.ones(2), None]))
     assert said == [
         "xpu:0 0 marks",
         "xpu:0 2 waits for xpu:0 0's mark",
@@ -379,10 +380,10 @@ def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch
         "xpu:1 1 waits for xpu:1 3's mark",
     ]
     said.clear()
-    one, other = Lane(torch.device("meta")), Lane(torch.device("meta"))
-    way = Way(one, other)
-    way.receive(*way.send([torch.ones(2, device="meta"), None]))
+    one, other = ComputeStream(torch.device("meta")), ComputeStream(torch.device("meta"))
+    channel = Channel(one, other)
+    channel.receive(*channel.send([torch.ones(2, device="meta"), None]))
     assert said == ["meta 4 marks", "meta 5 waits for meta 4's mark", "meta kept for meta 5"]
     said.clear()
-    Way(Lane(torch.device("meta")), Lane(torch.device("xpu:1"))).send([torch.ones(2, device="meta")])
-    assert "meta kept for meta 8" in said
+    Channel(one, ComputeStream(torch.device("xpu:1"))).send([torch.ones(2, device="meta")])
+    assert "meta kept for meta 7" in said

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.graphs.graph import fact
 from fpipe.runtimes.message import MARKS, Layout, word
-from fpipe.runtimes.rendezvous import messages
-from fpipe.runtimes.transfers import Transfers, posted_until
+from fpipe.runtimes.rendezvous import messages, posted_until
+from fpipe.runtimes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, counted, left, result
 from tests.test_profile import NAPS, napping
@@ -285,7 +285,7 @@ def apart(rank: int, function: Any, *args: Any) -> Any:
     """As on GPUs with NCCL, but for the carrier: a group each way, and messages that nobody looks at in the step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fpipe.runtimes.transfers.by_nccl", lambda group, device: True)
-        patch.setattr("fpipe.runtimes.ways._two", gloo_of_two)
+        patch.setattr("fpipe.runtimes.communicators._two", gloo_of_two)
         return function(rank, *args)
 
 

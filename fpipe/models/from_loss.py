@@ -38,7 +38,7 @@ from fpipe.models.handed_out import HandedOut
 from fpipe.models.known_modules import refuse_wrapped
 from fpipe.models.trace_loss import trace_loss
 from fpipe.models.traced_modes import TracedModes, called_modules
-from fpipe.runtimes.microbatch import check_batch
+from fpipe.runtimes.batches import check_batch
 
 _AMP: Any = torch.amp.autocast_mode
 

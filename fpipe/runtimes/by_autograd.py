@@ -25,7 +25,7 @@ from fpipe.graphs.rows import of_each_row, rows_of
 from fpipe.graphs.sharded import placed_as
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
-from fpipe.runtimes.devices import Moves
+from fpipe.runtimes.moves import Moves
 
 Leaves = list[Any]
 

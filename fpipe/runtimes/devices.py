@@ -1,6 +1,6 @@
-"""Say on which device each rank of a process computes, and what travels between them.
+"""Say on which device each rank of a process computes, and so where what a step is handed is at home.
 
-devices=["cuda:0", "cuda:1"]        y[0,0]>1 = SEND y[0,0] @ 0        -->        y[0,0]>1: cuda:0 to cuda:1
+devices=["cuda:0", "cuda:1"]        params[1] @ 1        -->        params[1]: cuda:1
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.graph import span
-from fpipe.program import Output, Program, Value, parts_of
-
-Moves = Mapping[Value, tuple[torch.device, torch.device]]
-"""Of what is in flight between devices: from which, and to which."""
+from fpipe.program import Output, Program, Value
 
 BATCH = ("inputs", "target")
 
@@ -56,16 +52,6 @@ def on_devices(program: Program, devices: Sequence[torch.device]) -> Program:
     return Program.trusted(inputs, program.ops, tuple(outputs.values()))
 
 
-def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
-    """What of a program in which every transfer is an op travels between two devices."""
-    if not devices:
-        return {}
-    ops = [*parts_of(program.ops)]
-    sent = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
-    ways = ((value, (sent[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads)
-    return {value: way for value, way in ways if way[0] != way[1]}
-
-
 def homes_of(program: Program, devices: Sequence[torch.device]) -> Mapping[Value, torch.device]:
     """Where each input is wanted."""
     return {end.value: devices[end.homes[0]] for end in program.inputs} if devices else {}
@@ -81,18 +67,3 @@ def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device, *, ex
             f"{value} (of shape {[*away.shape]}) is on {away.device}, and its rank computes on {home}: move that stage "
             "there before the step, or say other devices=."
         )
-
-
-def brought(leaf: Any, home: torch.device) -> Any:
-    """A leaf of the batch on the device where it is wanted."""
-    return moved(leaf, leaf.device, home) if isinstance(leaf, Tensor) and leaf.device != home else leaf
-
-
-def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
-    """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is. On a CPU
-    it is there at once, unless it is `queued`: then whoever reads it waits for the stream."""
-    if not isinstance(leaf, Tensor) or leaf.device != home:
-        return leaf
-    shape, stride = leaf.shape, leaf.stride()
-    flat = leaf.detach().as_strided((span(shape, stride),), (1,)).to(there, non_blocking=queued or there.type != "cpu")
-    return flat.as_strided(shape, stride).requires_grad_(leaf.requires_grad)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
@@ -32,14 +31,14 @@ from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.on_rank import OnRank, digest, end_of
 from fpipe.runtimes.others import Others
+from fpipe.runtimes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.rank_error import LostRank
-from fpipe.runtimes.rendezvous import check_transfers, messages
-from fpipe.runtimes.replicas import reduced_last, replicas_of
+from fpipe.runtimes.rendezvous import AHEAD, check_transfers, messages
+from fpipe.runtimes.replicas import reduced_last
 from fpipe.runtimes.result import Result
-from fpipe.runtimes.transfers import AHEAD, Transfers
+from fpipe.runtimes.transfers import Transfers
 from fpipe.runtimes.walk import Step
 from fpipe.transforms.communicate import with_transfers
-from fpipe.transforms.data_parallel import axis_of
 
 Given = tuple[Any, Any, Any]
 
@@ -64,7 +63,7 @@ def distributed(
     The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when the other
     ranks are known. What is refused before, they hear of by the `arrival`.
     """
-    group = _group_of(mesh, program)
+    group = group_of(program, mesh)
     rank = group.rank()
     device = next(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
@@ -150,7 +149,7 @@ def distributed(
     try:
         shapes: Given = tree.tree_map(_without_data, checked())
         told = program if record else None
-        _refuse_other_size(group, program, mesh)
+        refuse_other_size(group, program, mesh)
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
         check_transfers(program, AHEAD)
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
@@ -184,37 +183,6 @@ def _everywhere(program: Program) -> Program:
     ranks = tuple(range(program.ranks))
     ends = tuple(end._replace(homes=ranks) if end.name.name in ("loss", "aux") else end for end in program.outputs)
     return Program.trusted(program.inputs, program.ops, ends)
-
-
-def _group_of(mesh: DeviceMesh | None, program: Program) -> ProcessGroup:
-    """The processes that run the ranks of a program.
-
-    Raises:
-        ValueError: the mesh has no dimension for ranks or replicas.
-    """
-    axis = axis_of(program)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    of = ({} if axis is None else {axis: "replicas"}) | {"pp": "ranks"}
-    missing = next((name for name in of if name not in names), None)
-    if missing is not None and (mesh is not None or axis is not None):
-        sizes = f"(replicas, {program.ranks})" if axis else f"({program.ranks},)"
-        found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
-        raise ValueError(
-            f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
-            f"mesh=init_device_mesh(device, {sizes}, mesh_dim_names={tuple(of)})."
-        )
-    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
-    assert group is not None
-    return group
-
-
-def _refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
-    if group.size() != program.ranks:
-        where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
-        raise ValueError(
-            f"the program has {program.ranks} ranks and {where} {group.size()} processes; they must be as many. Start "
-            f"{program.ranks}, or say in a mesh which are the ranks."
-        )
 
 
 def _tensors(found: Any) -> list[tuple[str, Tensor]]:

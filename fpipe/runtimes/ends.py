@@ -12,7 +12,7 @@ from fpipe import tree
 from fpipe.graphs.keys import fold_in
 from fpipe.model import Model, PositionalStage, check_params, check_state, same_keys, trained
 from fpipe.program import Output, Program, Value
-from fpipe.runtimes.microbatch import refuse_spread
+from fpipe.runtimes.batches import refuse_spread
 
 _MISSING = "this program reads {}: hand it in as step(..., {}=...)."
 NO_KEY = _MISSING.format("key", "key")

@@ -21,19 +21,11 @@ from fpipe.graphs.outputs import copied
 from fpipe.graphs.pure import pure
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, kind_of
+from fpipe.runtimes.batches import check_batch, rows_of_each, streams
 from fpipe.runtimes.by_autograd import Leaves, Rule, StepContext, backward, detached, forward, weight_gradient
-from fpipe.runtimes.devices import moved
-from fpipe.runtimes.microbatch import (
-    check_batch,
-    cut,
-    cut_sequence,
-    join,
-    join_gradients,
-    join_slices,
-    rows,
-    rows_of_each,
-    streams,
-)
+from fpipe.runtimes.joining import join, join_gradients, join_slices
+from fpipe.runtimes.microbatch import cut, cut_sequence, rows
+from fpipe.runtimes.moves import moved
 from fpipe.transforms.specs import Chunk, spec_of
 
 _torch: Any = torch
@@ -202,10 +194,10 @@ def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, after a cast, or on another device."""
     if op.how:
         return [tree.tree_map(rounding(op), arg) for arg in args]
-    ways = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
+    moves = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
     return [
-        arg if way is None else tree.tree_map(partial(moved, home=way[0], there=way[1]), arg)
-        for arg, way in zip(args, ways, strict=True)
+        arg if move is None else tree.tree_map(partial(moved, home=move[0], there=move[1]), arg)
+        for arg, move in zip(args, moves, strict=True)
     ]
 
 

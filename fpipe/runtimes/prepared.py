@@ -20,14 +20,15 @@ from fpipe.graphs.keys import needs_key
 from fpipe.graphs.sharded import Sharding, local_of, sharding_of
 from fpipe.model import Model, PositionalStage, taken_gradients, trained, who_draws
 from fpipe.program import Program, Value
+from fpipe.runtimes.batches import streams
 from fpipe.runtimes.by_autograd import StepContext
-from fpipe.runtimes.devices import BATCH, brought, check_at_home, homes_of, moves_of
+from fpipe.runtimes.devices import BATCH, check_at_home, homes_of
 from fpipe.runtimes.ends import NO_KEY, bind_inputs, check_inputs, collect_results
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, lower
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.meaning import batch_of
-from fpipe.runtimes.microbatch import streams
+from fpipe.runtimes.moves import brought, moves_of
 from fpipe.runtimes.part import Part, See, Slots, Watch
 from fpipe.runtimes.recorder import Recorder, Row
 from fpipe.runtimes.result import Result

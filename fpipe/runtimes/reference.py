@@ -26,17 +26,9 @@ from fpipe.model import (
     with_ties,
 )
 from fpipe.program import Value
-from fpipe.runtimes.microbatch import (
-    check_batch,
-    cut,
-    cut_sequence,
-    join,
-    join_gradients,
-    join_slices,
-    refuse_spread,
-    rows_of_each,
-    streams,
-)
+from fpipe.runtimes.batches import check_batch, refuse_spread, rows_of_each, streams
+from fpipe.runtimes.joining import join, join_gradients, join_slices
+from fpipe.runtimes.microbatch import cut, cut_sequence
 from fpipe.runtimes.microbatch_graph import (
     MicrobatchGraph,
     See,

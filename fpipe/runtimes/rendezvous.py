@@ -10,12 +10,13 @@ the other. So each rank walks through its SENDs and RECVs here, against queues o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe.program import Program, ProgramError, Value, parts_of
 
-Lane = Callable[[int, int], Hashable]
+Communicator = Callable[[int, int], Hashable]
+AHEAD = 2
 
 
 class Message(NamedTuple):
@@ -50,18 +51,33 @@ def messages(program: Program) -> list[Message]:
     return found
 
 
+def posted_until(row: Sequence[Message], room: Mapping[int, int], small: int) -> dict[int, int]:
+    """For each message of those from one rank how many of them are received or posted when it is waited for: `AHEAD`
+    more, and as many as are small together."""
+    found, until, held = dict[int, int](), 0, 0
+    for one in row:
+        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= small):
+            held += room[row[until].number]
+            until += 1
+        found[one.number] = until
+        held -= room[one.number]
+    return found
+
+
 def each_way(source: int, target: int) -> Hashable:
     """What goes from one rank to another waits only for what goes the same way."""
     return source, target
 
 
-def check_transfers(program: Program, ahead: int, *, lane: Lane = each_way, blocking: bool = False) -> None:
+def check_transfers(
+    program: Program, ahead: int, *, communicator: Communicator = each_way, blocking: bool = False
+) -> None:
     """Whether all transfers of a program end.
 
     Args:
         program: one in which every transfer is an op.
         ahead: how many more receives a rank posts than the one that it waits for, in the order of the sender.
-        lane: `f(source, target)`; of transfers with the same lane a rank begins one only when that before is over.
+        communicator: `f(source, target)`; of transfers on the same one a rank begins one only when that before is over.
         blocking: whether a SEND is over only when its value has arrived. By default it waits for nothing.
 
     Raises:
@@ -89,11 +105,11 @@ def check_transfers(program: Program, ahead: int, *, lane: Lane = each_way, bloc
     ready, sent = [*rows], set[int]()
 
     def begin(rank: int, one: Message) -> None:
-        queues[rank, lane(one.source, one.target)].append(one)
+        queues[rank, communicator(one.source, one.target)].append(one)
         heads = [one]
         while heads:
             one = heads.pop()
-            sides = [queues[side, lane(one.source, one.target)] for side in (one.source, one.target)]
+            sides = [queues[side, communicator(one.source, one.target)] for side in (one.source, one.target)]
             if all(side and side[0] is one for side in sides):
                 over.add(one.number)
                 ready.extend((one.source, one.target))

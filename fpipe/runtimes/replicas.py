@@ -22,19 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.graphs.graph import Fact
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.late import first_told
 from fpipe.runtimes.lost_replica import who_is_lost
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lower import Instruction
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.rank_error import LostRank, RankError
-from fpipe.runtimes.ways import by_nccl
-from fpipe.transforms.data_parallel import axis_of
 
 Leaves = list[Any]
 _ALIGNED = 64
@@ -223,29 +219,6 @@ def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:
             end = -(-(start + torch.Size(shape).numel()) // step) * step
             found[dtype, device] = _Bucket((dtype, device), [*parts, (at, start, tuple(shape))], end)
     return [bucket for bucket in found.values() if bucket.size]
-
-
-def replicas_of(
-    program: Program,
-    mesh: DeviceMesh | None,
-    ranks: ProcessGroup,
-    timeout: float | None,
-    device: torch.device,
-    arrival: Arrival,
-) -> Replicas | None:
-    """The other replicas of a program that has them; the mesh has a dimension for them."""
-    axis = axis_of(program)
-    if axis is None:
-        return None
-    assert mesh is not None
-    names = mesh.mesh_dim_names or ()
-    group, both = mesh.get_group(axis), (axis, "pp")
-    here = tuple(
-        slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
-    )
-    processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, arrival)
-    return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))
 
 
 def reduced_last(program: Program) -> Program:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.graph import Fact
-from fpipe.runtimes.devices import moved
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.moves import moved
 
 Leaves = list[Any]
 
 
-class Lane:
+class ComputeStream:
     """Where a rank computes: on a device, and there on a stream of its own; on a CPU the thread itself does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Lane:
         return None if self.stream is None else self.device
 
     def entered(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs in this lane; one thread at a time may enter it."""
+        """What is queued inside runs on it; one thread at a time may enter it."""
         return nullcontext() if self.stream is None else self.stream
 
     def after_caller(self) -> None:
@@ -49,11 +49,11 @@ class Lane:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
 
-class Way:
-    """From one lane to another: tensors are handed over on one device, and copied between two, on streams of which no
-    other way knows."""
+class Channel:
+    """From one rank to another: tensors are handed over on one device, and copied between two, on streams of which no
+    other channel knows."""
 
-    def __init__(self, sender: Lane, receiver: Lane) -> None:
+    def __init__(self, sender: ComputeStream, receiver: ComputeStream) -> None:
         self.sender, self.receiver = sender, receiver
         ends = [] if sender.device == receiver.device else [sender.device, receiver.device]
         self._streams = [torch.Stream(device) for device in ends if device.type != "cpu"]
@@ -91,9 +91,11 @@ class Way:
         return leaves
 
 
-def ways_between(lanes: Sequence[Lane], pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Way]:
-    """A way for each pair of a sender and a receiver."""
-    return {(one, other): Way(lanes[one], lanes[other]) for one, other in {*pairs}}
+def channels_between(
+    streams: Sequence[ComputeStream], pairs: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], Channel]:
+    """A channel for each pair of a sender and a receiver."""
+    return {(one, other): Channel(streams[one], streams[other]) for one, other in {*pairs}}
 
 
 def accelerator_of(trees: Iterable[AbstractTree]) -> torch.device | None:

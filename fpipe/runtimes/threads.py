@@ -27,7 +27,7 @@ from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autogra
 from fpipe.runtimes.lowering.lower import Instruction
 from fpipe.runtimes.part import Part, Slots, Watch, of_rank
 from fpipe.runtimes.prepared import Prepared
-from fpipe.runtimes.streams import Lane, Way, accelerator_of, ways_between
+from fpipe.runtimes.streams import Channel, ComputeStream, accelerator_of, channels_between
 
 Leaves = list[Any]
 
@@ -102,16 +102,16 @@ class Stopped(Exception):
 
 
 class HandOver:
-    """What is on its way between ranks, in ways of its own between lanes, and whether one has failed."""
+    """What is on its way between ranks, in channels of its own between streams, and whether one has failed."""
 
-    def __init__(self, instructions: Iterable[Instruction], lanes: Sequence[Lane]) -> None:
+    def __init__(self, instructions: Iterable[Instruction], streams: Sequence[ComputeStream]) -> None:
         ops = [one.ops[0] for one in instructions]
         sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
         pairs = {value: (sent[value], rank) for value, rank in received.items()}
-        ways = ways_between(lanes, pairs.values()) if lanes else {}
-        self.ways = [*ways.values()]
-        self._ways = {value: ways.get(pair) for value, pair in pairs.items()}
+        channels = channels_between(streams, pairs.values()) if streams else {}
+        self.channels = [*channels.values()]
+        self._channels = {value: channels.get(pair) for value, pair in pairs.items()}
         self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
         self._lock = threading.Lock()
         self.error: BaseException | None = None
@@ -133,7 +133,8 @@ class HandOver:
 
     def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND: what it makes of what it reads goes to the receiver, who empties the lists."""
-        puts = [partial(_send, queue.put, way) if way else queue.put for queue, way in map(self._known, op.writes)]
+        known = map(self._known, op.writes)
+        puts = [partial(_send, queue.put, channel) if channel else queue.put for queue, channel in known]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
             if self.error is not None:
@@ -146,7 +147,8 @@ class HandOver:
 
     def receive(self, op: Op) -> Callable[..., Any]:
         """The function of a RECV, which waits for the sender."""
-        gets = [partial(_receive, queue.get, way) if way else queue.get for queue, way in map(self._known, op.reads)]
+        known = map(self._known, op.reads)
+        gets = [partial(_receive, queue.get, channel) if channel else queue.get for queue, channel in known]
 
         def receive() -> Sequence[Leaves]:
             lists: list[Any] = [get() for get in gets]
@@ -156,17 +158,17 @@ class HandOver:
 
         return receive
 
-    def _known(self, value: Value) -> tuple[SimpleQueue[Any], Way | None]:
-        return self._queues[value], self._ways.get(value)
+    def _known(self, value: Value) -> tuple[SimpleQueue[Any], Channel | None]:
+        return self._queues[value], self._channels.get(value)
 
 
-def _send(put: Callable[[Any], None], way: Way, leaves: Leaves) -> None:
-    put(way.send(leaves))
+def _send(put: Callable[[Any], None], channel: Channel, leaves: Leaves) -> None:
+    put(channel.send(leaves))
 
 
-def _receive(get: Callable[[], Any], way: Way) -> Leaves | None:
+def _receive(get: Callable[[], Any], channel: Channel) -> Leaves | None:
     sent = get()
-    return None if sent is None else way.receive(*sent)
+    return None if sent is None else channel.receive(*sent)
 
 
 class OnThreads(Prepared):
@@ -179,8 +181,8 @@ class OnThreads(Prepared):
                 "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
                 "which threads do not keep to; say runtime='distributed', or 'local'."
             )
-        self.lanes = [Lane(device) for device in devices]
-        self.workers, self.between = workers, HandOver(self.instructions, self.lanes)
+        self.streams = [ComputeStream(device) for device in devices]
+        self.workers, self.between = workers, HandOver(self.instructions, self.streams)
         self._under_way = False
         self._on = None if devices else accelerator_of(self.trees.values())
         turns = [*map(_in_turn, self.instructions)]
@@ -197,11 +199,11 @@ class OnThreads(Prepared):
         """Each rank's instructions on its thread, and then the results in their slots."""
         given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
 
-        looks = [watch and watch._replace(device=lane.clock) for lane in self.lanes] or [watch] * len(self.parts)
+        looks = [watch and watch._replace(device=stream.clock) for stream in self.streams] or [watch] * len(self.parts)
 
         def job(rank: int, part: Part, own: Slots) -> None:
             try:
-                with self.lanes[rank].entered() if self.lanes else nullcontext():
+                with self.streams[rank].entered() if self.streams else nullcontext():
                     part.run(own, looks[rank])
             except BaseException as error:
                 self.between.stop(error)
@@ -213,12 +215,12 @@ class OnThreads(Prepared):
             self._under_way = True
             jobs = [*map(partial, repeat(job), count(), self.parts, given)]
             held = [slots[slot][:] for slot, _ in self.homes]  # until the caller's stream waits for who reads it
-            for lane in self.lanes:
-                lane.after_caller()
+            for stream in self.streams:
+                stream.after_caller()
             try:
                 self.workers.run(jobs, self.between.stop, Surroundings.now(self._on))
             finally:
-                for own in (*self.lanes, *self.between.ways):
+                for own in (*self.streams, *self.between.channels):
                     own.before_caller()
                 del held
             error = self.between.error

@@ -22,16 +22,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
+from fpipe.runtimes.communicators import by_nccl, groups_of_two
 from fpipe.runtimes.ctrl_c import CtrlC
 from fpipe.runtimes.late import timed_out, who_is_gone, who_is_late
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
-from fpipe.runtimes.rendezvous import Message
-from fpipe.runtimes.ways import by_nccl, groups_of_two
+from fpipe.runtimes.rendezvous import Message, posted_until
 
 Leaves = list[Any]
-AHEAD = 2
 _SMALL = 2**18
 _TICK = 0.0002
 _UNSENT = "did not send what its {} writes"
@@ -58,16 +57,16 @@ class Transfers:
     ) -> None:
         self._rank, self.meeting, self.device = rank, meeting, device
         self._timeout = timedelta(seconds=meeting.seconds)
-        ways = {(one.source, one.target) for one in every}
+        directions = {(one.source, one.target) for one in every}
         self._apart = by_nccl(group, device)
         self.carried = device if self._apart else torch.device("cpu")
         self._near = self.carried == device
-        self._ways: dict[tuple[int, int], tuple[Any, int]]
+        self._carriers: dict[tuple[int, int], tuple[Any, int]]
         if self._apart:
-            self._ways = groups_of_two(ways, rank, meeting.board.store, device, self._timeout)
+            self._carriers = groups_of_two(directions, rank, meeting.board.store, device, self._timeout)
         else:
             carrier: Any = group._get_backend(self.carried)  # pyright: ignore[reportPrivateUsage]
-            self._ways = {way: (carrier, way[1] if way[0] == rank else way[0]) for way in ways}
+            self._carriers = {(a, b): (carrier, b if a == rank else a) for a, b in directions}
         self._every, self._by_value = every, {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
         self._patience = () if self._apart else (self._timeout,)
@@ -131,11 +130,11 @@ class Transfers:
 
     def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
-        ways = [(self._by_value[value], layouts[value]) for value in op.writes]
+        known = [(self._by_value[value], layouts[value]) for value in op.writes]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
             self.ctrl_c.heed()
-            for (one, layout), leaves in zip(ways, made_of(*lists), strict=True):
+            for (one, layout), leaves in zip(known, made_of(*lists), strict=True):
                 size = self._room[one.number] if self._apart else layout.size
                 message = layout.pack(leaves, self._head, size)
                 self._send(one, message if self._near else message.to(self.carried))
@@ -145,8 +144,8 @@ class Transfers:
 
     def receive(self, layouts: Mapping[Value, Layout], op: Op) -> Callable[..., Any]:
         """The function of a RECV."""
-        ways = [(self._by_value[value], layouts[value]) for value in op.reads]
-        return lambda: [layout.unpack(self._receive(one)) for one, layout in ways]
+        known = [(self._by_value[value], layouts[value]) for value in op.reads]
+        return lambda: [layout.unpack(self._receive(one)) for one, layout in known]
 
     def sent(self, value: Value) -> Tensor | None:
         """The message of a value that this step has sent, if it keeps that."""
@@ -189,7 +188,7 @@ class Transfers:
             raise self._gone(one.target, error) from None
 
     def _put(self, one: Message, message: Tensor) -> None:
-        group, peer = self._ways[one.source, one.target]
+        group, peer = self._carriers[one.source, one.target]
         self._sent[one.number] = message, group.send([message], peer, one.number)
 
     def _word(self, one: Message, kind: int, text: str) -> Tensor:
@@ -266,7 +265,7 @@ class Transfers:
         first = self._posted[source]
         if first >= until:
             return
-        row, (group, peer) = self._incoming[source], self._ways[source, self._rank]
+        row, (group, peer) = self._incoming[source], self._carriers[source, self._rank]
         for one in row[first:until]:
             message = torch.empty(self._room[one.number], dtype=torch.uint8, device=self.carried)
             try:
@@ -285,19 +284,6 @@ class Transfers:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
         words = f"rank {rank} is gone: {_first_line(error)}"
         return LostRank(who_is_gone(self.meeting.board, self._rank, rank, words))
-
-
-def posted_until(row: Sequence[Message], room: Mapping[int, int], small: int) -> dict[int, int]:
-    """For each message of those from one rank how many of them are received or posted when it is waited for: `AHEAD`
-    more, and as many as are small together."""
-    found, until, held = dict[int, int](), 0, 0
-    for one in row:
-        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= small):
-            held += room[row[until].number]
-            until += 1
-        found[one.number] = until
-        held -= room[one.number]
-    return found
 
 
 def _first_line(error: Exception) -> str:

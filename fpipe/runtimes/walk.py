@@ -15,9 +15,10 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.by_autograd import Inputs, Residuals, StepContext
-from fpipe.runtimes.devices import brought, check_at_home, homes_of, moves_of
+from fpipe.runtimes.devices import check_at_home, homes_of
 from fpipe.runtimes.ends import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.meaning import RULES, batch_of
+from fpipe.runtimes.moves import brought, moves_of
 from fpipe.runtimes.recorder import Recorder, Row, storages
 from fpipe.runtimes.result import Result
 from fpipe.transforms.free import last_uses

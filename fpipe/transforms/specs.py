@@ -47,7 +47,7 @@ class Replicate:
 class Sum:
     """How to join what is counted: the parts of all microbatches are added.
 
-    >>> from fpipe.runtimes.microbatch import join
+    >>> from fpipe.runtimes.joining import join
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
     {'right': 7}
     """

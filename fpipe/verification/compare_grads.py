@@ -18,7 +18,8 @@ from fpipe import tree
 from fpipe.model import Model, check_params, the_model
 from fpipe.models.params import join_params
 from fpipe.program import Value
-from fpipe.runtimes.microbatch import check_batch, cut, rows, rows_of_each, streams
+from fpipe.runtimes.batches import check_batch, rows_of_each, streams
+from fpipe.runtimes.microbatch import cut, rows
 from fpipe.runtimes.microbatch_graph import train
 from fpipe.runtimes.reference import check_all_state, over_parts
 from fpipe.runtimes.result import Result

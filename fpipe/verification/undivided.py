@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, Stage
-from fpipe.runtimes.microbatch import join
+from fpipe.runtimes.joining import join
 from fpipe.runtimes.reference import over_parts
 from fpipe.runtimes.result import Result
 from fpipe.verification.rounding import to_rounding

@@ -1,10 +1,10 @@
-"""Choose what carries values between ranks: the sends of the group, or on GPUs a communicator for each way.
+"""Choose what carries values between ranks: the sends of the group, or on GPUs a communicator for each direction.
 
     gloo: 0 <-> 1 <-> 2 in one group               NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
 
 A send of gloo waits for nobody. One of NCCL begins when both sides have come to it, and holds up all that follows on
-its communicator: were there one for both ways, almost every schedule would stand still (`check_transfers`). With one
-for each way it only holds up what goes the same way, which is received in the same order.
+its communicator: were there one for both directions, almost every schedule would stand still (`check_transfers`). With
+one for each it only holds up what goes the same way, which is received in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-Way = tuple[int, int]
+Direction = tuple[int, int]
 _LONGER = timedelta(seconds=30)
 
 
@@ -31,21 +31,21 @@ def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def groups_of_two(
-    ways: Iterable[Way], rank: int, store: Store, device: torch.device, timeout: timedelta
-) -> dict[Way, tuple[Any, int]]:
-    """A group of two for each way that a rank has part in, and who the other is in it.
+    directions: Iterable[Direction], rank: int, store: Store, device: torch.device, timeout: timedelta
+) -> dict[Direction, tuple[Any, int]]:
+    """A group of two for each direction that a rank has part in, and who the other is in it.
 
-    All ranks go through the ways in one order: two that make a group wait for each other, and the least way that is not
+    All ranks go through them in one order: two that make a group wait for each other, and the least one that is not
     made yet is never waited for in vain.
     """
-    found: dict[Way, tuple[Any, int]] = {}
-    for way in sorted(ways):
-        if rank in way:
-            me = way.index(rank)
-            two = _two(PrefixStore(f"way/{way[0]}>{way[1]}", store), me, timeout)
+    found: dict[Direction, tuple[Any, int]] = {}
+    for direction in sorted(directions):
+        if rank in direction:
+            me = direction.index(rank)
+            two = _two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
             word = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer makes the communicator
             (two.recv if me else two.send)([word], 1 - me, 0).wait()
-            found[way] = two, 1 - me
+            found[direction] = two, 1 - me
     return found
 
 
