@@ -284,6 +284,73 @@ def test_inputs_are_keywords_and_the_net_computes_the_loss() -> None:
         fpipe.build(pipeline(model, 2), model)(params, ({"a": inputs["a"], "b": inputs["b"]}, None))
 
 
+class Wrapper(nn.Module):
+    """Hands on whatever it is given, as the modules of Lightning and PEFT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TwoTowers()
+
+    def forward(self, *args: Any, **said: Any) -> Any:
+        return self.net(*args, **said)
+
+
+def test_a_net_may_take_whatever_keywords_it_hands_on() -> None:
+    """torch.export takes no open sizes of what **kwargs collects: it ended in an assertion about a tree_name."""
+    torch.manual_seed(0)
+    inputs = {name: torch.randn(4, WIDTH) for name in ("a", "b", "labels")}
+    net = Wrapper()
+    model, params, _ = fpipe.from_module(net, 2, example=inputs)
+    assert fpipe.verify(pipeline(model, 2), model, params, (inputs, None)).bitwise
+    assert "forward" not in vars(net)
+
+
+class Sliced(Around):
+    """Calls parts of its lists, and has a module under two names, for which torch follows each path that is taken."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.tail = self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks[:2], *self.blocks[-2:]):
+            x = block(x)
+        return self.head(x)
+
+
+def test_modules_out_of_a_part_of_a_list_have_their_own_paths() -> None:
+    """Of 'blocks.slice(None, 2, None).0' there is no module: AttributeError, of nn.Module."""
+    net = Sliced(4)
+    model, params, _ = fpipe.from_module(net, 4, loss=F.mse_loss, example=rows())
+    assert [stage.name for stage in model.stages] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3, head"]
+    assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
+
+
+class Named(nn.Module):
+    """Blocks whose names, and no list, say that they are alike: some at once, some in Sequentials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.block_1, self.block_2 = Block(), Block()
+        self.layer1, self.layer2 = nn.Sequential(Block()), nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer2(self.layer1(self.block_2(self.block_1(self.stem(x)))))
+
+
+def test_blocks_whose_names_end_in_numbers_are_a_list() -> None:
+    """The two layers of the stem were the blocks, so that all else was in the last stage."""
+    model, _, _ = fpipe.from_module(Named(), 5, loss=F.mse_loss, example=rows())
+    assert [stage.name for stage in model.stages] == [
+        "stem, block_1",
+        "block_2",
+        "layer1",
+        "layer2.0",
+        "layer2.1",
+    ]
+
+
 def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
     net = TwoTowers()
     batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH), 2.0), torch.randn(4, WIDTH)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import re
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint as checkpoints
@@ -43,11 +45,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """
     refuse_unexportable(net)
     args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
-    try:
-        arguments = dict(inspect.signature(net.forward).bind(*args, **kwargs).arguments)
-    except TypeError as error:
-        raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
-    shapes: Any = tree.tree_map(_open_dims, arguments)
+    signature = _signature(net, args, kwargs)
+    shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
     assigned: list[str] = []
     try:
@@ -61,13 +60,60 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             noting_places(),
             _without_reentrant_checkpoints(),
         ):
-            return torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
+            if signature != inspect.signature(net.forward):
+                net.forward = _with_signature(net.forward, signature)
+            exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
+            _name_modules_of_slices(exported, net)
+            return exported
     except Exception as error:
         at_end = isinstance(error, UserWarning) and assigned
         place = assigned[-1] if at_end else place_of_error(error, net.named_modules())
         raise ValueError(_reason(net, error, place)) from error
     finally:
         attributes.put_back()
+
+
+def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """What a net takes, a parameter for each keyword that it takes by **kwargs: torch.export takes no open sizes of
+    such a dict."""
+    signature = inspect.signature(net.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
+    named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = {one.name for one in named if one.kind is not inspect.Parameter.VAR_POSITIONAL}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
+    return signature.replace(parameters=[*named, *more])
+
+
+def _with_signature(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    called.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return called
+
+
+_SLICE = re.compile(r"slice\(([-\w]+), ([-\w]+), ([-\w]+)\)")
+
+
+def _name_modules_of_slices(exported: ExportedProgram, net: nn.Module) -> None:
+    """A module that is called out of a part of a list, as in `self.layers[:n]`, has its own path, without the slice."""
+    for graph in (one for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            stack: dict[str, tuple[str, str]] = node.meta.get("nn_module_stack") or {}
+            node.meta["nn_module_stack"] = {key: (_path_in(net, path), kind) for key, (path, kind) in stack.items()}
+
+
+def _path_in(net: nn.Module, path: str) -> str:
+    while (found := _SLICE.search(path)) is not None:
+        above, below = path[: found.start()].rstrip("."), path[found.end() + 1 :].split(".")
+        names = [name for name, _ in net.get_submodule(above).named_children()]
+        part = names[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
+        path = ".".join(word for word in (above, part[int(below[0])], *below[1:]) if word)
+    return path
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

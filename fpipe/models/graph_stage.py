@@ -165,7 +165,8 @@ class BatchGuard:
                     found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                     fixed = (
                         "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; "
-                        "if not, ask x.shape[0] for its rows, which len(x) fixes."
+                        "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its "
+                        "rows, which len(x) and list(x) fix."
                     )
                     raise ValueError(
                         f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "

@@ -33,6 +33,11 @@ def refuse_wrapped(path: str, module: nn.Module) -> None:
                 "handed, and no hook would run. Take the module without it: fpipe.data_parallel adds gradients up over "
                 "replicas, and parallelize_module shards parameters inside a stage."
             )
+    if isinstance(module, nn.DataParallel):
+        raise ValueError(
+            f"module {path!r} (DataParallel) makes copies of its module as it runs; a stage computes with parameters "
+            "that it is handed. Take its .module: fpipe.data_parallel makes replicas of a program."
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "

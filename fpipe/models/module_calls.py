@@ -83,14 +83,21 @@ def blocks_of(root: Call, least: int) -> list[Call]:
 
 def _repeated(call: Call) -> list[Call]:
     """The outermost blocks inside a call that repeat: children of one list of which two are of one class, and the calls
-    of one module that has parameters."""
+    of one module that has parameters. Where a list is one by its names only, as layer1 to layer4 of a ResNet, the
+    blocks are what its Sequentials have inside."""
     lists = Counter((_list_of(child), child.kind) for child in call.children)
     repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
     many = Counter(child.path for child in call.children if child.trains)
     found: list[Call] = []
     for child in call.children:
-        found += [child] if _list_of(child) in repeating or many[child.path] > 1 else _repeated(child)
+        repeats = _list_of(child) in repeating or many[child.path] > 1
+        opened = child.kind == _SEQUENTIAL and not child.path.rpartition(".")[2].isdigit()
+        inside = [] if repeats and not opened else _repeated(child)
+        found += inside or ([child] if repeats else [])
     return found
+
+
+_SEQUENTIAL = "torch.nn.modules.container.Sequential"
 
 
 def _called(call: Call) -> list[Call]:
@@ -99,9 +106,11 @@ def _called(call: Call) -> list[Call]:
 
 
 def _list_of(call: Call) -> str | None:
-    """The list that a module is in, if its name is a number."""
+    """The list that a module is in: its name is a number, or ends in one and the module calls others, as
+    encoder_layer_3 does and conv3 does not."""
     above, _, name = call.path.rpartition(".")
-    return above if name.isdigit() else None
+    word = name.rstrip("0123456789")
+    return f"{above}.{word}" if word != name and (not word or call.children) else None
 
 
 def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:

@@ -75,9 +75,10 @@ def noting_places(modules: Mapping[nn.Module, str] | None = None) -> Generator[N
 @cache
 def is_users(file: str) -> bool:
     """Whether a file is of the user's, or of a library's that the user has a net from: not torch's, not this package's,
-    and not Python's."""
+    and not Python's or what it makes of strings."""
     path = Path(file)
-    return path.parent != _PYTHONS and not path.is_relative_to(_OURS) and not path.is_relative_to(_TORCH)
+    known = path.parent == _PYTHONS or path.is_relative_to(_OURS) or path.is_relative_to(_TORCH)
+    return not known and not file.startswith(("<string", "<frozen"))
 
 
 class _Lines(TorchFunctionMode):
