@@ -110,6 +110,16 @@ class LossFunction(NamedTuple):
     door: str = "from_loss"
 
 
+class Made(NamedTuple):
+    """What is where in a model that was made of another one, and how it was made."""
+
+    how: str
+    report: Any
+
+    def __str__(self) -> str:
+        return f"{self.how}\n{self.report}"
+
+
 @dataclass(frozen=True)
 class Model:
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
@@ -142,6 +152,10 @@ class Model:
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)
+
+    def made(self, how: str) -> Made | None:
+        """What a model prints that is made of this one, if this one prints what is where."""
+        return None if self.report is None else Made(how, self.report)
 
     def __post_init__(self) -> None:
         odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)

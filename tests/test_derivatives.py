@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -266,6 +267,17 @@ def test_rows_that_do_not_stand_alone_are_refused_by_name():
     with pytest.raises(RuntimeError, match="called random operation") as caught:
         step(fpipe.per_example(drops), 1, "rows")(params, NUMBERS, key=1)
     assert any("stage 0 (0, 1)" in note for note in caught.value.__notes__)
+
+
+def test_a_model_that_is_made_of_another_prints_how() -> None:
+    """It printed what the other one prints, as if nothing had been done to it."""
+    model = replace(fpipe.from_functions([linear, linear], loss=squares), report="stage 0: embed")
+    frozen = fpipe.freeze(fpipe.freeze(model, 0), (1, "w"))
+    assert str(frozen) == "frozen: w of stage 1\nfrozen: all of stage 0\nstage 0: embed"
+    how = "jvp: on dual numbers, so a tangent beside each parameter and what depends on it"
+    assert str(fpipe.jvp(frozen)) == f"{how}\n{frozen}"
+    how = "per_example: gradients row by row, of parameters that each row is handed"
+    assert str(fpipe.per_example(model)) == f"{how}\n{model}"
 
 
 def test_sums_of_rows_are_refused():

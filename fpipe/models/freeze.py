@@ -39,7 +39,14 @@ def freeze(model: Model, *what: int | str | tuple[int, str]) -> Model:
     ({'0.weight': None, '0.bias': None}, ['1.weight', '1.bias'], None)
     """
     the_model(model)
-    return replace(model, frozen=model.frozen | {_leaf(model, one) for one in what})
+    frozen = model.frozen | {_leaf(model, one) for one in what}
+    return replace(model, frozen=frozen, report=model.made(f"frozen: {', '.join(map(_words, what))}"))
+
+
+def _words(what: int | str | tuple[int, str]) -> str:
+    if isinstance(what, tuple):
+        return f"{what[1]} of stage {what[0]}"
+    return f"all of stage {what}" if isinstance(what, int) else what
 
 
 def _leaf(model: Model, what: int | str | tuple[int, str]) -> tuple[int, str | None]:

@@ -68,7 +68,8 @@ def jvp(model: Model) -> Model:
             )
     on_duals = {stage: _on_duals(stage) for stage in model.stages}  # equal stages share their traces
     stages = tuple(on_duals[stage] for stage in model.stages)
-    return replace(model, stages=stages, loss=_derivative(model), aux=True, function=None)
+    report = model.made("jvp: on dual numbers, so a tangent beside each parameter and what depends on it")
+    return replace(model, stages=stages, loss=_derivative(model), aux=True, function=None, report=report)
 
 
 def _on_duals(stage: Stage) -> Stage:

@@ -63,7 +63,10 @@ def per_example(model: Model) -> Model:
     ones = [(stage, tuple(one == "batch" for one in x) if isinstance(x, tuple) else x == "batch") for stage, x in taken]
     of_rows = {one: _of_rows(*one) for one in ones}  # equal stages share their traces
     stages, loss = tuple(of_rows[one] for one in ones), _sum_over_rows(model)
-    return replace(model, stages=stages, loss=loss, reduction="sum", aux=True, function=None, per_example=True)
+    report = model.made("per_example: gradients row by row, of parameters that each row is handed")
+    return replace(
+        model, stages=stages, loss=loss, reduction="sum", aux=True, function=None, per_example=True, report=report
+    )
 
 
 def _refuse_shared(stage: Stage, who: str) -> None:
