@@ -352,6 +352,10 @@ REFUSED = {
         simple(lambda y, w, t: (y @ w * torch.rand(y.shape, generator=torch.Generator()) - t).square().mean()),
         r"loss_fn draws from a generator of its own \(rand\), which is in no key; draw without it.",
     ),
+    "a checkpoint by a backward within a backward": (
+        simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True) - t).square().mean()),
+        r"torch\.utils\.checkpoint\(use_reentrant=True\) has a backward that no trace above autograd captures; say",
+    ),
     "numbers for the loss before others": (
         simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()),
         "dropout draws random numbers for the loss, and dropout_1 after it for what comes before the loss; draw them",
@@ -386,6 +390,18 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(name: str):
         sentence = "."  # torch 2.11 says something of its own there
     with pytest.raises((ValueError, RuntimeError), match=sentence):
         fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(6, 4)))
+
+
+def test_a_checkpoint_in_a_checkpoint_is_traced() -> None:
+    """A trace had its values and not their gradient: they were detached, and the function was refused."""
+
+    def inner(x: Tensor) -> Any:
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+    loss_fn = simple(lambda y, w, t: (checkpoint(inner, y @ w, use_reentrant=False) - t).square().mean())
+    batch = torch.randn(6, 4), torch.randn(6, 4)
+    model, params = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
+    assert fpipe.verify(fpipe.program(model), model, params, batch).bitwise
 
 
 class Decides(nn.Module):

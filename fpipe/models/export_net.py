@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
-from torch.utils import checkpoint as checkpoints
 
 from fpipe import tree
 from fpipe.graphs.attributes import Attributes
@@ -30,7 +29,7 @@ from fpipe.models.batch_norm import tracks
 from fpipe.models.boundary import marking
 from fpipe.models.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.places import noting_places, place_of_caller, place_of_error
-from fpipe.models.traced_graph import NoGenerators
+from fpipe.models.traced_graph import NoGenerators, without_checkpoints
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
@@ -58,7 +57,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _quiet(),
             _noting_attributes(net, assigned),
             noting_places(),
-            _without_reentrant_checkpoints(),
+            without_checkpoints(),
         ):
             if signature != inspect.signature(net.forward):
                 net.forward = _with_signature(net.forward, signature)
@@ -207,25 +206,6 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
         yield
     finally:
         nn.Module.__setattr__ = assign
-
-
-@contextmanager
-def _without_reentrant_checkpoints() -> Generator[None]:
-    """Meanwhile torch.utils.checkpoint refuses to run a backward within a backward, which no trace sees."""
-
-    class Refused:
-        @staticmethod
-        def apply(*_: Any) -> Any:
-            raise ValueError(
-                "torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say "
-                "use_reentrant=False, or leave it out and let fpipe.checkpoint() recompute"
-            )
-
-    before, checkpoints.CheckpointFunction = checkpoints.CheckpointFunction, Refused  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        checkpoints.CheckpointFunction = before
 
 
 def _reason(net: nn.Module, error: Exception, place: str) -> str:

@@ -24,7 +24,7 @@ from fpipe.graphs.keys import seeded
 from fpipe.graphs.symbols import in_words, symbols_in
 from fpipe.models.boundary import KEY, marking
 from fpipe.models.places import noting_places, place_of, place_of_error
-from fpipe.models.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure
+from fpipe.models.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure, without_checkpoints
 
 
 class TracedLoss(NamedTuple):
@@ -70,7 +70,7 @@ def trace_loss(
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with NoGenerators("loss_fn"), marking(), noting_places(modules):
+        with NoGenerators("loss_fn"), marking(), noting_places(modules), without_checkpoints():
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
     explained = _explained(given[1], modules)

@@ -1,13 +1,17 @@
-"""Say what any trace of a whole function shares: what it may not draw, its literals, and what it asked of its sizes."""
+"""Say what any trace of a whole function shares: what it may not draw, what it does not recompute, its literals, and
+what it asked of its sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpoints
 
 
 class NoGenerators(TorchFunctionMode):
@@ -28,6 +32,32 @@ class NoGenerators(TorchFunctionMode):
                 f"{self.who} draws from a generator of its own ({name}), which is in no key; draw without it."
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_checkpoints() -> Generator[None]:
+    """Meanwhile torch.utils.checkpoint calls its function and no more: a program says what recomputes, and of what is
+    in two of them a trace would lose the gradient. The old way is refused: a backward within a backward, which no trace
+    sees."""
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            raise ValueError(
+                "torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say "
+                "use_reentrant=False, or leave it out and let fpipe.checkpoint() recompute"
+            )
+
+    def around(*_: Any, **__: Any) -> Generator[None]:
+        yield
+
+    torchs: Any = checkpoints
+    before = torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator
+    torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator = Refused, around
+    try:
+        yield
+    finally:
+        torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator = before
 
 
 def make_literals_pure(graph: fx.Graph) -> None:
