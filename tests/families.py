@@ -107,13 +107,14 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 ATTENTION = {"attention_dropout": 0.1}
 LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
 TEXT = {"vocab_size": WORDS, "max_position_embeddings": 64, **LAYERS, **SPECIAL}
-DECODER = {**TEXT, **ATTENTION, "num_key_value_heads": 2}
+ATTENTIVE = {**TEXT, **ATTENTION}
+DECODER = {**ATTENTIVE, "num_key_value_heads": 2}
 BOTH = {"vocab_size": WORDS, "d_model": WIDTH, **SPECIAL}
 TWO_BY_TWO = halves(attention_heads=4, layers=2, ffn_dim=64)
 GPT = {"vocab_size": WORDS, "n_positions": 32, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, **SPECIAL}
 GPTJ = {**GPT, "rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 BLOOM = {"vocab_size": WORDS, "hidden_size": WIDTH, "n_layer": 4, "n_head": 4, **SPECIAL, **ATTENTION}
-OPT = {**TEXT, **ATTENTION, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
+OPT = {**ATTENTIVE, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
 T5 = {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BART = {**BOTH, **TWO_BY_TWO, **ATTENTION, "max_position_embeddings": 64, "decoder_start_token_id": 2}
 WHISPER = {
@@ -152,14 +153,7 @@ SAM = {
     "attn_implementation": "eager",  # the other one drops nothing out
 }
 BLIP2 = {
-    "vision_config": {
-        **LAYERS,
-        **ATTENTION,
-        **TWO_LAYERS,
-        "image_size": 16,
-        "patch_size": 4,
-        **SPREAD,
-    },
+    "vision_config": {**LAYERS, **ATTENTION, **TWO_LAYERS, **SPREAD, "image_size": 16, "patch_size": 4},
     "qformer_config": {**LAYERS, **DROPOUT, **TWO_LAYERS, "vocab_size": WORDS},
     "text_config": {"model_type": "opt", **OPT, **TWO_LAYERS},
     "num_query_tokens": 4,
@@ -180,7 +174,7 @@ FAMILIES = {
         Rounds("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand"),
     ),
     "Falcon": Family(
-        net("FalconForCausalLM", "FalconConfig", **{**TEXT, **ATTENTION}, hidden_dropout=0.1),
+        net("FalconForCausalLM", "FalconConfig", **ATTENTIVE, hidden_dropout=0.1),
         text,
         BLOCKS,
     ),
