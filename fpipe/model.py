@@ -503,6 +503,15 @@ class PositionalStage(ABC):
         beside: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an
         `update`."""
 
+    @property
+    def pieces(self) -> Sequence[Any]:
+        """What it runs one after the other, each to be traced alone; none where it is traced as a whole."""
+        return ()
+
+    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any]:
+        """Which values of its pieces are what it is handed, and its output with values for tensors."""
+        raise NotImplementedError
+
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
         return what()

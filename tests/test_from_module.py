@@ -1,6 +1,7 @@
 """Any module, cut between its blocks: its own gradients, state, ties and skips, and what cannot be cut."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.models.net_stage import NetStage
+from fpipe.tree import leaves
 
 WIDTH = 8
 
@@ -239,6 +242,39 @@ class Marked(Around):
     def around(self, block: nn.Module, x: Tensor) -> Tensor:
         y = block(x)
         return fpipe.boundary(y) if block is self.blocks[0] else y
+
+
+class Crossed(Net):
+    """The first block is read by the last again, and two in the middle share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(7, nn.Dropout)
+        self.blocks[3].up.weight = self.blocks[2].up.weight  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](first := self.blocks[0](x))
+        mask = torch.ones_like(x).tril()
+        for block in self.blocks[2:6]:
+            x = block(x * mask)
+        return self.blocks[6](x + 2 * first)
+
+
+def test_blocks_of_a_stage_are_traced_apart_where_nothing_else_reads_what_they_hand_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A skip over blocks, or a leaf of two, makes them one piece: its gradients are added in autograd's order."""
+    torch.manual_seed(0)
+    net, chain, batch = Crossed(), nn.Sequential(*(Block(nn.Dropout()) for _ in range(5))), rows()
+    for whole, cuts, pieces in ((net, [], [2]), (net, ["blocks.1"], [1, 4]), (chain, [], [5])):
+        model, params, _ = fpipe.from_module(whole, cuts=cuts, loss=F.mse_loss, example=batch)
+        program = fpipe.chain(fpipe.checkpoint(), fpipe.split_backward())(pipeline(model, 2))
+        found = fpipe.build(program, model)(params, batch, key=3)
+        assert [len(stage.forward.pieces) for stage in model.stages] == pieces  # pyright: ignore[reportFunctionMemberAccess]
+        assert fpipe.verify(program, model, params, batch, key=3).bitwise
+        with monkeypatch.context() as patch:
+            patch.setattr(NetStage, "pieces", ())
+            again = fpipe.build(program, replace(model))(params, batch, key=3)
+        assert all(map(torch.equal, leaves((found.loss, found.grads)), leaves((again.loss, again.grads))))
 
 
 def test_a_boundary_in_the_forward_is_a_cut_too() -> None:

@@ -82,6 +82,26 @@ def test_equal_stages_share_one_trace(traced: list[str]):
     assert traced.count("trace") == 2  # a stage and the loss
 
 
+class Transformer(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.blocks = nn.Sequential(*(Attention() for _ in range(blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
+    """Stages of as many blocks are unlike where an embedding or a head is beside them: each was traced as a whole."""
+    net = Transformer(4)
+    batch = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
+    model, params, _ = fpipe.from_module(net, 2, loss=squares, example=batch)
+    fpipe.build(program(model, m=2), model)(params, batch)
+    parts = ["sizes of the batch", "embedding", "block", "sizes of activations", "head", "loss"]
+    assert traced.count("trace") == len(parts)
+
+
 def test_a_second_step_and_a_second_build_trace_nothing_and_another_shape_does(traced: list[str]):
     model, params, batch = blocks()
     step = fpipe.build(program(model), model)

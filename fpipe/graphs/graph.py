@@ -204,7 +204,7 @@ def without_repeated_views(graph: Graph) -> Graph:
     first: dict[Any, Name] = {}
     names: dict[Name, Name] = {}
     kept: list[Node] = []
-    for name in graph.inputs():
+    for name in (one for one in graph.inputs() if one in graph.facts):  # a generator is no tensor
         first.setdefault(_place(graph.facts[name]), name)
     for node in graph.nodes:
         new = rewritten(node, names)
@@ -239,10 +239,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
     facts = {names.get(name, name): _moved(fact, same) for name, fact in then.facts.items() if name in names}
     same = {first.facts[seed].storage: facts[dx].storage for seed, dx in up.items()}
     facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
-    forward = first.behind(leaf for label in ("y", "carry", "state") for leaf in first.writes.get(label, ()))
-    # Numbers that nobody reads are drawn too, before the loss's own.
-    forward |= {node.name for node in first.nodes if node.kwargs.get("generator") in first.reads.get(GENERATORS, ())}
-    end = 1 + max((at for at, node in enumerate(first.nodes) if node.name in forward), default=-1)
+    end = forward_end(first)
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
     reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
@@ -258,6 +255,13 @@ def inlined(first: Graph, then: Graph) -> Graph:
         {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
         streams=streams,
     )
+
+
+def forward_end(graph: Graph) -> int:
+    """The place behind the last op that a forward needs; numbers that nobody reads are drawn too."""
+    needed = graph.behind(leaf for label in ("y", "carry", "state") for leaf in graph.writes.get(label, ()))
+    needed |= {node.name for node in graph.nodes if node.kwargs.get("generator") in graph.reads.get(GENERATORS, ())}
+    return 1 + max((at for at, node in enumerate(graph.nodes) if node.name in needed), default=-1)
 
 
 def same(one: Graph, other: Graph) -> bool:

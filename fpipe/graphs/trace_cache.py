@@ -14,6 +14,7 @@ import torch
 
 from fpipe.graphs.alike import alike
 from fpipe.graphs.ambient import Untraceable, ambient
+from fpipe.graphs.chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.graph import Aval, Fact, Graph, Name, in_own_storage, inlined, same
 from fpipe.graphs.keys import TracedKey, fold_in, unseeding
 from fpipe.graphs.labels import variable
@@ -72,7 +73,8 @@ class Traces:
     """A model's stages as graphs, each traced once for each way it is called, whoever asks.
 
     Stages that compute the same function share their traces: those of one Python function, modules that are equal in
-    class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op.
+    class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op. So do
+    blocks inside of such graphs.
     """
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
@@ -81,6 +83,7 @@ class Traces:
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
         self._shared: dict[StageCall, StageCall] = {}
+        self._chains: dict[StageCall, Chain | None] = {}
         self._twins: dict[int, Any] = {}
         self._stores: dict[int, tuple[Store, int]] = {}
 
@@ -90,14 +93,21 @@ class Traces:
             store, key = self._entry(call)
             made = store.outlines.get(key)
             if made is None:
-                self._refuse_new()
-                specs: dict[str, Spec] = {}
-                root = TracedKey(0)
-                function = flat(self.model, call, specs, root)
-                reads, writes, ran, python = outline(function, dict(call.reads), root.known, self._apart(call))
-                made = store.outlines[key] = Outline(reads, writes, specs, ran, python)
+                made = store.outlines[key] = self._outlined(call)
             self._outlines[call] = made
         return self._outlines[call]
+
+    def _outlined(self, call: StageCall) -> Outline:
+        chain = self._chain(call)
+        if chain is not None:
+            with suppress(NoChain):
+                reads, writes, ran, python = chain.outline(self._piece_outline)
+                return Outline(reads, writes, chain.specs, ran, python)
+        self._refuse_new()
+        specs, root = dict[str, Spec](), TracedKey(0)
+        function = flat(self.model, call, specs, root)
+        reads, writes, ran, python = outline(function, dict(call.reads), root.known, self._apart(call))
+        return Outline(reads, writes, specs, ran, python)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
@@ -113,14 +123,50 @@ class Traces:
         key = (own, *cotangents.items())
         found = store.graphs.get(key)
         if found is None:
+            found = store.graphs[key] = self._joined(call, cotangents) or self._whole(call, cotangents)
+        return found
+
+    def _whole(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        self._refuse_new()
+        found = self._trace(call, cotangents)
+        # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
+        if not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
+            _refuse_others(found, self.outline(call))
+        return found
+
+    def _joined(self, call: StageCall, cotangents: Cotangents) -> Graph | None:
+        """The graph of a call, put together of those of its pieces; None where it is traced as a whole."""
+        chain = self._chain(call)
+        with suppress(NoChain):
+            return None if chain is None else chain.graph(self._piece_outline, self._piece_graph, cotangents)
+        return None
+
+    def _piece_outline(self, call: PieceCall) -> Outline:
+        """What a piece writes."""
+        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, ambient())
+        made = store.outlines.get(key)
+        if made is None:
             self._refuse_new()
-            found = self._trace(call, cotangents)
-            ran = self.outline(call).ran
-            # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
-            if found.ran[: len(ran)] != ran and not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
-                raise Untraceable("torch runs other ops for it while it is traced")
+            reads, writes, ran, python = outline(call, call.reads)
+            made = store.outlines[key] = Outline(reads, writes, {}, ran, python)
+        return made
+
+    def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
+        """A piece and its gradient as a graph."""
+        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, *cotangents.items(), ambient())
+        found = store.graphs.get(key)
+        if found is None:
+            self._refuse_new()
+            found = trace(call, call.reads, cotangents)
+            _refuse_others(found, self._piece_outline(call))
             store.graphs[key] = found
         return found
+
+    def _chain(self, call: StageCall) -> Chain | None:
+        """A call in pieces, if it is traced so."""
+        if call not in self._chains:
+            self._chains[call] = chain_of(self.model, call)
+        return self._chains[call]
 
     def _trace(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
@@ -230,6 +276,11 @@ class Traces:
 
 
 _PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+
+
+def _refuse_others(graph: Graph, outline: Outline) -> None:
+    if graph.ran[: len(outline.ran)] != outline.ran:
+        raise Untraceable("torch runs other ops for it while it is traced")
 
 
 def _leaves(call: StageCall) -> list[Any]:

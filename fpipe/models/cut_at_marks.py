@@ -111,6 +111,8 @@ class Part:
         graph = fx.Graph()
         given = (*self.params.values(), *self.batch, *self.received)
         own: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in given}
+        for node, copy in own.items():
+            copy.meta = dict(node.meta)
         # Each size once and first, so that equal stages have equal graphs.
         own |= self._computed_sizes(graph, own)
 

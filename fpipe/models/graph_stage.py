@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.graphs.alike import Same, alike
+from fpipe.graphs.alike import Same
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
 from fpipe.models.contexts import restored_on_error
 from fpipe.models.handed_out import HandedOut
+from fpipe.models.pieces import operations
 from fpipe.models.traced_modes import TracedModes
 
 
@@ -59,12 +59,17 @@ class GraphStage(PositionalStage):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """The output from parameters by position; those that it does not read come last."""
-        return self.run(params[: len(self.reads)], self.given(x)), {}
+        return self.run(self.handed(params[: len(self.reads)], x)), {}
 
-    def run(self, own: Sequence[Tensor], given: Sequence[Sequence[Any]]) -> Any:
-        """What the graph returns for what the stage has of its own, and the leaves of each of its inputs."""
+    def handed(self, own: Sequence[Tensor], x: Any) -> list[Any]:
+        """What the graph takes: what the stage has of its own, and leaves of its inputs."""
+        given = self.given(x)
+        return [*own, *(given[which][at] for which, at in self.places)]
+
+    def run(self, handed: Sequence[Any]) -> Any:
+        """What the graph returns."""
         with restored_on_error():
-            return self.graph.forward(*own, *[given[which][at] for which, at in self.places])
+            return self.graph.forward(*handed)
 
     def given(self, x: Any) -> list[list[Any]]:
         """The leaves of each of its inputs; a ValueError if the trace is not for them."""
@@ -89,35 +94,9 @@ class GraphStage(PositionalStage):
     def twin(self) -> Any:
         """Equal for graphs of the same operations on the same constants; one that takes the batch, or looks at modes,
         equals no other."""
-        place = {node: at for at, node in enumerate(self.graph.graph.nodes)}
         odd: list[Any] = [] if self.guard is None and self.traced_modes is None else [self]
-
-        def seen(arg: Any) -> Any:
-            if isinstance(arg, fx.Node):
-                return "node", place[arg]
-            if isinstance(arg, list | tuple):
-                return type(arg), tuple(map(seen, arg))
-            return alike(arg, odd if not isinstance(arg, _NAMED) else None)
-
-        nodes = tuple(
-            (
-                node.op,
-                self._target(node),
-                seen(node.args),
-                tuple((word, seen(arg)) for word, arg in node.kwargs.items()),
-            )
-            for node in self.graph.graph.nodes
-        )
+        nodes = operations(self.graph.graph, odd, self.graph)
         return nodes, tuple(self.places), self.many, len(self.names), self.modes(), Same(self) if odd else None
-
-    def _target(self, node: fx.Node) -> Any:
-        """What a node calls, or which constant it is; of placeholders only the order counts."""
-        if node.op == "get_attr":
-            return Same(getattr(self.graph, str(node.target)))
-        return None if node.op in ("placeholder", "output") else node.target
-
-
-_NAMED = torch.memory_format | torch.layout
 
 
 class BatchGuard:

@@ -7,12 +7,14 @@ f(params, x, state=s)    = graph(params, constants, s, x), s'       where an out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
 
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.net_graph import Held
+from fpipe.models.pieces import GraphPiece, pieces_of
 from fpipe.models.traced_modes import TracedModes
 
 
@@ -64,14 +66,40 @@ class NetStage(GraphStage):
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """The output, and by name what the stage gives beside: its state, or what its update needs."""
-        own = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
-        own |= dict(zip(self.holds, buffers, strict=True))
-        made = self.run([own[name] for name in self.takes], self.given(x))
+        made = self.run(self.taken(params, constants, x, buffers))
         y, beside = made if self.holds or (self.change and self.change.count) else (made, [])
         y = self.whole(y) if self.whole else y
         if self.holds:
             return y, {"state": beside}
         return y, {"seen": [one.detach() for one in beside]} if self.change else {}
+
+    def taken(self, params: Sequence[Any], constants: Sequence[Any], x: Any, buffers: Sequence[Any] = ()) -> list[Any]:
+        """What the graph takes, in its order."""
+        own = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
+        own |= dict(zip(self.holds, buffers, strict=True))
+        return self.handed([own[name] for name in self.takes], x)
+
+    @property
+    def pieces(self) -> list[GraphPiece]:
+        """Its blocks and what is between them; none where it has module state."""
+        return [] if self.writes else self._pieces
+
+    @cached_property
+    def _pieces(self) -> list[GraphPiece]:
+        words = ["params" if name in self.held.trains else "const" for name in self.takes]
+        return pieces_of(self.graph.graph, dict(zip(self._given, [*words, *("x" for _ in self.places)], strict=True)))
+
+    @cached_property
+    def _given(self) -> list[fx.Node]:
+        """The placeholders of its graph."""
+        return self.graph.graph.find_nodes(op="placeholder")
+
+    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
+        """What its graph takes, by placeholder, and its output with nodes of the graph for tensors."""
+        (output,) = self.graph.graph.find_nodes(op="output")
+        made: Any = output.args[0]
+        taken = dict(zip(self._given, self.taken(params, constants, x), strict=True))
+        return taken, self.whole(made) if self.whole else made
 
     def update(self, state: Mapping[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
         """The buffers after a forward, from those before and what the forward has seen."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fpipe.models.boundary import MARK
 from fpipe.models.module_calls import Call, blocks_of, calls_of, ends_of, in_words
 from fpipe.models.node_costs import costs_of
+from fpipe.models.pieces import BLOCK
 from fpipe.program import Op
 from fpipe.timing.balance import balance
 from fpipe.timing.costs import Costs
@@ -33,7 +34,7 @@ def place_cuts(
     cuts: Sequence[str] | None,
     costs: Mapping[str, float] | Costs | None,
 ) -> Placed:
-    """Put marks into a graph that may have some.
+    """Put marks into a graph that may have some, and say of its nodes which block they are in.
 
     Args:
         graph: of a net.
@@ -47,6 +48,9 @@ def place_cuts(
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     root = calls_of(nodes, params.values())
+    for number, block in enumerate(blocks_of(root, 2)):
+        for node in nodes[block.start : block.end + 1]:
+            node.meta[BLOCK] = number
     own = [at for at, node in enumerate(nodes) if node.target is MARK]
     if cuts is not None or own:
         ends = ends_of(root, cuts or ())
