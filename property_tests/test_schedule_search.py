@@ -4,10 +4,11 @@ import inspect
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
+from fpipe.finding.kept import Kept
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
 from fpipe.schedules.hillclimb import floor
@@ -15,6 +16,7 @@ from fpipe.schedules.linear_pipeline import LinearPipeline, cells_of
 from fpipe.schedules.priority import Now
 from fpipe.transforms.reorder import in_rows
 from property_tests.strategies import few
+from tests.test_search import SLOW, never_worse, quick
 
 seconds = st.one_of(st.integers(0, 4).map(float), st.floats(0.01, 10))
 
@@ -141,3 +143,40 @@ def test_a_priority_is_asked_at_the_same_ops_in_every_unit(case: dict[str, Any],
         return fpipe.chain(fpipe.split(case["microbatches"]), fpipe.split_backward(), first)(base)
 
     assert order(1.0) == order(by)
+
+
+whole = st.integers(1, 5).map(float)
+DEEP = settings.get_current_profile_name() == "deep"
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes up to 12 microbatches a rank, whole costs of each stage, a cap, and what copies to the host take."""
+    ranks, chunks = draw(st.integers(2, 3)), draw(st.sampled_from([1, 1, 2]))
+    stages = ranks * chunks
+    each = [draw(st.one_of(whole, st.lists(whole, min_size=stages, max_size=stages))) for _ in range(3)]
+    copies = draw(st.sampled_from([0.0, 0.0, 2.0]))
+    return {
+        "ranks": ranks,
+        "stages": stages,
+        "microbatches": draw(st.integers(1, 12 * ranks)),
+        "costs": fpipe.Costs(*each, transfer=draw(st.sampled_from([0.0, 1.0])), offload=copies),
+        "cap": draw(st.sampled_from([None, 1, 1.5, 2, 2.25, ranks])),
+        "without": () if DEEP else SLOW,
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+@settings(max_examples=200 if DEEP else 3)
+@given(case=searches())
+def test_a_search_is_never_above_a_schedule_by_name_keeps_its_cap_and_is_kept_as_text(case: dict[str, Any]):
+    """Whatever the number of microbatches: beyond four a rank a shorter step is searched and repeated. Twice the same
+    seed finds the same."""
+    found = never_worse(**case)
+    kept, program = found.schedule, found.program
+    assert Kept.from_json(kept.to_json()) == Kept.from_csv(kept.to_csv(), replicated=kept.replicated) == kept
+    base = fpipe.chain(fpipe.split(case["microbatches"]), fpipe.merge())(fpipe.program(case["stages"]))
+    assert kept(base) == program
+    assert fpipe.simulate(program, case["costs"]).makespan == found.timeline.makespan
+    words = {"ranks": case["ranks"], "memory_cap": case["cap"], "without": case["without"], "seed": case["seed"]}
+    assert quick(base, case["costs"], **words) == found

@@ -1,5 +1,6 @@
 """Search: never worse than a schedule by name, never below what is proven, never over the cap; and it runs."""
 
+import inspect
 import json
 import math
 import re
@@ -11,8 +12,9 @@ import torch
 
 import fpipe
 from fpipe.finding import search as module
-from fpipe.finding import solver, stretch
+from fpipe.finding import solver
 from fpipe.finding.climb import Climber
+from fpipe.finding.hunt import Hunt
 from fpipe.finding.kept import Kept, kept_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.longer import lengthened, longer
@@ -133,22 +135,36 @@ def test_it_beats_every_schedule_by_name_on_a_v():
 SIZES = [(2, 2, 3), (2, 4, 4), (3, 3, 5), (4, 4, 8), (4, 8, 8), (3, 6, 7)]
 
 
-def never_worse(ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, cap: float | None) -> None:
+def ways(name: str, ranks: int, cap: float | None) -> list[dict[str, Any]]:
+    """What a schedule may be told beside costs."""
+    takes = inspect.signature(fpipe.schedules.get(name)).parameters
+    found: list[dict[str, Any]] = [{}]
+    found += [{"overlap": False}] if "overlap" in takes else []
+    found += [{"group": group} for group in (-(-ranks // 2), ranks) if "group" in takes]
+    if cap is not None:
+        found += [options | {word: cap} for word in ("cap", "memory_cap") if word in takes for options in found]
+    return found
+
+
+def never_worse(
+    ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, cap: float | None, **words: Any
+) -> fpipe.Found:
     base = step(stages, microbatches)
-    found = quick(base, costs, ranks=ranks, memory_cap=cap, without=())
+    found = quick(base, costs, ranks=ranks, memory_cap=cap, **({"without": ()} | words))
     assert cap is None or max(found.timeline.peak) <= cap + 1e-9
     assert found.bound <= found.value * (1 + 1e-9)
-    for name in fpipe.schedules.names():
+    for name in {*fpipe.schedules.names()} - {*words.get("without", ())}:
         about = fpipe.schedules.about(name)
-        for told in ({}, {"costs": costs}):
+        for told in (more | options for more in ({}, {"costs": costs}) for options in ways(name, ranks, cap)):
             try:
                 program = about.factory(ranks, **told)(base)
-            except (ProgramError, TypeError):
+            except (ValueError, TypeError):
                 continue
             timeline = fpipe.simulate(program, costs)
             fits = cap is None or max(timeline.peak) <= cap + 1e-9
             if fits and program.ranks == ranks and not any(op.kind == "R" for op in program.ops):
                 assert found.value <= timeline.makespan * (1 + 1e-9), (name, told)
+    return found
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -388,18 +404,25 @@ def test_more_microbatches_are_played_without_a_program_of_them(name: str):
 def test_a_step_of_many_microbatches_is_made_only_to_be_taken(monkeypatch: pytest.MonkeyPatch):
     """zbv searched by itself for all 1024 microbatches: ten seconds for a step whose short one took three."""
     made: list[int] = []
-    order = stretch.by_table
+    consider = Hunt.consider
 
-    def counted(program: fpipe.Program, *args: Any, **words: Any) -> fpipe.Program:
+    def counted(hunt: Hunt, program: fpipe.Program, timeline: fpipe.Timeline) -> bool:
         made.append(program.microbatches)
-        return order(program, *args, **words)
+        return consider(hunt, program, timeline)
 
-    monkeypatch.setattr(stretch, "by_table", counted)
-    monkeypatch.setattr(stretch, "again", None)
-    found = quick(4, TEN, ranks=2, microbatches=60, memory_cap=1.5, without=OFFLOADING)
-    assert made == [60] * len(made)
-    assert len(made) <= 4
-    assert any(row.name.endswith(" repeated") for row in found.named)
+    monkeypatch.setattr(Hunt, "consider", counted)
+    found = quick(4, TEN, ranks=2, microbatches=60, memory_cap=1.5, without=("zb_auto", "v_min"), offload="never")
+    assert 2 <= made.count(60) <= 3
+    assert found.beat is not None
+    assert found.value <= found.beat[1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "cap"), [(3, fpipe.Costs(5, 6, 4), 2.25), (3, fpipe.Costs(7, 3, [3, 2, 2], transfer=1), None)]
+)
+def test_a_long_step_is_never_worse_than_a_schedule_by_name(stages: int, costs: fpipe.Costs, cap: float | None):
+    """pipe_offload with a smaller group, and zb_auto by other costs than these, were no candidates at 25 and 14."""
+    never_worse(3, stages, 14, costs, cap, without=("zbv", "v_half", "v_min"))
 
 
 def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():
@@ -499,6 +522,13 @@ def test_the_first_argument_may_be_a_model_or_a_program():
 
 def test_a_long_step_is_compared_with_schedules_that_are_no_rows_of_ops_too():
     """Those that move residuals were left out of long steps: 574 was found, where pipe_offload takes 483."""
-    words: dict[str, Any] = {"ranks": 4, "microbatches": 30, "memory_cap": 3, "solver": "local", "seconds": 0.2}
+    words: dict[str, Any] = {
+        "ranks": 4,
+        "microbatches": 30,
+        "memory_cap": 3,
+        "solver": "local",
+        "seconds": 0.2,
+        "without": SLOW,
+    }
     found = fpipe.search(4, fpipe.Costs(5, 6, 4), **words)
     assert found.timeline.makespan <= 483

@@ -38,6 +38,8 @@ CHOICE_RULES = 3
 """Rules of list scheduling by which a choice of what is recomputed is judged."""
 ORDERING = 50
 """What list scheduling takes for an op, in played ops."""
+OFFLOADING = "bpipe", "pipe_offload"
+"""Named schedules that move residuals."""
 IMPROVED = 4
 """Improved orders that are simulated, the best first."""
 
@@ -58,6 +60,7 @@ class Wanted:
         without: names of schedules that it does not start from.
         choose: whether stages and microbatches that are recomputed may be any.
         offload: whether residuals may leave their rank.
+        microbatches: of the whole step, of which a shorter one may be searched.
     """
 
     ranks: int
@@ -71,6 +74,7 @@ class Wanted:
     without: frozenset[str] = frozenset()
     choose: bool = False
     offload: bool = True
+    microbatches: int = 0
 
     @property
     def moves(self) -> bool:
@@ -110,7 +114,7 @@ class Hunt:
         self.least = math.inf  # the smallest peak of all that were seen
         self.pool: list[Entry] = []
         self.away: list[Entry] = []  # orders of which some residuals wait on the host
-        self.origins: dict[str, Entry] = {}  # of named schedules that can be improved
+        self.starts: dict[str, Transform] = {}  # the named schedules
         self.stopped = False
         self.bounds: dict[Hashable, float] = {}
         cheaper = wanted.halves is None and any(_full_are_cheaper(wanted.costs, base) for base in bases)
@@ -119,11 +123,11 @@ class Hunt:
     def gather(self) -> None:
         """Orders to begin with: of named schedules, and of list scheduling in every placement."""
         for base in self.bases:
-            self._names(base, by_cost=False)
+            self.names(base, by_cost=False)
             for placement in self.wanted.placements:
                 self._lists(base, placement, RULES_TRIED, moves=self.wanted.moves)
         if not self.optimal():
-            self._names(self.bases[0], by_cost=True)
+            self.names(self.bases[0], by_cost=True)
 
     def improve(self, effort: float) -> None:
         """Improve the best of them for so many played ops."""
@@ -138,6 +142,8 @@ class Hunt:
     def optimal(self) -> bool:
         """Whether nothing is left to gain, wherever the stages are."""
         floors = [entry.floor for entry in (*self.pool, *self.away)]
+        if self.best is not None and not floors:
+            floors.append(self.floor(self.best.program))
         if self.wanted.free and self.bases[0].stages > self.wanted.ranks:
             floors.append(self._work())
         return self.best is not None and self.best.value[0] <= min(floors, default=math.inf) * (1 + 1e-9)
@@ -146,24 +152,28 @@ class Hunt:
         """Seconds of the busiest rank, however the work is shared out."""
         cluster, ranks = self.wanted.costs.cluster, self.wanted.ranks
         speed = ranks if cluster is None else sum(cluster.speed[:ranks])
-        return min(sum(map(self._shortest, base.ops)) for base in self.bases) / speed
-
-    def _shortest(self, op: Op) -> float:
         seconds = replace(self.wanted.costs, cluster=None).seconds
-        if op.kind != "B" or self.wanted.halves is False:
-            return seconds(op)
-        return min(seconds(op), seconds(op._replace(kind="I")) + seconds(op._replace(kind="W")))
 
-    def _names(self, base: Program, *, by_cost: bool) -> None:
+        def shortest(op: Op) -> float:
+            if op.kind != "B" or self.wanted.halves is False:
+                return seconds(op)
+            return min(seconds(op), seconds(op._replace(kind="I")) + seconds(op._replace(kind="W")))
+
+        return min(sum(map(shortest, base.ops)) for base in self.bases) / speed
+
+    def names(self, base: Program, *, by_cost: bool, improve: bool = True) -> None:
+        """Take the named schedules, and improve them if that is wanted."""
         wanted = self.wanted
         room = wanted.cap, 1.0
         if wanted.costs.bytes is not None:  # those who count microbatches are told how many there is room for
             rooms = [room_of(entry.tasks, entry.limits) for entry in self.pool]
             room = max((one[0] for one in rooms), default=0.0), min((one[1] for one in rooms), default=1.0)
+        most = wanted.microbatches or base.microbatches
+        without = wanted.without if wanted.offload else {*wanted.without, *OFFLOADING}
         starts = named_starts(
-            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, without=wanted.without
+            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, most=most, without=without
         )
-        self.take(starts, base)
+        self.take(starts, base, improve=improve)
 
     def take(
         self, starts: Iterable[tuple[str, Transform]], base: Program | None = None, *, improve: bool = True
@@ -176,15 +186,14 @@ class Hunt:
                 program = made(transform, variant)
                 if program is None or not self._allowed(program, recomputed):
                     continue
+                self.starts[name] = transform
                 fits = self.known(name, program)
                 tasks = tasks_of(program, wanted.costs) if improve and (fits or wanted.moves) else None
                 if tasks is not None and not fits:
                     self.away += self._moving(tasks, limits_of(tasks, wanted.cap, wanted.costs), [tasks.rows])
                 elif tasks is not None:
                     limits = limits_of(tasks, wanted.cap, wanted.costs)
-                    found = entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
-                    self.pool += found
-                    self.origins.update((name, entry) for entry in found)
+                    self.pool += entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
                 if not has(program, "B"):
                     break  # split already, and so the same again
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fpipe.program import Program, ProgramError
-from fpipe.schedules.named import parse
 from fpipe.schedules.registry import about, names
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
@@ -22,6 +21,7 @@ def named_starts(
     objective: str,
     *,
     by_cost: bool,
+    most: int,
     without: Collection[str] = (),
 ) -> Iterator[tuple[str, Transform]]:
     """Names, with options behind a colon, and what they make.
@@ -34,9 +34,10 @@ def named_starts(
             W still needs after its I.
         objective: what those are told that can be told what to make short.
         by_cost: those that search by themselves, which takes them up to a second, or the others.
+        most: microbatches of the step that they are for; this one may be shorter.
         without: names that are left out.
     """
-    cap, kept = min(room[0], program.microbatches), room[1]
+    cap, kept = min(room[0], most), room[1]
     for name in names():
         schedule = about(name)
         takes = inspect.signature(schedule.factory).parameters
@@ -45,13 +46,12 @@ def named_starts(
         if schedule.refuses(ranks, program.stages, program.microbatches) is not None:
             continue
         told = _told(takes, costs, objective)
-        said: list[dict[str, Any]] = [{}]
-        if "waves" in takes and program.stages % (2 * ranks) == 0:
-            said = [{"waves": program.stages // (2 * ranks)}]
+        said = _ways(takes, ranks, program.stages, cap if cap < most else None)
         if by_cost and cap >= 1:
             # Without costs it is there in a moment, and holds as much as with them.
-            published = schedule.factory(ranks)(program)
-            fits = kept < 1 or max(simulate(published).peak) <= cap * (1 + 1e-9)
+            published = schedule.factory(ranks)
+            yield f"{name} without costs", published
+            fits = kept < 1 or max(simulate(published(program)).peak) <= cap * (1 + 1e-9)
             said = [*(said if fits else []), {"memory_cap": cap} | ({"kept": kept} if kept < 1 else {})]
         for options in said:
             shown = ",".join(f"{word}={value:g}" for word, value in options.items())
@@ -62,11 +62,18 @@ def named_starts(
             yield f"{name}:{shown}" if shown else name, transform
 
 
-def again(shown: str, ranks: int, costs: Costs, objective: str) -> Transform:
-    """What a name makes that `named_starts` gave."""
-    named = parse(shown)
-    takes = inspect.signature(named.schedule.factory).parameters
-    return named.schedule.factory(ranks, **_told(takes, costs, objective), **named.options)
+def _ways(takes: Collection[str], ranks: int, stages: int, cap: float | None) -> list[dict[str, Any]]:
+    """The options with which a schedule is tried: as it is, and each choice that changes how much it holds."""
+    said: list[dict[str, Any]] = [{}]
+    if "waves" in takes and stages % (2 * ranks) == 0:
+        said = [{"waves": stages // (2 * ranks)}]
+    if "overlap" in takes:
+        said.append({"overlap": False})
+    if "group" in takes and ranks > 1:
+        said += [{"group": ranks}, {"group": -(-ranks // 2)}]  # all refuse one of the two, or do it unasked
+    if "cap" in takes and cap is not None:
+        said += [options | {"cap": cap} for options in said]
+    return said
 
 
 def _told(takes: Mapping[str, object], costs: Costs, objective: str) -> dict[str, Any]:

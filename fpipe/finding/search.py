@@ -59,7 +59,7 @@ def search(
 
     It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
     and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
-    never worse than the best named schedule that fits, up to 4 microbatches a rank.
+    never worse than the best named schedule that fits.
 
     Args:
         what: a program that is split, or a `Model` or a number of stages and `microbatches`.
@@ -99,10 +99,10 @@ def search(
         ValueError: a word, number or cost that is none.
         ModuleNotFoundError: solver="cp-sat" where OR-tools is not installed.
 
-    With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated: 1024 microbatches take
-    no longer to search than 32, though their program takes longer to make. Of named schedules only the few that promise
-    most are made so long, their orders of the short step "repeated", or by name where those have no steady state; of
-    others it may then be worse. With bytes in the costs, or a policy of `checkpoint`, the whole step is searched.
+    With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated. What a named schedule
+    takes for all microbatches is told from two steps of 4p to 8p, where it is in its steady state, and those that may
+    be the best are made: beside the effort of the search 1024 microbatches take what these few programs take to make.
+    With bytes in the costs, or a policy of `checkpoint`, the whole step is searched.
 
     >>> import fpipe
     >>> costs = fpipe.Costs(forward=5, backward_input=6, backward_weight=4)
@@ -128,6 +128,7 @@ def search(
         raise ValueError(f'offload is "auto" or "never", found {offload!r}.')
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
+    wanted = replace(wanted, microbatches=base.microbatches)
     wanted = replace(wanted, choose=checkpoint == "auto" and wanted.cap < math.inf, offload=offload == "auto")
     policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
     bases = _recomputing(base, policy)
@@ -258,10 +259,10 @@ class _Run:
         self.progress(1.0, best.value[0], self.bound)
         hunt = self.long or self.hunt
         names = sorted(hunt.named.values(), key=lambda row: rank_of(row, self.wanted.objective))
-        schedule = kept_of(best.program)
-        program, timeline = schedule(self.plain), best.timeline
-        if program != best.program:  # an OFFLOAD and a LOAD of one moment have changed places
-            timeline = simulate(program, self.wanted.costs)
+        schedule, program, timeline = kept_of(best.program), best.program, best.timeline
+        if has(program, "OFFLOAD"):  # an OFFLOAD and a LOAD of one moment may change places
+            program = schedule(self.plain)
+            timeline = timeline if program == best.program else simulate(program, self.wanted.costs)
         return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(names), complete)
 
     def _told(self, played: float, best: float, bound: float) -> None:

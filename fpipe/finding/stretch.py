@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import worth
-from fpipe.finding.hunt import Hunt, Wanted, rank_of
+from fpipe.finding.hunt import Hunt, Wanted
 from fpipe.finding.longer import lengthened, longer, pace
-from fpipe.finding.named_starts import again
 from fpipe.finding.pool import Entry
 from fpipe.finding.tasks import Rows, Tasks
 from fpipe.model import Source
@@ -33,8 +32,8 @@ STATES = 2
 """Steady states of each, the fastest first."""
 NEAR = 4, 8
 """After how many more microbatches a rank it is told: from then on, each takes as long as the one before."""
-TRIED = 2
-"""Named schedules that are made for the long step."""
+BETWEEN = 4, 6
+"""Microbatches a rank, beside a rest, of the steps from which it is told what a named schedule takes."""
 
 
 def short_of(program: Program, wanted: Wanted) -> Program | None:
@@ -48,6 +47,14 @@ def short_of(program: Program, wanted: Wanted) -> Program | None:
         return None
     if {"B", "I"} <= kinds:
         return None
+    try:
+        return _step_of(program, 2 * ranks + count % ranks)
+    except ValueError:
+        return None
+
+
+def _step_of(program: Program, count: int) -> Program:
+    """A step of the same stages with so many microbatches."""
     takes: dict[int, list[Source | tuple[int, int]]] = defaultdict(list)
     for op in program.ops:
         if op.kind == "F" and op.microbatch == 0 and op.stage is not None:
@@ -57,12 +64,9 @@ def short_of(program: Program, wanted: Wanted) -> Program | None:
                 elif value.name in ("x", "inputs"):
                     takes[op.stage].append("batch")
     inputs = [tuple(takes[stage]) if len(takes[stage]) != 1 else takes[stage][0] for stage in range(program.stages)]
-    halves = split_backward() if "I" in kinds else identity()
-    steps = chain(split(2 * ranks + count % ranks), halves, merge())
-    try:
-        return steps(base_program(program.stages, inputs=inputs))  # pyright: ignore[reportArgumentType]
-    except ValueError:
-        return None
+    halves = split_backward() if any(op.kind == "I" for op in program.ops) else identity()
+    steps = chain(split(count), halves, merge())
+    return steps(base_program(program.stages, inputs=inputs))  # pyright: ignore[reportArgumentType]
 
 
 def stretched(short: Hunt, long: Hunt) -> None:
@@ -81,20 +85,35 @@ def stretched(short: Hunt, long: Hunt) -> None:
         program = _ordered(long.bases[0], one.entry.tasks, one.rows(more))
         if program is not None:
             long.consider(program, simulate(program, wanted.costs))
-    named: dict[str, tuple[float, str, _Long | None]] = {}
-    for name, entry in short.origins.items():
-        best = min(_of(entry, wanted, more), key=lambda one: one.value, default=None)
-        value = entry.value[0] + more * pace(entry.tasks, entry.rows) if best is None else best.value
-        named.setdefault(repr(entry.rows), (value, name, best))
-    for value, name, one in sorted(named.values(), key=lambda each: each[:2])[:TRIED]:
-        program = one and _ordered(long.bases[0], one.entry.tasks, one.rows(more))
-        if program is not None:
-            long.known(f"{name} repeated", program)
-        elif long.best is None or value < long.best.value[0]:
-            long.take([(name, again(name, wanted.ranks, wanted.costs, wanted.objective))], improve=False)
-    others = [row for name, row in short.named.items() if row.fits and name not in short.origins]
-    for row in sorted(others, key=lambda row: rank_of(row, wanted.objective))[:TRIED]:  # which are no rows of numbers
-        long.take([(row.name, again(row.name, wanted.ranks, wanted.costs, wanted.objective))], improve=False)
+    _named(short, long)
+
+
+def _named(short: Hunt, long: Hunt) -> None:
+    """Make for the long step each named schedule that may be the best of it, as told from two steps between.
+
+    In both a schedule is in its steady state, with the rest of microbatches that it has in the long one.
+    """
+    wanted, count = long.wanted, long.bases[0].microbatches
+    sizes = [count % (2 * wanted.ranks) + each * wanted.ranks for each in BETWEEN]
+    hunts = [Hunt([_step_of(short.bases[0], size)], wanted, short.told) for size in sizes]
+    for hunt in hunts:
+        hunt.names(hunt.bases[0], by_cost=False, improve=False)
+        if not long.optimal():
+            hunt.names(hunt.bases[0], by_cost=True, improve=False)
+    first, second = (hunt.named for hunt in hunts)
+    more = (count - sizes[1]) / (sizes[1] - sizes[0])
+
+    def then(name: str, word: str) -> float:
+        """What a number of a schedule grows to, by as much with each microbatch as between the two."""
+        last = getattr(second[name], word)
+        return last + more * (last - getattr(first[name], word))
+
+    told = {name: then(name, wanted.objective) for name in first.keys() & second.keys()}
+    for name in sorted(told, key=lambda name: (told[name], name)):
+        if long.named and long.best is not None and long.best.value[0] <= told[name] * (1 + 1e-9):
+            break
+        if then(name, "peak") <= wanted.cap * (1 + 1e-9):
+            long.take([(name, hunts[1].starts[name])], improve=False)
 
 
 class _Long(NamedTuple):

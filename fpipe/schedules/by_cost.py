@@ -9,10 +9,12 @@ in seconds, so the same costs give the same order on every machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
-from fpipe.schedules.blocks import Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
+from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
 from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
 from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
@@ -76,10 +78,94 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Lane
     if at_floor(pipeline, drawn.value):
         return drawn.full(pipeline)
     short, _ = _no_longer_than_drawn(pipeline.with_microbatches(min(pipeline.microbatches, 2 * pipeline.ranks)))
+    known = _of_a_short_step(short, effort, polish)
+    if pipeline.microbatches == short.microbatches:
+        found = [(order.value, order.full(pipeline)) for order in known.orders]
+        found += [Follower(pipeline).order(*plan[1:]) for plan in known.plans[:2]]
+    else:
+        ways = _ways(short, known)
+        if pipeline.microbatches > LONG * pipeline.ranks:
+            ways = _likely(pipeline, ways)
+        found = [way(pipeline) for way in ways]
+    return min(found, key=lambda one: one[0])[1]
+
+
+LONG = 8
+"""Microbatches a rank beyond which only the likely ways are followed for the whole step."""
+LIKELY = 3
+"""How many these are."""
+Way = Callable[[LinearPipeline], Found]
+
+
+def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
+    """What a short step says of longer ones: orders to stretch, blocks to repeat, and the drawn ones."""
+    orders: list[Callable[[LinearPipeline], Order]] = [partial(_stretch, short, order) for order in known.orders]
+    orders += [partial(_repeat, block) for block in known.blocks[-2:]]
+    orders += [_drawn, _in_series, *(partial(_in_published, cells) for cells in _published_cells(short))]
+    return [*(partial(_whole, order) for order in orders), *(partial(_follow, plan) for plan in known.plans[:2])]
+
+
+def _whole(order: Callable[[LinearPipeline], Order], longer: LinearPipeline) -> Found:
+    made = order(longer)
+    return made.value, made.full(longer)
+
+
+def _stretch(short: LinearPipeline, order: Order, longer: LinearPipeline) -> Order:
+    return played(longer, stretched(short, order, longer), order.patience)
+
+
+def _repeat(block: BuildingBlock, longer: LinearPipeline) -> Order:
+    return played(longer, lane_rows_of(longer, block), 0.5)
+
+
+def _drawn(longer: LinearPipeline) -> Order:
+    return _no_longer_than_drawn(longer)[1]
+
+
+def _in_series(longer: LinearPipeline) -> Order:
+    return played(longer, _serial(longer), 0.0)
+
+
+def _follow(plan: Plan, longer: LinearPipeline) -> Found:
+    return Follower(longer).order(*plan[1:])
+
+
+def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
+    """The ways that are best in the end, as told from two steps between: each microbatch more adds the same."""
+    first = LONG // 2 * pipeline.ranks + pipeline.microbatches % (2 * pipeline.ranks)
+    steps = [
+        _no_longer_than_drawn(pipeline.with_microbatches(count))[0] for count in (first, first + 2 * pipeline.ranks)
+    ]
+    more = (pipeline.microbatches - steps[1].microbatches) / (2 * pipeline.ranks)
+
+    def told(way: Way) -> tuple[float, ...]:
+        before, after = (way(step)[0] for step in steps)
+        if NEVER in (before, after):
+            return NEVER
+        return tuple(last + more * (last - one) for one, last in zip(before, after, strict=True))
+
+    values = [told(way) for way in ways]
+    return [ways[at] for at in sorted(range(len(ways)), key=values.__getitem__)[:LIKELY]]
+
+
+Plan = tuple[tuple[float, float], BuildingBlock, float, int]
+
+
+class _Known(NamedTuple):
+    """Orders of a short step, the blocks they repeat, and what a follower of one found to be good."""
+
+    orders: list[Order]
+    blocks: list[BuildingBlock]
+    plans: list[Plan]
+
+
+@lru_cache(maxsize=64)
+def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
+    """What a search finds for a step that longer ones repeat: it is the same for all of them."""
     plays = max(40, min(effort // 200, effort // (3 * short.stages * short.microbatches)))
     fixed = [_serial(short), _without_weights(short, _one_after_the_other(short))]
     orders = [(played(short, rows, patience), None) for rows in fixed for patience in (0.0, 0.5, 1.0)]
-    blocks = [block for block, _ in zip(v_blocks(pipeline), range(plays // 8), strict=False)]
+    blocks = [block for block, _ in zip(v_blocks(short), range(plays // 8), strict=False)]
     orders += [(played(short, lane_rows_of(short, block), 0.5), block) for block in blocks]
     orders.sort(key=lambda one: one[0].value)
     blocks = [block for _, block in orders if block is not None]
@@ -109,31 +195,25 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Lane
         if polish and first.value != NEVER:
             start = played(short, first.full(short), 1.0)
             best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
-    best = [order for order in best + known if order.value != NEVER]
-    if pipeline.microbatches > short.microbatches:
-        best = [played(pipeline, stretched(short, order, pipeline), order.patience) for order in best]
-        best += [played(pipeline, lane_rows_of(pipeline, block), 0.5) for block in blocks[-2:]]
-        best += [drawn, played(pipeline, _serial(pipeline), 0.0), *_published(pipeline)]
-        follower = Follower(pipeline)
-    found = [(order.value, order.full(pipeline)) for order in best]
-    found += [follower.order(*plan[1:]) for plan in plans[:2]]
-    return min(found, key=lambda one: one[0])[1]
+    return _Known([order for order in best + known if order.value != NEVER], blocks, plans)
 
 
 def _published(pipeline: LinearPipeline) -> list[Order]:
     """V-Half and V-Min: their blocks, repeated and pulled tight, each at both ends or at the start alone."""
-    ranks, stages = pipeline.ranks, pipeline.stages
-    found: list[Order] = []
-    for cells in (v_half_cells(ranks), *lattice(ranks, 1)[:1]):
-        block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
-        tables = [
-            in_blocks(block, 6, (1, 1), pipeline.placement, pipeline.microbatches, mirror=mirror)
-            for mirror in (True, False)
-        ]
-        drawn = [lanes_of(pipeline, table) for table in tables]
-        orders = [played(pipeline, rows, patience) for rows in drawn for patience in (0.0, 0.5, 1.0)]
-        found.append(min(orders, key=lambda order: order.value))
-    return found
+    return [_in_published(cells, pipeline) for cells in _published_cells(pipeline)]
+
+
+def _published_cells(pipeline: LinearPipeline) -> list[tuple[int, ...]]:
+    return [v_half_cells(pipeline.ranks), *lattice(pipeline.ranks, 1)[:1]]
+
+
+def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline) -> Order:
+    stages, count = pipeline.stages, pipeline.microbatches
+    block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
+    tables = [in_blocks(block, 6, (1, 1), pipeline.placement, count, mirror=mirror) for mirror in (True, False)]
+    drawn = [lanes_of(pipeline, table) for table in tables]
+    orders = [played(pipeline, rows, patience) for rows in drawn for patience in (0.0, 0.5, 1.0)]
+    return min(orders, key=lambda order: order.value)
 
 
 def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Order]:
