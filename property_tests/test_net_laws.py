@@ -85,7 +85,8 @@ class Attends(nn.Module):
 
 
 class Counts(nn.Module):
-    """Remembers how often it was called, and divides by it."""
+    """Remembers how often it was called, and divides by it: by a copy, since autograd refuses to differentiate a call
+    whose count the next one has written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Counts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x / self.calls
+        return x / self.calls.clone()
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import parametrize
 
 import fpipe
 from fpipe.tree import tree_map
@@ -169,6 +170,45 @@ def test_collectives_are_ops_of_f_and_i_and_none_is_w_s(four: Processes):
     assert four.each(verified) == [(True, [both, both, []], True)] * 4
 
 
+class Gathered(nn.Module):
+    """A parameter out of its shards; its gradient is the mean over those who hold them, each with its own rows."""
+
+    def forward(self, shard: DTensor) -> Tensor:
+        return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+
+def fully_sharded(net: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    for module in list(net.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
+            parametrize.register_parametrization(module, name, Gathered(), unsafe=True)
+    return net
+
+
+def gathered(rank: int) -> tuple[list[str], bool]:
+    """What is odd after a step in which each process has a half of each microbatch and of each parameter, and whether
+    that is plain autograd."""
+    mesh = meshed()
+    net, batch, half = fully_sharded(words(), mesh["tp"]), sentences(), mesh.get_local_rank("tp")
+    expected = by_autograd(words(), batch)
+    own = tuple(torch.cat([rows.chunk(2)[half] for rows in part.tensor_split(4)]) for part in batch)
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=loss)
+    program = chained(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
+    found = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), own)
+    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
+    plain = {name: name.replace("parametrizations.", "").replace(".original", "") for name in grads}
+    odd = [name for name, grad in grads.items() if placed(grad) != (Shard(0),)]
+    odd += [name for name, grad in grads.items() if not torch.allclose(whole(grad), expected[plain[name]], atol=1e-7)]
+    return odd, fpipe.verify(program, model, params, own).bitwise
+
+
+def test_fully_sharded_parameters_are_gathered_inside_a_stage(four: Processes):
+    """As FSDP has them, by a parametrization and no hook: gathered where they are used, and again where recomputed;
+    gradients are added up and cut where they are made."""
+    assert four.each(gathered) == [([], True)] * 4
+
+
 class Enter(torch.autograd.Function):
     """Megatron's f: its gradients are added up over the shards that read it."""
 
@@ -251,10 +291,16 @@ def refused(rank: int, how: str) -> str:
         if how == "output":
             net = words()
             parallelize_module(net, tp, {"3": ColwiseParallel(use_local_output=False)})
-        if how in ("fully_shard", "whole"):
+        if how == "exported":
+            fpipe.from_module(net, 2, loss=loss, example=batch)
+        if how in ("fully_shard", "whole", "whole, exported", "whole, called"):
             net = words()
-            for one in [net] if how == "whole" else net[1:3]:
+            for one in net[1:3] if how == "fully_shard" else [net]:
                 fully_shard(one, mesh=tp)
+        if how == "whole, exported":
+            fpipe.from_module(net, 2, loss=loss, example=batch)
+        if how == "whole, called":
+            fpipe.from_functions([lambda p, x: torch.func.functional_call(net, p, (x,))], loss)
         if how == "ddp":
             net = nn.Sequential(nn.parallel.DistributedDataParallel(words(), process_group=tp.get_group()))
         model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
@@ -279,6 +325,9 @@ REFUSED = {
     "loss function": "is a DTensor, of which no loss function is traced whole. from_sequential and from_functions take",
     "fully_shard": "module '1' (FSDPBlock) is wrapped by fully_shard, whose hooks gather the module's own parameters",
     "whole": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own parameters",
+    "whole, exported": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
+    "whole, called": "module 'net' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
+    "exported": "'0.weight' is a DTensor, which torch.export does not take. from_sequential and from_functions do.",
     "ddp": "module '0' (DistributedDataParallel) is wrapped by DistributedDataParallel, whose hooks gather",
 }
 

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from fpipe import tree
 from fpipe.graphs.attributes import Attributes
+from fpipe.graphs.sharded import is_sharded
 from fpipe.graphs.symbols import in_words
 from fpipe.models.batch_norm import tracks
 from fpipe.models.boundary import marking
@@ -152,6 +153,10 @@ def refuse_unexportable(net: nn.Module) -> None:
                 "from_sequential."
             )
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_sharded(tensor):
+            raise ValueError(
+                f"{name!r} is a DTensor, which torch.export does not take. from_sequential and from_functions do."
+            )
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
 

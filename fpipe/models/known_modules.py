@@ -20,8 +20,18 @@ def may_depend_on_mode(module: nn.Module) -> bool:
 
 
 def refuse_wrapped(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that runs with no parameters but its own: torch.jit has compiled it, or hooks of its
-    parameters gather them and reduce their gradients."""
+    """A ValueError for a module that runs with no parameters but its own: torch.jit has compiled it, or it is one that
+    `refuse_hooked` refuses."""
+    refuse_hooked(path, module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
+            "with no parameters but its own. Take the module that it was made from."
+        )
+
+
+def refuse_hooked(path: str, module: nn.Module) -> None:
+    """A ValueError for a module whose hooks gather its parameters and reduce their gradients, or that copies itself."""
     sharded: Any = sys.modules.get("torch.distributed.fsdp")
     by_hooks = {"DistributedDataParallel": nn.parallel.DistributedDataParallel}
     by_hooks |= {name: getattr(sharded, name) for name in _BY_HOOKS if sharded is not None}
@@ -31,17 +41,13 @@ def refuse_wrapped(path: str, module: nn.Module) -> None:
                 f"module {path!r} ({type(module).__name__}) is wrapped by {_BY_HOOKS.get(name, name)}, whose hooks "
                 "gather the module's own parameters and reduce their gradients; a stage computes with those that it is "
                 "handed, and no hook would run. Take the module without it: fpipe.data_parallel adds gradients up over "
-                "replicas, and parallelize_module shards parameters inside a stage."
+                "replicas, and inside a stage parameters are sharded by parallelize_module, or by a parametrization "
+                "that gathers them (docs/running.md)."
             )
     if isinstance(module, nn.DataParallel):
         raise ValueError(
             f"module {path!r} (DataParallel) makes copies of its module as it runs; a stage computes with parameters "
             "that it is handed. Take its .module: fpipe.data_parallel makes replicas of a program."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
-            "with no parameters but its own. Take the module that it was made from."
         )
 
 
