@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DistributedSampler
 
 import fpipe
 from fpipe.tree import leaves
@@ -161,7 +162,9 @@ def odd(found: fpipe.Result, loss: Tensor, grads: dict[str, Tensor]) -> list[str
 
 def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
     mesh, replica, place = meshed(names)
-    net, batches = blocks(4), list(zip(*(half.chunk(2) for half in rows(20)), strict=True))
+    net, whole = blocks(4), rows(19)  # a sampler pads to as many for each
+    drawn = [[*DistributedSampler(range(19), num_replicas=2, rank=one)] for one in range(2)]  # type: ignore[arg-type]
+    batches = [(whole[0][at], whole[1][at]) for at in drawn]
     model, params, _ = fpipe.from_sequential(net, stages=4 if schedule == "interleaved" else 2, loss=MSE)
     program = replicated(model, fpipe.schedules.get(schedule)(2), microbatches=4)
     step = fpipe.build(
@@ -361,6 +364,31 @@ def test_a_process_that_takes_others_for_its_replicas_is_named_and_the_next_buil
     for told in four.each(expecting, 1, how):
         assert EXPECTED[how] in told[0]
         assert told[1:3] == ["soon", "worked"]
+
+
+def apart(rank: int) -> str:
+    """The program of a whole replica has none: its ranks build it, and do not know of the others."""
+    mesh, replica, _ = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    alone = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    program, how = replicated(model) if replica else alone, {"mesh": mesh, "example": (params, rows()), "timeout": 1}
+    try:
+        fpipe.build(program, model, runtime="distributed", **how)
+    except RuntimeError as error:
+        return str(error)
+    return "worked"
+
+
+def test_replicas_that_have_built_without_the_others_are_named_at_the_timeout():
+    several = Processes(4)
+    try:
+        first, second, *others = several.each(apart)
+        assert [first, second] == ["worked", "worked"]
+        for said in others:
+            assert "rank 0 of replica 0 and rank 1 of replica 0 did not come to building the step in 1 s" in said
+            assert "; rank 0 of replica 0 has built a step with processes 0 and 1; rank 1 of" in said
+    finally:
+        several.close()
 
 
 def refusing(rank: int) -> str:

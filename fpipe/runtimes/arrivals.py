@@ -42,6 +42,7 @@ class Arrival:
         self._me, self._board = dist.get_rank(), Board(PrefixStore("fpipe/arrivals", _get_default_store()), "")
         self._counted = list[tuple[Store, str]]()
         self._found: Exception | None = None
+        self._with = list[int]()
         self._over = False
 
     def __enter__(self) -> Arrival:
@@ -51,10 +52,13 @@ class Arrival:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        told = isinstance(error, RankError) or error is self._found  # they are the same for all
-        how = "told" if told else "failed"
-        words = None if error is None else {how: str(error) if told else f"{type(error).__name__}: {error}"}
-        self._board.ask(lambda: self._leave(words), _BRIEFLY)
+        if error is None:
+            said: dict[str, Any] = {"built": self._with}
+        elif isinstance(error, RankError) or error is self._found:  # they are the same for all
+            said = {"told": str(error)}
+        else:
+            said = {"failed": f"{type(error).__name__}: {error}"}
+        self._board.ask(lambda: self._leave(said), _BRIEFLY)
         self._over = True
 
     def turn(self, board: Board, key: str, seconds: float) -> int | None:
@@ -65,7 +69,8 @@ class Arrival:
 
     def expect(self, processes: Sequence[int]) -> None:
         """Say with whom this process is about to build."""
-        self._board.ask(lambda: self._say({"expects": [*processes]}), _PATIENCE)
+        self._with = [*processes]
+        self._board.ask(lambda: self._say({"expects": self._with}), _PATIENCE)
 
     def why_not(self, missing: Sequence[tuple[int, str]], processes: Sequence[int]) -> Exception | None:
         """Why one of those missing does not come to where these processes meet, if that is known; each with its name.
@@ -74,6 +79,12 @@ class Arrival:
         """
         self._found = None if self._over else self._why_not(missing, [*processes])
         return self._found
+
+    def elsewhere(self, missing: Sequence[tuple[int, str]]) -> str:
+        """Who of those that were waited for in vain has built with others, in words to go behind an error. Before, that
+        is no mistake: they may come to this build next."""
+        built = {} if self._over else {name: self._read(process).get("built") for process, name in missing}
+        return "".join(f"; {name} has built a step with processes {_and(of)}" for name, of in built.items() if of)
 
     def _why_not(self, missing: Sequence[tuple[int, str]], processes: list[int]) -> Exception | None:
         for process, name in missing:
@@ -102,7 +113,7 @@ class Arrival:
         self._board.store.set(f"{self._me}/{self._number}", json.dumps(what))
         return True
 
-    def _leave(self, what: dict[str, Any] | None) -> bool:
+    def _leave(self, what: dict[str, Any]) -> bool:
         store = self._board.store
         if self._found or not self._counted:
             for own, key in self._counted:
@@ -110,7 +121,8 @@ class Arrival:
             store.add(f"missed/{self._me}", 1)
         elif self._missed:
             store.add(f"missed/{self._me}", -self._missed)
-        return bool(store.delete_key(f"{self._me}/{self._number}")) if what is None else self._say(what)
+        store.delete_key(f"{self._me}/{self._number - 2}")  # others may still be at the one before this
+        return self._say(what)
 
 
 def _and(numbers: Sequence[int]) -> str:

@@ -63,7 +63,7 @@ class Meeting:
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
         self._at, self._all, self.processes, self._closed = at, range(len(every)), every, set[int]()
-        self._arrival, self._why_not = arrival, None
+        self._arrival, self._why_not, self._elsewhere = arrival, None, ""
         self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
@@ -101,7 +101,7 @@ class Meeting:
             raise LostRank(who_is_gone(self.board, self._at, gone, words))
         if missing:
             who = " and ".join(self._names[at] for at in missing)
-            words = f"{who} did not come to {where} in {seconds:g} s"
+            words = f"{who} did not come to {where} in {seconds:g} s{self._elsewhere}"
             raise LostRank(who_is_late(self.board, self._at, missing[0], words))
         for at, who in enumerate(self._names):
             odd = [name for name in about if said[at][name] != said[0][name]]
@@ -129,15 +129,15 @@ class Meeting:
             look = time.monotonic() + _LOOK
             while True:
                 if time.monotonic() > look:
-                    missing = [rank for rank in self._all if rank not in found]
-                    self._look(missing)
-                    names = [(self.processes[rank], self._names[rank]) for rank in missing]
-                    self._why_not = self._arrival.why_not(names, self.processes)
+                    self._look([rank for rank in self._all if rank not in found])
+                    self._why_not = self._arrival.why_not(self._named(found), self.processes)
                     look = time.monotonic() + _LOOK
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
                 refused = any(isinstance(said, str) for said in found.values())
+                if time.monotonic() > ends:
+                    self._elsewhere = self._arrival.elsewhere(self._named(found))
                 if refused or self._why_not or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):
@@ -151,6 +151,10 @@ class Meeting:
         if self.board.ask(gather, seconds + _BRIEFLY) is None:
             raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
         return found
+
+    def _named(self, found: Mapping[int, Any]) -> list[tuple[int, str]]:
+        """Those that have not come, each with its name."""
+        return [(self.processes[rank], self._names[rank]) for rank in self._all if rank not in found]
 
     def _look(self, missing: Sequence[int]) -> None:
         """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
