@@ -379,6 +379,7 @@ def apart(rank: int) -> str:
     return "worked"
 
 
+@pytest.mark.deep
 def test_replicas_that_have_built_without_the_others_are_named_at_the_timeout():
     several = Processes(4)
     try:

@@ -201,6 +201,25 @@ def test_weights_that_travel_from_a_host_rank():
         three.close()
 
 
+OFFLOADED = {
+    "to the host": fpipe.offload(),
+    "to another rank": fpipe.offload(to=lambda rank: 1 - rank),
+}
+
+
+def waiting(rank: int, where: str) -> list[str]:
+    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
+    steps = fpipe.split(4), fpipe.schedules.zbv(2), OFFLOADED[where], fpipe.merge()
+    program = fpipe.chain(*steps)(fpipe.program(model))
+    assert any(op.kind == "LOAD" for op in program.ops)
+    return both(rank, program, model, params, rows())
+
+
+@pytest.mark.parametrize("where", OFFLOADED)
+def test_residuals_that_wait_elsewhere_come_back_as_they_were(pair: Processes, where: str):
+    assert pair.each(waiting, where) == [[], []]
+
+
 def recorded(rank: int) -> list[Any]:
     """What each rank measured, on one clock."""
     model, params, _ = fpipe.from_sequential(blocks(4, 64), stages=2, loss=MSE)

@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_while_threads_end_leaves_the_next_step_right():
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
     other = torch.ones(8), torch.zeros(8)
-    expected = [(rows, step(params, rows)) for rows in (ROWS, other, ROWS)]
+    expected = [(rows, step(params, rows)) for rows in (ROWS, other)]
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         for rows, result in expected:
