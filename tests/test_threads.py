@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -243,18 +244,24 @@ def test_ctrl_c_ends_every_rank_and_the_next_step_works():
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 def test_a_second_ctrl_c_while_threads_end_leaves_the_next_step_right():
     """It left a worker in its op and a step that had failed, which the next step took for its own."""
-    came, go = threading.Semaphore(0), threading.Event()
+    main, go = threading.main_thread().ident or 0, threading.Event()
 
-    def interrupt(number: int, frame: Any) -> None:
-        came.release()
-        raise KeyboardInterrupt
+    def functions() -> list[str]:
+        """Those that the caller's thread is in, up to the step."""
+        names: list[str] = []
+        frame = sys._current_frames()[main]
+        while frame is not None and frame.f_code.co_name != "step":
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return names
 
     def stage(p: Any, x: Tensor) -> Tensor:
-        if float(x.detach().sum()) > 1e3:
-            for _ in range(3):  # in an op of the caller's thread, then while it waits for this one, twice
-                time.sleep(0.05)
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                came.acquire(timeout=5)
+        if float(x.detach().sum()) > 1e3:  # Ctrl-C in a RECV of the caller's thread, then while it waits for this one
+            for where, not_in in (("receive", "none"), ("result", "receive"), ("wait", "result")):
+                ends = time.monotonic() + 10
+                while (where not in (now := functions()) or not_in in now) and time.monotonic() < ends:
+                    time.sleep(0.001)
+                signal.pthread_kill(main, signal.SIGINT)
             go.wait(5)
         return x * p["w"]
 
@@ -263,16 +270,12 @@ def test_a_second_ctrl_c_while_threads_end_leaves_the_next_step_right():
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
     other = torch.ones(8), torch.zeros(8)
     expected = [(rows, step(params, rows)) for rows in (ROWS, other)]
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        for rows, result in expected:
-            go.clear()
-            with pytest.raises(KeyboardInterrupt):
-                step(params, (ROWS[0] * 1e4, ROWS[1]))
-            threading.Timer(0.05, go.set).start()
-            assert same(step(params, rows), result)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for rows, result in expected:
+        go.clear()
+        with pytest.raises(KeyboardInterrupt):
+            step(params, (ROWS[0] * 1e4, ROWS[1]))
+        threading.Timer(0.05, go.set).start()
+        assert same(step(params, rows), result)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
