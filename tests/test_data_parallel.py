@@ -371,9 +371,9 @@ def apart(rank: int) -> str:
     mesh, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     alone = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    program, how = replicated(model) if replica else alone, {"mesh": mesh, "example": (params, rows()), "timeout": 1}
+    program, timeout = (replicated(model), 1) if replica else (alone, None)
     try:
-        fpipe.build(program, model, runtime="distributed", **how)
+        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()), timeout=timeout)
     except RuntimeError as error:
         return str(error)
     return "worked"
@@ -387,7 +387,7 @@ def test_replicas_that_have_built_without_the_others_are_named_at_the_timeout():
         assert [first, second] == ["worked", "worked"]
         for said in others:
             assert "rank 0 of replica 0 and rank 1 of replica 0 did not come to building the step in 1 s" in said
-            assert "; rank 0 of replica 0 has built a step with processes 0 and 1; rank 1 of" in said
+            assert "; rank 0 of replica 0 builds with processes 0 and 1; rank 1 of replica 0 builds with" in said
     finally:
         several.close()
 

@@ -81,10 +81,11 @@ class Arrival:
         return self._found
 
     def elsewhere(self, missing: Sequence[tuple[int, str]]) -> str:
-        """Who of those that were waited for in vain has built with others, in words to go behind an error. Before, that
-        is no mistake: they may come to this build next."""
-        built = {} if self._over else {name: self._read(process).get("built") for process, name in missing}
-        return "".join(f"; {name} has built a step with processes {_and(of)}" for name, of in built.items() if of)
+        """Who of those that were waited for in vain builds with others, in words to go behind an error. Before, that is
+        no mistake: they may come to this build next."""
+        said = {} if self._over else {name: self._read(process) for process, name in missing}
+        found = {name: one.get("built", one.get("expects", self._with)) for name, one in said.items()}
+        return "".join(f"; {name} builds with processes {_and(of)}" for name, of in found.items() if of != self._with)
 
     def _why_not(self, missing: Sequence[tuple[int, str]], processes: list[int]) -> Exception | None:
         for process, name in missing:
