@@ -358,6 +358,21 @@ def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
     assert round(found.timeline.bubble_span, 4) <= row["expected"]["ZB-2p"]
 
 
+V_SEARCHED = [row for row in GOLDEN["rows"] if row["schedule"] == "V-search (v_auto_schedule)"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("row", V_SEARCHED, ids=lambda row: f"p={row['p']} m={row['m']} span={row['span']}")
+def test_the_span_of_the_published_search_on_a_v_at_its_memory(row: dict[str, Any]):
+    """ZB-V as its authors search it. Their paper prints its bubbles from 16 ranks on, without the times behind them."""
+    costs = fpipe.Costs.per_rank(*(row["costs"][letter] for letter in "FBW"), stages=2, c=row["costs"]["comm"])
+    cap = max(row["peak_activation_per_rank"])
+    words: dict[str, Any] = {"ranks": row["p"], "microbatches": row["m"], "placement": "v", "objective": "span"}
+    found = quick(2 * row["p"], costs, **words, memory_cap=cap, without=OFFLOADING)
+    assert max(found.timeline.peak) <= cap
+    assert found.timeline.span <= row["span"]
+
+
 @pytest.mark.parametrize("by", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
 def test_what_an_i_lets_go_of_makes_room(by: str):
     """Residuals that count until W alone left a third of the bytes unused."""

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Hashable
 
-from fpipe.finding.hunt import Hunt, kinds_of
+from fpipe.finding.hunt import Hunt
+from fpipe.finding.ops import kinds_of
 from fpipe.finding.pool import Entry, entries
 from fpipe.finding.solver import solve
 

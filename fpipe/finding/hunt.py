@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from random import Random
@@ -15,16 +15,15 @@ from fpipe.finding.limits import limits_of, tightened
 from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.named_starts import named_starts
+from fpipe.finding.ops import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.tasks import Rows, Tasks, tasks_of
-from fpipe.program import Op, Program, ProgramError, kind_of, parts_of
-from fpipe.timing.amounts import listed
+from fpipe.finding.wanted import Wanted
+from fpipe.program import Op, Program
 from fpipe.timing.bounds import bounds
-from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.place import place
 from fpipe.transforms.split_backward import split_backward
 
@@ -42,51 +41,6 @@ OFFLOADING = "bpipe", "pipe_offload"
 """Named schedules that move residuals."""
 IMPROVED = 4
 """Improved orders that are simulated, the best first."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is searched for.
-
-    Args:
-        ranks: how many.
-        costs: seconds of ops.
-        cap: the most that a rank may hold, in the unit of `Timeline.peak`.
-        objective: "makespan" or "span".
-        placements: ranks of the stages that are tried; with `free` others too, and those of named schedules.
-        free: whether stages may be anywhere.
-        halves: whether backwards are split: all (True), none (False), or where it helps (None).
-        seed: of the random choices.
-        without: names of schedules that it does not start from.
-        choose: whether stages and microbatches that are recomputed may be any.
-        offload: whether residuals may leave their rank.
-        microbatches: of the whole step, of which a shorter one may be searched.
-    """
-
-    ranks: int
-    costs: Costs
-    cap: float
-    objective: str
-    placements: tuple[tuple[int, ...], ...]
-    free: bool
-    halves: bool | None
-    seed: int
-    without: frozenset[str] = frozenset()
-    choose: bool = False
-    offload: bool = True
-    microbatches: int = 0
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is chosen which residuals wait on the host: where costs say what that takes, and a cap asks."""
-        costs = self.costs
-        said = any(any(listed(seconds)) for seconds in (costs.offload, costs.load or 0)) or bool(costs.host_bandwidth)
-        return self.offload and said and self.cap < math.inf
-
-    def value(self, timeline: Timeline) -> Value:
-        """What is to be small first, and then."""
-        makespan, span = timeline.makespan, timeline.span
-        return (makespan, span) if self.objective == "makespan" else (span, makespan)
 
 
 @dataclass(frozen=True)
@@ -117,8 +71,8 @@ class Hunt:
         self.starts: dict[str, Transform] = {}  # the named schedules
         self.stopped = False
         self.bounds: dict[Hashable, float] = {}
-        cheaper = wanted.halves is None and any(_full_are_cheaper(wanted.costs, base) for base in bases)
-        self.easier = _easier(wanted.costs, bases[0]) if cheaper else wanted.costs
+        cheaper = wanted.halves is None and any(full_are_cheaper(wanted.costs, base) for base in bases)
+        self.easier = easier(wanted.costs, bases[0]) if cheaper else wanted.costs
 
     def gather(self) -> None:
         """Orders to begin with: of named schedules, and of list scheduling in every placement."""
@@ -228,7 +182,7 @@ class Hunt:
         """Orders by rules, with halves where a full backward gains nothing."""
         wanted, found = self.wanted, list[Entry]()
         variants = self._variants(base)
-        for variant in variants if _full_are_cheaper(wanted.costs, base) else variants[-1:]:
+        for variant in variants if full_are_cheaper(wanted.costs, base) else variants[-1:]:
             program = place(placement)(variant)
             self._seen(simulate(program, wanted.costs))
             tasks = tasks_of(program, wanted.costs)
@@ -368,58 +322,6 @@ class Hunt:
 
     def _seen(self, timeline: Timeline) -> None:
         self.least = min(self.least, max(timeline.peak))
-
-
-def made(transform: Transform, program: Program) -> Program | None:
-    """What a schedule makes of a program; None where it does not serve it."""
-    try:
-        return transform(program)
-    except (ProgramError, ValueError):
-        return None
-
-
-def again_of(program: Program) -> frozenset[tuple[int | None, int | None]]:
-    """Stages and microbatches that are recomputed."""
-    return frozenset((op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "R")
-
-
-def recomputing(again: Collection[tuple[int | None, int | None]]) -> Transform:
-    """Recompute these stages of these microbatches."""
-    return checkpoint(lambda stage, microbatch: (stage, microbatch) in again)
-
-
-def kinds_of(program: Program) -> Hashable:
-    """Which ops are on which ranks, whatever their order."""
-    return frozenset(
-        (op[0], *((part[0:5]) for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time
-    )
-
-
-def has(program: Program, kind: str) -> bool:
-    """Whether a program has ops of a kind, in pairs too."""
-    return any(op.kind == kind for op in parts_of(program.ops))
-
-
-def _full_are_cheaper(costs: Costs, program: Program) -> bool:
-    """Whether some full backward takes less than its halves."""
-    fulls = [op for op in parts_of(program.ops) if op.kind == "B"]
-    return any(
-        costs.seconds(op) < (costs.seconds(op._replace(kind="I")) + costs.seconds(op._replace(kind="W"))) * (1 - 1e-12)
-        for op in fulls
-    )
-
-
-def _easier(costs: Costs, program: Program) -> Costs:
-    """Costs at which halves together take no longer than a full backward, for bounds that hold for both."""
-    seconds = replace(costs, cluster=None).seconds  # a rank's speed counts once, in the bounds
-    inputs, weights = [0.0] * program.stages, [0.0] * program.stages
-    for op in parts_of(program.ops):
-        if op.kind == "B" and op.stage is not None:
-            bare = op._replace(how=())
-            full, half, rest = (seconds(bare._replace(kind=kind)) for kind in "BIW")
-            inputs[op.stage] = min(full, half)
-            weights[op.stage] = min(rest, full - inputs[op.stage])
-    return replace(costs, backward_input=inputs, backward_weight=weights, backward=None)
 
 
 def rank_of(row: NamedRow, objective: str) -> tuple[bool, float, float]:

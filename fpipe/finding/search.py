@@ -10,10 +10,12 @@ from typing import Any, Literal, get_args
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
-from fpipe.finding.hunt import Candidate, Hunt, Wanted, again_of, has, kinds_of, rank_of, recomputing
+from fpipe.finding.hunt import Candidate, Hunt, rank_of
 from fpipe.finding.kept import kept_of
+from fpipe.finding.ops import again_of, has, kinds_of, recomputing
 from fpipe.finding.solver import installed
 from fpipe.finding.stretch import short_of, stretched
+from fpipe.finding.wanted import Wanted
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.schedules.registry import about

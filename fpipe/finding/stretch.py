@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import worth
-from fpipe.finding.hunt import Hunt, Wanted
+from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.pool import Entry
 from fpipe.finding.tasks import Rows, Tasks
+from fpipe.finding.wanted import Wanted
 from fpipe.model import Source
 from fpipe.program import Program, ProgramError
 from fpipe.timing.simulate import simulate
