@@ -95,12 +95,13 @@ def _named(short: Hunt, long: Hunt) -> None:
     In both a schedule is in its steady state, with the rest of microbatches that it has in the long one.
     """
     wanted, count = long.wanted, long.bases[0].microbatches
+    if count <= 2 * LONG * wanted.ranks:  # no longer than those two together
+        _take(long)
+        return
     sizes = [count % (2 * wanted.ranks) + each * wanted.ranks for each in BETWEEN]
     hunts = [Hunt([_step_of(short.bases[0], size)], wanted, short.told) for size in sizes]
     for hunt in hunts:
-        hunt.names(hunt.bases[0], by_cost=False, improve=False)
-        if not long.optimal():
-            hunt.names(hunt.bases[0], by_cost=True, improve=False)
+        _take(hunt, long)
     first, second = (hunt.named for hunt in hunts)
     more = (count - sizes[1]) / (sizes[1] - sizes[0])
 
@@ -115,6 +116,13 @@ def _named(short: Hunt, long: Hunt) -> None:
             break
         if then(name, "peak") <= wanted.cap * (1 + 1e-9):
             long.take([(name, hunts[1].starts[name])], improve=False)
+
+
+def _take(hunt: Hunt, long: Hunt | None = None) -> None:
+    """Make all named schedules, those that search by themselves only where the long step has something to gain."""
+    hunt.names(hunt.bases[0], by_cost=False, improve=False)
+    if not (long or hunt).optimal():
+        hunt.names(hunt.bases[0], by_cost=True, improve=False)
 
 
 class _Long(NamedTuple):
