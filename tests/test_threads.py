@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import _thread
 import gc
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -242,38 +241,45 @@ def test_ctrl_c_ends_every_rank_and_the_next_step_works():
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
-def test_a_second_ctrl_c_while_threads_end_leaves_the_next_step_right():
+def test_a_second_ctrl_c_does_not_wait_and_leaves_the_next_step_right(monkeypatch: pytest.MonkeyPatch):
     """It left a worker in its op and a step that had failed, which the next step took for its own."""
-    main, go = threading.main_thread().ident or 0, threading.Event()
+    inside, go, waited = threading.Event(), threading.Event(), list[Any]()
 
-    def functions() -> list[str]:
-        """Those that the caller's thread is in, up to the step."""
-        names: list[str] = []
-        frame = sys._current_frames()[main]
-        while frame is not None and frame.f_code.co_name != "step":
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        return names
+    class Queue(SimpleQueue[Any]):
+        def get(self) -> Any:  # type: ignore[override]
+            if not go.is_set() and threading.current_thread() is threading.main_thread():
+                assert inside.wait(10)
+                raise KeyboardInterrupt  # the first, in a RECV of the caller's thread
+            return super().get()
 
-    def stage(p: Any, x: Tensor) -> Tensor:
-        if float(x.detach().sum()) > 1e3:  # Ctrl-C in a RECV of the caller's thread, then while it waits for this one
-            for where, not_in in (("receive", "none"), ("result", "receive"), ("wait", "result")):
-                ends = time.monotonic() + 10
-                while (where not in (now := functions()) or not_in in now) and time.monotonic() < ends:
-                    time.sleep(0.001)
-                signal.pthread_kill(main, signal.SIGINT)
-            go.wait(5)
+    def long(p: Any, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e3:
+            inside.set()
+            go.wait(10)
         return x * p["w"]
 
-    model = fpipe.from_functions([lambda p, x: x * p["w"], stage], lambda y, t: (y - t).square().mean())
+    def again(left: Any) -> Any:
+        """A second Ctrl-C, while the caller's thread waits for the others."""
+        waited.append(left)
+        if len(waited) % 2:
+            raise KeyboardInterrupt
+        return wait(left)
+
+    go.set()
+    monkeypatch.setattr("fpipe.runtimes.threads.wait", again)
+    monkeypatch.setattr("fpipe.runtimes.threads.SimpleQueue", Queue)
+    model = fpipe.from_functions([lambda p, x: x * p["w"], long], lambda y, t: (y - t).square().mean())
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
     other = torch.ones(8), torch.zeros(8)
     expected = [(rows, step(params, rows)) for rows in (ROWS, other)]
     for rows, result in expected:
+        inside.clear()
         go.clear()
         with pytest.raises(KeyboardInterrupt):
             step(params, (ROWS[0] * 1e4, ROWS[1]))
+        assert len(waited) % 2 == 1
+        assert not go.is_set()
         threading.Timer(0.05, go.set).start()
         assert same(step(params, rows), result)
 
@@ -305,12 +311,12 @@ def test_workers_have_the_callers_number_of_threads():
     model = fpipe.from_functions([stage, stage], lambda y, t: (y - t).square().mean())
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     step = fpipe.build(chained(model, fpipe.schedules.gpipe(2), 2), model, runtime="threads")
-    for count in (2, 1):
-        torch.set_num_threads(count)
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
         step(params, ROWS)
         seen.clear()
         step(params, ROWS)
-        assert {number for _, number in seen} == {count}
+        assert {number for _, number in seen} == {threads}
     assert len({thread for thread, _ in seen}) == 2
 
 

@@ -43,7 +43,7 @@ class Workers:
     def run(
         self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], around: Surroundings
     ) -> None:
-        """Each job on its thread, until all are done; `stop` ends them early. A job raises nothing itself."""
+        """Each job on its thread, until all are done; `stop` ends them early. A job raises Ctrl-C, and nothing else."""
         left: list[Future[None]] = []
         self._stop = stop
         try:
@@ -207,6 +207,8 @@ class OnThreads(Prepared):
                     part.run(own, looks[rank])
             except BaseException as error:
                 self.between.stop(error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise  # from here on the caller waits for the others, and no longer at a second one
 
         with self.workers.lock:
             self.workers.settle()
