@@ -1,5 +1,6 @@
 """Any module, cut between its blocks: its own gradients, state, ties and skips, and what cannot be cut."""
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -277,6 +278,34 @@ def test_blocks_of_a_stage_are_traced_apart_where_nothing_else_reads_what_they_h
         assert all(map(torch.equal, leaves((found.loss, found.grads)), leaves((again.loss, again.grads))))
 
 
+class OwnMask(nn.Module):
+    """Each block makes its own mask, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
+        return x + (self.q(x) @ self.k(x).transpose(1, 2) + mask).softmax(-1) @ x
+
+
+def test_a_mask_that_one_block_reads_is_made_in_it_and_held_no_longer() -> None:
+    """All masks were made first, and a forward held them together."""
+    net, batch = nn.Sequential(*(OwnMask() for _ in range(3))), (torch.randn(4, 5, 8), torch.randn(4, 5, 8))
+    model, params, _ = fpipe.from_module(net, 1, loss=F.mse_loss, example=batch)
+    made = [value for piece in model.stages[0].forward.pieces for value in piece.makes]  # pyright: ignore[reportFunctionMemberAccess]
+    assert sum(isinstance(one.meta["val"], Tensor) for one in made) == 3
+    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+
+
+def test_an_example_with_the_loss_nan_is_refused() -> None:
+    """It was said to do something that no trace captures: nan is not equal to nan."""
+    given = rows()[0] * math.nan, rows()[1]
+    with pytest.raises(ValueError, match="gives the loss nan on the example; take one whose loss"):
+        fpipe.from_module(Net(2), 2, loss=F.mse_loss, example=given)
+
+
 def test_a_boundary_in_the_forward_is_a_cut_too() -> None:
     model, params, _ = fpipe.from_module(Marked(4, nn.Dropout), 2, loss=F.mse_loss, example=rows())
     assert [stage.name for stage in model.stages] == ["embed, blocks.0", "blocks.1 to blocks.3, head"]
@@ -352,6 +381,25 @@ class Sliced(Around):
         for block in (*self.blocks[:2], *self.blocks[-2:]):
             x = block(x)
         return self.head(x)
+
+
+class Shared(nn.Module):
+    """A list that has one block several times, as a shared layer is written, and is not called to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()] * 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return x
+
+
+def test_a_part_of_a_list_may_have_a_block_several_times() -> None:
+    """named_children has it once: IndexError."""
+    model, params, _ = fpipe.from_module(Shared(), 3, loss=F.mse_loss, example=rows())
+    assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
 
 
 def test_modules_out_of_a_part_of_a_list_have_their_own_paths() -> None:

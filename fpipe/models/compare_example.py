@@ -60,6 +60,8 @@ def refuse_difference(
         )
     alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model) if model.loss else None)
     found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
+    if loss.isnan().any() and found.loss.isnan().any():
+        raise ValueError(f"{who} gives the loss nan on the example; take one whose loss and gradients can be compared.")
     if not torch.equal(found.loss, loss.detach()):
         raise ValueError(
             f"the stages give the loss {found.loss.item()}, {who} gives {loss.item()} on the same example: it does "

@@ -110,7 +110,8 @@ def _name_modules_of_slices(exported: ExportedProgram, net: nn.Module) -> None:
 def _path_in(net: nn.Module, path: str) -> str:
     while (found := _SLICE.search(path)) is not None:
         above, below = path[: found.start()].rstrip("."), path[found.end() + 1 :].split(".")
-        names = [name for name, _ in net.get_submodule(above).named_children()]
+        every = net.get_submodule(above).named_modules(remove_duplicate=False)  # a block may be in a list several times
+        names = [name for name, _ in every if name and "." not in name]
         part = names[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
         path = ".".join(word for word in (above, part[int(below[0])], *below[1:]) if word)
     return path

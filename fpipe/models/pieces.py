@@ -94,6 +94,11 @@ def pieces_of(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> list[GraphPiece
     while merged := next(_torn(home, trained, results), None):
         low, high = merged
         home = {node: low if low <= at <= high else at for node, at in home.items()}
+    for node in (one for one in reversed(nodes) if one in first):  # a block's own mask is there while the block runs
+        readers = {home[user] for user in node.users if user in home}
+        of_batch = node in results or any(one in trained for one in node.all_input_nodes)
+        if len(readers) == 1 and not of_batch and isinstance(node.meta.get("val"), Tensor):
+            (home[node],) = readers
     found: list[GraphPiece] = []
     for number in sorted({*home.values()}):
         own = [node for node in nodes if home[node] == number]
