@@ -330,68 +330,6 @@ def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
     assert all(f"{who} differs from rank 0 of replica 0 in its {how}" in said for said in four.each(disagreeing, how))
 
 
-def expecting(rank: int, who: int, how: str) -> list[str]:
-    """One process whose program has no replicas, whose mesh is another or none; and then all build the same."""
-    mesh, _, place = meshed()
-    across, _, _ = meshed(("pp", "dp"))
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program, alone = replicated(model), fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())
-    others = {"program": alone(fpipe.program(model))} if how == "program" else {}
-    others |= {"mesh": across if how == "across" else None} if how != "program" else {}
-    told: list[str] = []
-    for given in (others if rank == who else {}, {}):
-        handed: Any = {"program": program, "mesh": mesh, "example": (params, rows())} | given
-        started = time.perf_counter()
-        try:
-            step = fpipe.build(model=model, runtime="distributed", **handed)
-            told.append("worked" if step(own(program, place, params), rows()).grads else "nothing")
-        except (ValueError, RuntimeError) as error:
-            told.append(str(error))
-        told.append("soon" if time.perf_counter() - started < SOON else "late")
-    return told
-
-
-EXPECTED = {
-    "program": "process 0 is about to build a step with processes 0, 1, 2 and 3, and process 1 with 0 and 1: they",
-    "across": "they differ in their mesh, or only one of their programs has data_parallel.",
-    "none": "the program has replicas along dimension 'dp' of a mesh, and there is no mesh.",
-}
-
-
-@pytest.mark.parametrize("how", EXPECTED)
-def test_a_process_that_takes_others_for_its_replicas_is_named_and_the_next_build_works(four: Processes, how: str):
-    """It met them where nobody else came, so all waited until their timeout."""
-    for told in four.each(expecting, 1, how):
-        assert EXPECTED[how] in told[0]
-        assert told[1:3] == ["soon", "worked"]
-
-
-def apart(rank: int) -> str:
-    """The program of a whole replica has none: its ranks build it, and do not know of the others."""
-    mesh, replica, _ = meshed()
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    alone = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    program, timeout = (replicated(model), 1) if replica else (alone, None)
-    try:
-        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()), timeout=timeout)
-    except RuntimeError as error:
-        return str(error)
-    return "worked"
-
-
-@pytest.mark.deep
-def test_replicas_that_have_built_without_the_others_are_named_at_the_timeout():
-    several = Processes(4)
-    try:
-        first, second, *others = several.each(apart)
-        assert [first, second] == ["worked", "worked"]
-        for said in others:
-            assert "rank 0 of replica 0 and rank 1 of replica 0 did not come to building the step in 1 s" in said
-            assert "; rank 0 of replica 0 builds with processes 0 and 1; rank 1 of replica 0 builds with" in said
-    finally:
-        several.close()
-
-
 def refusing(rank: int) -> str:
     mesh, *_ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from tests.processes import SOON, Processes, result
@@ -176,7 +175,6 @@ def building(rank: int, who: int) -> list[Any]:
     program = chained(model, fpipe.schedules.zb_h1(3))
     fewer = chained(fpipe.from_sequential(blocks(2), stages=2, loss=MSE)[0], fpipe.schedules.gpipe(2))
     odd = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 3, loss=MSE)
-    unnamed = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
     other: dict[str, Any] = {
         "scale": {"loss_scale": -1},
         "no example": {"example": None},
@@ -184,8 +182,6 @@ def building(rank: int, who: int) -> list[Any]:
         "options": {"record": True},
         "untraceable": {"model": odd},
         "timeout": {"timeout": 0},
-        "mesh": {"mesh": unnamed},
-        "no program": {"program": None},
     }
     told: list[Any] = []
     for how in other.values():
@@ -201,15 +197,12 @@ TOLD = {
     "options": "differs from rank 0 in its options",
     "untraceable": "cannot be traced",
     "timeout": "ValueError: timeout is a number of seconds above 0; found 0.",
-    "mesh": "ValueError: the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init",
-    "no program": "TypeError: a Program is wanted here",
 }
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_what_one_rank_refuses_to_build_is_told_to_all_and_the_next_build_works(trio: Processes, who: int):
-    """Before there was a meeting the others waited until their timeout, and never met that rank again. One that refuses
-    its mesh does not know who the others are."""
+    """Before there was a meeting the others waited until their timeout, and never met that rank again."""
     for rank, told in enumerate(trio.each(building, who)):
         assert told[-1][0] == "worked"
         for (said, soon), words in zip(told, TOLD.values(), strict=False):

@@ -113,24 +113,21 @@ def build(
         return None if example is None else check_example(example)
 
     if runtime == "distributed":
-        from fpipe.runtimes.arrivals import Arrival  # torch is also built without it
-        from fpipe.runtimes.distributed import distributed
+        from fpipe.runtimes.distributed import distributed  # torch is also built without it
 
-        with Arrival() as arrival:
-            return distributed(
-                the_program(program),
-                the_model(model),
-                checked,
-                arrival,
-                mesh=mesh,
-                example=example,
-                timeout=timeout if limited else None,
-                broadcast=broadcast,
-                record=record,
-                check_finite=check_finite,
-                loss_scale=loss_scale,
-                compile=compile,
-            )
+        return distributed(
+            the_program(program),
+            the_model(model),
+            checked,
+            mesh=mesh,
+            example=example,
+            timeout=timeout if limited else None,
+            broadcast=broadcast,
+            record=record,
+            check_finite=check_finite,
+            loss_scale=loss_scale,
+            compile=compile,
+        )
     given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None
     return local(

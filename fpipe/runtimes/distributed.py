@@ -24,7 +24,6 @@ from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.sharded import is_sharded
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program
-from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
@@ -47,7 +46,6 @@ def distributed(
     program: Program,
     model: Model,
     checked: Callable[[], Given],
-    arrival: Arrival,
     *,
     mesh: DeviceMesh | None,
     example: Any,
@@ -60,8 +58,8 @@ def distributed(
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
 
-    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when the other
-    ranks are known. What is refused before, they hear of by the `arrival`.
+    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
+    way to tell the other ranks.
     """
     group = group_of(program, mesh)
     rank = group.rank()
@@ -69,10 +67,9 @@ def distributed(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, arrival)
-    replicas = replicas_of(program, mesh, group, timeout, device, arrival)
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout)
+    replicas = replicas_of(program, mesh, group, timeout, device)
     others = Others(rank, meeting, replicas)
-    arrival.expect(others.everyone.processes)
     signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
     lost, numbers = list[LostRank](), count(1)
 

@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.late import Board, who_is_gone, who_is_late
 from fpipe.runtimes.rank_error import LostRank, RankError
 
@@ -41,35 +40,25 @@ class Meeting:
         at: this process's place among all of them.
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
-        arrival: this build of this process, and what the others say of theirs.
 
     Attributes:
-        processes: all of them, in one list.
         seconds: how long a rank waits for another.
         board: what of the group's store is of this build alone.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[Sequence[int]],
-        at: int,
-        group: ProcessGroup,
-        timeout: float | None,
-        arrival: Arrival,
-    ) -> None:
+    def __init__(self, processes: Sequence[Sequence[int]], at: int, group: ProcessGroup, timeout: float | None) -> None:
         every, default = [one for each in processes for one in each], _get_default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
         self._names = [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
-        self._at, self._all, self.processes, self._closed = at, range(len(every)), every, set[int]()
-        self._arrival, self._why_not, self._elsewhere = arrival, None, ""
+        self._at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
         self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
         store = PrefixStore(f"fpipe/{name}/{every}", default)
         board = Board(store, _host(default, every))
-        built = arrival.turn(board, f"built/{at}", self.seconds)
+        built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
         if built is None:
             raise LostRank(f"the store of the process group does not answer{board.host}")
         self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
@@ -83,7 +72,7 @@ class Meeting:
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
-            ValueError: it is not; who differs from rank 0, and in what. Or a rank takes others for the ranks.
+            ValueError: it is not; who differs from rank 0, and in what.
             RankError: a rank has said instead why it cannot go on.
             LostRank: a rank has not come in time.
         """
@@ -94,14 +83,12 @@ class Meeting:
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
-        if self._why_not is not None:
-            raise self._why_not
         if gone is not None:
             words = f"{self._names[gone]} is gone, on the way to {where}"
             raise LostRank(who_is_gone(self.board, self._at, gone, words))
         if missing:
             who = " and ".join(self._names[at] for at in missing)
-            words = f"{who} did not come to {where} in {seconds:g} s{self._elsewhere}"
+            words = f"{who} did not come to {where} in {seconds:g} s"
             raise LostRank(who_is_late(self.board, self._at, missing[0], words))
         for at, who in enumerate(self._names):
             odd = [name for name in about if said[at][name] != said[0][name]]
@@ -130,15 +117,12 @@ class Meeting:
             while True:
                 if time.monotonic() > look:
                     self._look([rank for rank in self._all if rank not in found])
-                    self._why_not = self._arrival.why_not(self._named(found), self.processes)
                     look = time.monotonic() + _LOOK
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
                 refused = any(isinstance(said, str) for said in found.values())
-                if time.monotonic() > ends:
-                    self._elsewhere = self._arrival.elsewhere(self._named(found))
-                if refused or self._why_not or time.monotonic() > ends or not self._closed.issubset(found):
+                if refused or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):
                     if self._before:  # all have come here, so all have read that
@@ -152,10 +136,6 @@ class Meeting:
             raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
         return found
 
-    def _named(self, found: Mapping[int, Any]) -> list[tuple[int, str]]:
-        """Those that have not come, each with its name."""
-        return [(self.processes[rank], self._names[rank]) for rank in self._all if rank not in found]
-
     def _look(self, missing: Sequence[int]) -> None:
         """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
         asked for, in some bytes."""
@@ -163,7 +143,7 @@ class Meeting:
             world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
             for at in missing:
                 try:
-                    world.recv([torch.empty(1)], self.processes[at], _NEVER_SENT)
+                    world.recv([torch.empty(1)], self._processes[at], _NEVER_SENT)
                 except RuntimeError:
                     self._closed.add(at)
 

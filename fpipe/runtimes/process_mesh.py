@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.program import Program
-from fpipe.runtimes.arrivals import Arrival
 from fpipe.runtimes.communicators import by_nccl
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.replicas import Replicas
@@ -22,8 +21,10 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
     """The processes that run the ranks of a program.
 
     Raises:
-        ValueError: the mesh has no dimension for ranks or replicas.
+        ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
     """
+    if not dist.is_initialized():
+        raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
     axis = axis_of(program)
     names = () if mesh is None else mesh.mesh_dim_names or ()
     of = ({} if axis is None else {axis: "replicas"}) | {"pp": "ranks"}
@@ -56,7 +57,6 @@ def replicas_of(
     ranks: ProcessGroup,
     timeout: float | None,
     device: torch.device,
-    arrival: Arrival,
 ) -> Replicas | None:
     """The other replicas of a program that has them; the mesh has a dimension for them."""
     axis = axis_of(program)
@@ -69,5 +69,5 @@ def replicas_of(
         slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
     )
     processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, arrival)
+    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout)
     return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))
