@@ -440,6 +440,21 @@ def test_a_long_step_is_never_worse_than_a_schedule_by_name(stages: int, costs: 
     never_worse(3, stages, 25, costs, cap, without=("zbv", "v_half", "v_min"))
 
 
+def test_ctrl_c_while_a_long_step_is_made_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
+    names = Hunt.names
+
+    def stopped(hunt: Hunt, base: fpipe.Program, **words: Any) -> None:
+        if base.microbatches > 6:
+            raise KeyboardInterrupt
+        names(hunt, base, **words)
+
+    monkeypatch.setattr(Hunt, "names", stopped)
+    found = quick(4, TEN, ranks=2, microbatches=30, placement="v", memory_cap=2)
+    assert not found.complete
+    assert found.program.microbatches == 30
+    assert max(found.timeline.peak) <= 2
+
+
 def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():
     told: list[tuple[float, float, float]] = []
 

@@ -241,18 +241,18 @@ class _Run:
         self.hunt = Hunt(searched, wanted, self._told)
         self.long = None if searched[0] is bases[0] else Hunt(bases, wanted, self._told)
         self.proven: dict[Any, float] = {}
+        self.complete = True
 
     def found(self) -> Found:
         """Search, and say what was found."""
-        complete = True
         try:
             self.hunt.gather()
             self.hunt.improve(self.local * RATE)
-            complete = not self.hunt.stopped
-            if self.by_solver and complete and not self.hunt.optimal():
+            self.complete = not self.hunt.stopped
+            if self.by_solver and self.complete and not self.hunt.optimal():
                 self.proven = ask(self.hunt, self.seconds - self.local, self._asked)
         except KeyboardInterrupt:
-            complete = False
+            self.complete = False
             if self.hunt.best is None:
                 raise
         best = self._best()
@@ -265,7 +265,7 @@ class _Run:
         if has(program, "OFFLOAD"):  # an OFFLOAD and a LOAD of one moment may change places
             program = schedule(self.plain)
             timeline = timeline if program == best.program else simulate(program, self.wanted.costs)
-        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(names), complete)
+        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(names), self.complete)
 
     def _told(self, played: float, best: float, bound: float) -> None:
         whole = self.seconds / self.local if self.by_solver else 1.0
@@ -278,7 +278,12 @@ class _Run:
         """The best that fits; of a short step, made long. Notes the bound."""
         hunt = self.hunt
         if self.long is not None and hunt.best is not None:
-            stretched(hunt, self.long)
+            try:
+                stretched(hunt, self.long)
+            except KeyboardInterrupt:
+                self.complete = False
+                if self.long.best is None:
+                    raise
             hunt = self.long
         if hunt.best is None:
             raise ProgramError(
@@ -308,5 +313,9 @@ class _Run:
             return fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
 
         more = again_of(best.program) - again_of(self.plain)
-        made = fused(recomputing(more)(self.plain) if more else self.plain, best.program, good)
+        try:
+            made = fused(recomputing(more)(self.plain) if more else self.plain, best.program, good)
+        except KeyboardInterrupt:
+            self.complete = False
+            return best
         return known.get(id(made), best)
