@@ -14,7 +14,7 @@ from fpipe.finding.found import NamedRow
 from fpipe.finding.limits import limits_of, tightened
 from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
-from fpipe.finding.named_starts import named_starts
+from fpipe.finding.named_starts import WITHOUT, named_starts
 from fpipe.finding.ops import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.tasks import Rows, Tasks, tasks_of
@@ -160,6 +160,12 @@ class Hunt:
         if before is None or rank_of(row, objective) < rank_of(before, objective):
             self.named[name] = row
         return fits
+
+    def rows(self) -> list[NamedRow]:
+        """What named schedules take, the best first; without costs those that take or hold something else."""
+        rows = sorted(self.named.values(), key=lambda row: rank_of(row, self.wanted.objective))
+        told = [replace(row, name=row.name.replace(WITHOUT, "")) for row in rows]
+        return [row for row, same in zip(rows, told, strict=True) if same == row or same != self.named.get(same.name)]
 
     def _variants(self, base: Program) -> list[Program]:
         """The program with full backwards and with halves, as far as that is allowed."""

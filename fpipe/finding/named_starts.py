@@ -12,6 +12,9 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.transforms._rewrite import Transform
 
+WITHOUT = " without costs"
+"""Behind the name of a schedule that could be told the costs."""
+
 
 def named_starts(
     program: Program,
@@ -40,26 +43,52 @@ def named_starts(
     cap, kept = min(room[0], most), room[1]
     for name in names():
         schedule = about(name)
-        takes = inspect.signature(schedule.factory).parameters
-        if name in without or ("objective" in takes) != by_cost:
+        takes = _takes(name)
+        if name in without or searches(name) != by_cost:
             continue
         if schedule.refuses(ranks, program.stages, program.microbatches) is not None:
             continue
         told = _told(takes, costs, objective)
         said = _ways(takes, ranks, program.stages, cap if cap < most else None)
+        ways = {"": told, WITHOUT: {}} if chooses(name) else {"": told}  # without costs it may hold less
         if by_cost and cap >= 1:
             # Without costs it is there in a moment, and holds as much as with them.
             published = schedule.factory(ranks)
-            yield f"{name} without costs", published
+            yield name + WITHOUT, published
             fits = kept < 1 or max(simulate(published(program)).peak) <= cap * (1 + 1e-9)
             said = [*(said if fits else []), {"memory_cap": cap} | ({"kept": kept} if kept < 1 else {})]
         for options in said:
             shown = ",".join(f"{word}={value:g}" for word, value in options.items())
-            try:
-                transform = schedule.factory(ranks, **told, **options)
-            except (ProgramError, ValueError):
-                continue
-            yield f"{name}:{shown}" if shown else name, transform
+            for word, known in ways.items():
+                try:
+                    transform = schedule.factory(ranks, **known, **options)
+                except (ProgramError, ValueError):
+                    continue
+                yield name + word + (f":{shown}" if shown else ""), transform
+
+
+def schedule_of(start: str) -> str:
+    """The schedule of a start, without options.
+
+    >>> schedule_of("zb_auto without costs"), schedule_of("zbv:memory_cap=2")
+    ('zb_auto', 'zbv')
+    """
+    return start.replace(":", " ").split()[0]
+
+
+def chooses(start: str) -> bool:
+    """Whether it takes the shortest of a few orders, and so maybe another for another number of microbatches."""
+    return "costs" in _takes(start) and not searches(start)
+
+
+def searches(start: str) -> bool:
+    """Whether it searches by itself, for up to a second."""
+    return "objective" in _takes(start)
+
+
+def _takes(start: str) -> Mapping[str, object]:
+    """What the schedule of a start may be told."""
+    return inspect.signature(about(schedule_of(start)).factory).parameters
 
 
 def _ways(takes: Collection[str], ranks: int, stages: int, cap: float | None) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
-from fpipe.finding.hunt import Candidate, Hunt, rank_of
+from fpipe.finding.hunt import Candidate, Hunt
 from fpipe.finding.kept import kept_of
 from fpipe.finding.ops import again_of, has, kinds_of, recomputing
 from fpipe.finding.solver import installed
@@ -260,12 +260,11 @@ class _Run:
             best = self._whole(best)
         self.progress(1.0, best.value[0], self.bound)
         hunt = self.long or self.hunt
-        names = sorted(hunt.named.values(), key=lambda row: rank_of(row, self.wanted.objective))
         schedule, program, timeline = kept_of(best.program), best.program, best.timeline
         if has(program, "OFFLOAD"):  # an OFFLOAD and a LOAD of one moment may change places
             program = schedule(self.plain)
             timeline = timeline if program == best.program else simulate(program, self.wanted.costs)
-        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(names), self.complete)
+        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(hunt.rows()), self.complete)
 
     def _told(self, played: float, best: float, bound: float) -> None:
         whole = self.seconds / self.local if self.by_solver else 1.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -10,6 +13,8 @@ from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
+from fpipe.finding.named_starts import chooses, schedule_of, searches
+from fpipe.finding.ops import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.tasks import Rows, Tasks
 from fpipe.finding.wanted import Wanted
@@ -92,7 +97,8 @@ def stretched(short: Hunt, long: Hunt) -> None:
 def _named(short: Hunt, long: Hunt) -> None:
     """Make for the long step each named schedule that may be the best of it, as told from two steps between.
 
-    In both a schedule is in its steady state, with the rest of microbatches that it has in the long one.
+    In both a schedule is in its steady state, with the rest of microbatches that it has in the long one. One that takes
+    the shortest of a few orders may take another there: it is told the least that it may take.
     """
     wanted, count = long.wanted, long.bases[0].microbatches
     if count <= 2 * LONG * wanted.ranks:  # no longer than those two together
@@ -110,12 +116,47 @@ def _named(short: Hunt, long: Hunt) -> None:
         last = getattr(second[name], word)
         return last + more * (last - getattr(first[name], word))
 
-    told = {name: then(name, wanted.objective) for name in first.keys() & second.keys()}
+    both = first.keys() & second.keys()
+    told = {name: then(name, wanted.objective) for name in both if not _anew(name, wanted.ranks)}
     for name in sorted(told, key=lambda name: (told[name], name)):
         if long.named and long.best is not None and long.best.value[0] <= told[name] * (1 + 1e-9):
             break
-        if then(name, "peak") <= wanted.cap * (1 + 1e-9):
+        if then(name, "peak") <= wanted.cap * (1 + 1e-9) or (second[name].fits and not searches(name)):
             long.take([(name, hunts[1].starts[name])], improve=False)
+    fits = {schedule_of(name) for hunt in hunts for name, row in hunt.named.items() if row.fits}
+    least = {name: _least(name, hunts, more) for name in both - told.keys() if schedule_of(name) in fits}
+    for name in sorted(least, key=lambda name: (least[name], name)):
+        by_name = [getattr(row, wanted.objective) for row in long.named.values() if row.fits]
+        if min(by_name, default=math.inf) <= least[name] * (1 + 1e-9):
+            break
+        long.take([(name, hunts[1].starts[name])], improve=False)
+
+
+def _anew(name: str, ranks: int) -> bool:
+    """Whether a schedule may take another order for another number of microbatches of the same rest."""
+    group = re.search(r"group=(\d+)", name)
+    return chooses(name) or (group is not None and 2 * ranks % int(group[1]) > 0)
+
+
+def _least(name: str, hunts: Sequence[Hunt], more: float) -> float:
+    """What such a schedule does not go below: what none does with its stages on its ranks, and what it idles beside.
+
+    The shortest of several that all grow by as much with each microbatch idles no less in a longer step. But how a rest
+    that makes no whole round fits in may change with every microbatch.
+    """
+    wanted, count = hunts[0].wanted, hunts[0].bases[0].microbatches
+    first, second = (_floor(name, hunt) for hunt in hunts)
+    then = second + more * (second - first)
+    if count % wanted.ranks or wanted.objective == "span" or not chooses(name):  # they are compared by their makespan
+        return then
+    return then + min(hunts[0].named[name].makespan - first, hunts[1].named[name].makespan - second)
+
+
+def _floor(name: str, hunt: Hunt) -> float:
+    """Seconds that no order of the ops of a named schedule goes below, however much it holds."""
+    base = hunt.bases[0]
+    program = made(hunt.starts[name], base if hunt.wanted.halves is False else split_backward()(base))
+    return 0.0 if program is None else hunt.floor(program, stay=False)
 
 
 def _take(hunt: Hunt, long: Hunt | None = None) -> None:
