@@ -508,9 +508,9 @@ class PositionalStage(ABC):
         """What it runs one after the other, each to be traced alone; none where it is traced as a whole."""
         return ()
 
-    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any]:
-        """Which values of its pieces are what it is handed, and its output with values for tensors."""
-        raise NotImplementedError
+    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any] | None:
+        """Which values of its pieces are what it is handed, and its output with values for tensors; None without."""
+        return None
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""

@@ -158,9 +158,12 @@ def chain_of(model: Model, call: StageCall) -> Chain | None:
     params = [tokens[label][at] for label, at in positions(model, stage.forward)]
     many = isinstance(model.inputs[call.stage], tuple)
     try:
-        taken, y = stage.forward.in_pieces(params, tokens.get("const", []), tuple(x) if many else x[0])
+        in_pieces = stage.forward.in_pieces(params, tokens.get("const", []), tuple(x) if many else x[0])
     except ValueError:  # what is wrong with the batch is said where the stage runs
         return None
+    if in_pieces is None:
+        return None
+    taken, y = in_pieces
     ports = [tree.flatten(one) for one in outputs_of(model, call.stage, y)]
     values = [leaf for leaves, _ in ports for leaf in leaves]
     places = {id(token): (label, at) for label, given in tokens.items() for at, token in enumerate(given)}
