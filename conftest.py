@@ -1,7 +1,8 @@
-"""What every test runs under: one torch thread, the same hypothesis examples each time, groups of processes, and which
-files are slow."""
+"""What every test runs under: one torch thread, Ctrl-C heard, the same hypothesis examples each time, groups of
+processes, and which files are slow."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from fpipe.program import Program
 from tests.processes import Processes
 
 torch.set_num_threads(1)
+# A shell starts what runs in its background with Ctrl-C ignored; tests send it, to processes that they start too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `ci` must say the same on a slow machine as on a fast one, so nothing in it depends on time or on chance.
 settings.register_profile(
