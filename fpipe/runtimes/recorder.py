@@ -96,7 +96,8 @@ class Recorder:
     """What a program tells of the steps that run rows, and, after the first one, what they hold.
 
     What runs is that program `with_transfers`, so that a copy counts on its rank whether its RECV is an op or not;
-    SENDs and RECVs that it has not are not told.
+    SENDs and RECVs that it has not are not told. The first op of a row takes its time, the others (an ADD that is part
+    of its B) end with it and take none: a rank is never in two ops at once.
     """
 
     def __init__(self, program: Program, rows: Sequence[Row]) -> None:
@@ -104,14 +105,14 @@ class Recorder:
         every = (*program.ops, *(part for op in program.ops for part in op.parts))
         told = {(op.kind, value): op for op in every for value in op.writes}
         found = [
-            (known[0], number)
+            (known[0], number, place)
             for number, row in enumerate(rows)
-            for op in row.ops
+            for place, op in enumerate(row.ops)
             if (known := [told[op.kind, value] for value in op.writes if (op.kind, value) in told])
         ]
-        self.ops = tuple(op for op, _ in found)
-        self._starts = [2 * number for _, number in found]
-        self._ends = [2 * number + 1 for _, number in found]
+        self.ops = tuple(op for op, *_ in found)
+        self._starts = [2 * number + (place > 0) for _, number, place in found]
+        self._ends = [2 * number + 1 for _, number, _ in found]
         self._changes: tuple[Sequence[Any], ...] = ()
         self._devices: set[torch.device] = set()
         self.held: Held | None = None
