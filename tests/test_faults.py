@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.runtimes import communicators
 from tests.processes import SOON, Processes, result
 from tests.test_distributed import (
     MSE,
@@ -237,6 +238,23 @@ def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
             assert (
                 told is None if rank == who else told == (f"LostRank: rank {who} is gone, on the way to {PLACE}", True)
             )
+    finally:
+        three.close()
+
+
+def dies_connecting(rank: int) -> tuple[str, bool]:
+    if rank == 1:
+        communicators.PrefixStore = lambda *_: kill()
+    started = time.perf_counter()
+    said, _ = caught(lambda: three_stages(timeout=1))
+    return said, time.perf_counter() - started < 1 + 2 * SOON
+
+
+def test_a_rank_that_is_killed_while_ranks_connect_is_named():
+    three = Processes(3)
+    try:
+        first, _, third = three.each(dies_connecting)
+        assert first == third == (f"LostRank: rank 1 is gone, on the way to {PLACE}", True)
     finally:
         three.close()
 

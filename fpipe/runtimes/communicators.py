@@ -1,10 +1,12 @@
-"""Choose what carries values between ranks: the sends of the group, or on GPUs a communicator for each direction.
+"""Choose what carries values between ranks: what goes one way shares nothing with what comes back.
 
-    gloo: 0 <-> 1 <-> 2 in one group               NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
+    gloo: 0 > 1 > 2 in the group, 0 < 1 < 2 in another         NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
 
-A send of gloo waits for nobody. One of NCCL begins when both sides have come to it, and holds up all that follows on
-its communicator: were there one for both directions, almost every schedule would stand still (`check_transfers`). With
-one for each it only holds up what goes the same way, which is received in the same order.
+A send of gloo waits for nobody, but it locks its connection while it writes, and gloo's own thread does not sleep until
+it can read there: with few cores it takes that of whoever holds the lock. One of NCCL begins when both sides have come
+to it, and holds up all that follows on its communicator: were there one for both directions, almost every schedule
+would stand still (`check_transfers`). With one for each it only holds up what goes the same way, which is received in
+the same order.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,26 @@ def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
         return False
     backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
     return backend.name() == "nccl"
+
+
+def both_ways(
+    group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
+) -> dict[Direction, tuple[Any, int]]:
+    """For each direction what carries it on the host, and who the other is in it: to higher ranks the group itself, and
+    to lower ones, where that is gloo, as many connections more. They stay as long as the group: a rank that throws its
+    step away may have sent what is still on its way."""
+    up: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
+    ways = {*directions}
+    if group not in _DOWN and up.name() == "gloo" and any(source > target for source, target in ways):
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = up.options._devices, 1, timeout
+        _DOWN[group] = gloo(PrefixStore("down", store), rank, group.size(), options)
+    down = _DOWN.get(group, up)
+    return {(a, b): (up if a < b else down, b if a == rank else a) for a, b in ways if rank in (a, b)}
+
+
+_DOWN: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def groups_of_two(

@@ -155,7 +155,11 @@ def distributed(
         about |= {"options": digest((record, check_finite, float(loss_scale), compile))}
         about |= {"parameters": digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
         others.everyone.agree(_BUILDING, about)
-        transfers = Transfers(messages(program), rank, group, meeting, device)
+        try:
+            transfers = Transfers(messages(program), rank, group, meeting, device)
+        except RuntimeError:
+            meeting.agree(_TRACED, {})  # who does not come to that either is to blame
+            raise
         first = agreed(_TRACED, "model or example", prepared(shapes, None), None)
         if replicas is not None:
             others.everyone.agree(_TRACED, {}, patience=_COMPILING * compile)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
-from fpipe.runtimes.communicators import by_nccl, groups_of_two
+from fpipe.runtimes.communicators import both_ways, by_nccl, groups_of_two
 from fpipe.runtimes.ctrl_c import CtrlC
 from fpipe.runtimes.late import timed_out, who_is_gone, who_is_late
 from fpipe.runtimes.meeting import Meeting
@@ -46,6 +46,9 @@ class Transfers:
         meeting: where ranks leave whom they wait for, and find who is to blame.
         device: where the values are, on this rank.
 
+    Raises:
+        RuntimeError: another rank did not connect in time.
+
     Attributes:
         ctrl_c: what a step runs under.
         carried: where messages are: on the host, or with NCCL on the GPU. Nobody looks at those there before the step
@@ -61,12 +64,11 @@ class Transfers:
         self._apart = by_nccl(group, device)
         self.carried = device if self._apart else torch.device("cpu")
         self._near = self.carried == device
-        self._carriers: dict[tuple[int, int], tuple[Any, int]]
+        store = meeting.board.store
         if self._apart:
-            self._carriers = groups_of_two(directions, rank, meeting.board.store, device, self._timeout)
+            self._carriers = groups_of_two(directions, rank, store, device, self._timeout)
         else:
-            carrier: Any = group._get_backend(self.carried)  # pyright: ignore[reportPrivateUsage]
-            self._carriers = {(a, b): (carrier, b if a == rank else a) for a, b in directions}
+            self._carriers = both_ways(group, directions, rank, store, self._timeout)
         self._every, self._by_value = every, {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
         self._patience = () if self._apart else (self._timeout,)
