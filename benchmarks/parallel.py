@@ -12,6 +12,10 @@ kept is printed.
 Bare are the messages of the same schedule without the rest: torch's own sends and receives of as many bytes, in the
 order of each rank, each waited for. What is below that only gloo could be.
 
+Apart are our threads and processes without messages: every rank makes the same calls with all that it receives at hand,
+so none waits. What is above half of the local step there is what two ranks cost each other on this machine: threads
+take turns with the lock that Python holds, and processes share caches and memory.
+
 The limit of two ranks is half of eager's time and the bubble: 0.5 * (1 + bubble) of eager, where the bubble is a share
 of the work. At the end the ratios stand beside what is to be reached.
 """
@@ -27,6 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,8 +41,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import fpipe
-from fpipe.program import parts_of
+from fpipe.program import Value, parts_of
+from fpipe.runtimes.local import local
 from fpipe.runtimes.rendezvous import messages
+from fpipe.runtimes.threads import HandOver
+from fpipe.runtimes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 
 Step = Callable[[], Any]
@@ -92,20 +100,48 @@ def split(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return [children[n * size : (n + 1) * size] for n in range(parts)]
 
 
-def ours(rank: int, name: str, case: Case) -> tuple[Step, Step, Step, Step, float]:
-    """The local step, threads, processes, only the messages of these, and the simulated bubble."""
+def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]], float]:
+    """Our steps, each with whether rank 0 takes it alone, and the simulated bubble."""
     net, x, target = case
     model, params, _ = fpipe.from_sequential(
         net, sizes=[len(net) // len(SCHEDULES[name][2])] * len(SCHEDULES[name][2]), loss=MSE
     )
     program = fpipe.chain(fpipe.split(MICROBATCHES), fpipe.schedules.get(name)(2), fpipe.merge())(fpipe.program(model))
     mine = fpipe.local_params(program, params, rank)
-    alone, threads = fpipe.build(program, model), fpipe.build(program, model, runtime="threads")
     example = (params, (x, target))
-    both = fpipe.build(program, model, runtime="distributed", example=example, timeout=60)
-    steps = (partial(alone, *example), partial(threads, *example), partial(both, mine, (x, target)))
+
+    def threads() -> Step:
+        return partial(fpipe.build(program, model, runtime="threads", example=example), *example)
+
+    def processes() -> Step:
+        step = fpipe.build(program, model, runtime="distributed", example=example, timeout=60)
+        return partial(step, mine, (x, target))
+
+    steps = {"local": (partial(fpipe.build(program, model), *example), True)}
+    steps |= {"threads": (threads(), True), "gloo": (processes(), False)}
+    values = dict[Value, list[Any]]()
+    local(with_transfers(program), model, see=lambda value, leaves: values.update({value: [*leaves]}))(*example)
+    with at_hand("threads.HandOver", HandOver, values):
+        steps["threads apart"] = threads(), True
+    with at_hand("distributed.Transfers", Transfers, values):
+        steps["gloo apart"] = processes(), False
     size = x.numel() * x.element_size() // MICROBATCHES
-    return *steps, bare(rank, program, size), fpipe.simulate(program).bubble
+    steps["bare"] = bare(rank, program, size), False
+    return steps, fpipe.simulate(program).bubble
+
+
+def at_hand(name: str, kind: type[Any], values: dict[Value, list[Any]]) -> Any:
+    """While this lasts, steps are built that send nothing, and receive what was received before."""
+
+    class AtHand(kind):
+        def send(self, *about: Any) -> Callable[..., Any]:
+            return lambda *lists: ()
+
+        def receive(self, *about: Any) -> Callable[..., Any]:
+            here = [values[value] for value in about[-1].reads]
+            return lambda: [leaves[:] for leaves in here]
+
+    return mock.patch(f"fpipe.runtimes.{name}", AtHand)
 
 
 def bare(rank: int, program: fpipe.Program, size: int) -> Step:
@@ -156,9 +192,8 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
     """The least seconds of each step, and the limit; on rank 0."""
     torch.manual_seed(0)
     case = CASES[name]()
-    local, threads, gloo, messages_only, bubble = ours(rank, schedule, case)
-    steps = {"eager": (eager(*case), True), "local": (local, True), "threads": (threads, True), "gloo": (gloo, False)}
-    steps |= {"torch": (torchs(rank, schedule, case), False), "bare": (messages_only, False)}
+    own, bubble = ours(rank, schedule, case)
+    steps = {"eager": (eager(*case), True), **own, "torch": (torchs(rank, schedule, case), False)}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
     gc.collect()
     gc.freeze()  # what is built is looked at no more: a collection before each step is short
@@ -211,11 +246,15 @@ def summary(found: dict[str, dict[str, dict[str, float]]]) -> None:
     for name, each in found.items():
         for (one, other), reach in BEST.get(name, {}).items():
             best = min(each, key=lambda schedule: each[schedule][one] / each[schedule][other])
-            ratio = each[best][one] / each[best][other]
-            print(f"{name:<25} {one}/{other}, {best}: {within(ratio, reach)}, limit {each[best]['limit']:.2f}")
+            ratio, floor = (each[best][label] / each[best][other] for label in (one, f"{one} apart"))
+            limits = f"limit {each[best]['limit']:.2f}, apart {floor:.2f}"
+            print(f"{name:<25} {one}/{other}, {best}: {within(ratio, reach)}, {limits}")
         for (one, other), reach in AVERAGE.get(name, {}).items():
-            ratios = [times[one] / times[other] for times in each.values()]
-            print(f"{name:<25} {one}/{other} on average: {within(statistics.mean(ratios), reach)}")
+            ratio, floor = (
+                statistics.mean(times[label] / times[other] for times in each.values())
+                for label in (one, f"{one} apart")
+            )
+            print(f"{name:<25} {one}/{other} on average: {within(ratio, reach)}, apart {floor:.2f}")
         ratios = [times["gloo"] / times["torch"] for times in each.values()]
         print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {within(max(ratios), 1.0)}")
     ratios = [times["gloo"] / times["torch"] for each in found.values() for times in each.values()]
