@@ -231,12 +231,33 @@ class Autocast(Around):
         return y.float()
 
 
-@pytest.mark.parametrize("kind", [WithoutGradients, Autocast])
+class InAutocast(Net):
+    """All in one autocast context, which casts the tied weight once; what has no gradients inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.embed(x)
+            for block in self.blocks:
+                with torch.no_grad():
+                    scale = x.square().mean()
+                x = block(x) / (1 + scale)
+            return self.head(x).float()
+
+
+@pytest.mark.parametrize("kind", [WithoutGradients, Autocast, InAutocast])
 def test_blocks_keep_the_contexts_that_they_run_in(kind: type[Net]) -> None:
+    """torch.export loses no_grad inside autocast; and of a weight that autocast casts once for two stages the gradients
+    are added in its dtype, so that both were refused for something else."""
     torch.manual_seed(0)
     net, batch = kind(2), rows()
     model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
     assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+    found = fpipe.join_params(model, fpipe.build(pipeline(model), model)(params, batch).grads)
+    for name, grad in own(net, batch, F.mse_loss, 4, 0, ()).items():
+        if name == "embed.weight":
+            torch.testing.assert_close(found[name], grad, atol=1e-2 if kind is InAutocast else 1e-6, rtol=0)
+        else:
+            assert torch.equal(found[name], grad), name
 
 
 class Marked(Around):
@@ -444,6 +465,10 @@ def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
     other = (*batch[0][:2], 3.0), batch[1]
     with pytest.raises(ValueError, match=re.escape("inputs[2] was 2.0 when the net was traced, found 3.0.")):
         fpipe.reference(model, params, other)
+    double = (batch[0][0].double(), *batch[0][1:]), batch[1]
+    words = "inputs[0] was float32 when the net was traced, found float64. Cast it, or call from_module again for"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fpipe.reference(model, params, double)
 
 
 class Counted(Around):
@@ -463,11 +488,12 @@ class Counted(Around):
 
 
 class Normed(Around):
-    """A spectral norm, whose output reads what its forward writes."""
+    """Spectral norms in each stage, whose outputs read what their forwards write, and later stages these outputs."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__(blocks)
-        nn.utils.parametrizations.spectral_norm(self.head, n_power_iterations=2)
+        for module in (self.blocks[0].up, self.head):
+            nn.utils.parametrizations.spectral_norm(module, n_power_iterations=2)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("kind", [Counted, Normed])
@@ -573,6 +599,33 @@ class Peeks(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+class Differentiates(nn.Module):
+    """Takes a derivative of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: y.tanh().sum())(x)
+
+
+class Maps(nn.Module):
+    """Computes row by row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.softmax(0))(x)
+
+
+class Rebuilds(nn.Module):
+    """Is another module from its first call on, as some of transformers are for short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.inner, nn.Tanh):
+            self.inner = nn.ReLU()
+        return self.inner(x)
+
+
 class Draws(nn.Module):
     """Draws from a generator of its own."""
 
@@ -598,10 +651,21 @@ def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line() ->
     at = "), at test_from_module.py:"
     middle = "\n  in module 'blocks.0.middle.0' ("
     decides = f"{middle}Peeks{at}{line_of(Peeks.decided) + 1}, in decided: return x if x.sum() > 0 else -x"
-    wrong(Net(2, Peeks), f"Change the line below, or use from_loss with fpipe.boundary, or from_functions.{decides}")
+    change = "Change the line below, or use from_loss with fpipe.boundary, or from_functions."
+    wrong(Net(2, Peeks), f"{change}{decides}")
     wrong(
         Net(2, Draws), f"{middle}Draws{at}{line_of(Draws.forward) + 1}, in forward: return x + torch.rand(x.shape, ge"
     )
+    derives = f"{middle}Differentiates{at}{line_of(Differentiates.forward) + 1}, in forward: return torch.func.grad("
+    wrong(
+        Net(2, Differentiates),
+        f"torch.autograd.grad or torch.func, which only from_functions can trace. {change}{derives}",
+    )
+    maps = f"{middle}Maps{at}{line_of(Maps.forward) + 1}, in <lambda>: return torch.vmap(lambda row: row.softmax(0))(x)"
+    wrong(Net(2, Maps), f"write them for batches, as torch.einsum does, or use from_functions.{maps}")
+    rebuilds = f"{middle}Rebuilds{at}{line_of(Rebuilds.forward) + 2}, in forward: self.inner = nn.ReLU()"
+    once = "Run it on the example once before, so that it is what it will be"
+    wrong(Net(2, Rebuilds), f"to 'inner', and computes something else the next time. {once}. {change}{rebuilds}")
     writes = f"{middle}WritesTable{at}{line_of(WritesTable.forward) + 1}, in forward: self.table += 1"
     wrong(Net(2, WritesTable), f"which is no buffer of its own; a stage is a pure function. Work on a copy.{writes}")
     wrong(WritesInput(4), f"at test_from_module.py:{line_of(WritesInput.forward) + 1}, in forward: return super().forw")

@@ -54,6 +54,14 @@ def _switch(node: fx.Node) -> str | None:
     return name if name in (_ENTER, _EXIT, _SET_GRAD) else None
 
 
+def autocast_eps(graph: fx.Graph) -> float:
+    """The machine epsilon of the least precise autocast context: torch casts a weight that it uses twice in one only
+    once, and so adds its gradients in that precision, where stages add them in the weight's own."""
+    blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
+    found = (block.args[1] for block in blocks if block.args[2])
+    return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
+
+
 class ContextWriter:
     """Writes nodes that switch contexts into a new graph, where one operation's is not that of the one before."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.attributes import Attributes
@@ -53,6 +54,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         with (
             torch.enable_grad(),
             NoGenerators("the net"),
+            _NoDerivatives(),
             marking(),
             without_cache(net),
             _quiet(),
@@ -199,10 +201,18 @@ def _quiet() -> Generator[None]:
 
 @contextmanager
 def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
-    """Meanwhile note where a tensor is assigned to a plain attribute of a module."""
+    """Meanwhile note where a tensor is assigned to a plain attribute of a module, and refuse another module or
+    parameter: what the net computes the next time is not what it does now."""
     assign: Any = nn.Module.__setattr__
+    own = {id(vars(module)) for module in net.modules()}
 
     def noted(module: nn.Module, name: str, value: Any) -> None:
+        part = isinstance(value, nn.Module | nn.Parameter) and id(vars(module)) in own
+        if part and value is not getattr(module, name, None):
+            raise ValueError(
+                f"the net changes itself as it runs: it assigns another module or parameter to {name!r}, and computes "
+                "something else the next time. Run it on the example once before, so that it is what it will be"
+            )
         assign(module, name, value)
         if isinstance(value, Tensor) and name in vars(module):
             places.append(place_of_caller(module, net.named_modules()))
@@ -212,6 +222,15 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
         yield
     finally:
         nn.Module.__setattr__ = assign
+
+
+class _NoDerivatives(TorchFunctionMode):
+    """Refuses derivatives that the net takes itself, whose operations are below what torch.export sees."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise ValueError("the net calls torch.autograd.grad or torch.func, which only from_functions can trace")
+        return func(*args, **(kwargs or {}))
 
 
 def _reason(net: nn.Module, error: Exception, place: str) -> str:

@@ -20,8 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.graphs.ambient import refuse_odd_modes
@@ -32,6 +31,7 @@ from fpipe.graphs.sharded import is_sharded
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.boundary import seeding
 from fpipe.models.compare_example import refuse_difference
+from fpipe.models.contexts import autocast_eps
 from fpipe.models.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
 from fpipe.models.handed_out import HandedOut
@@ -39,8 +39,6 @@ from fpipe.models.known_modules import refuse_wrapped
 from fpipe.models.trace_loss import trace_loss
 from fpipe.models.traced_modes import TracedModes, called_modules
 from fpipe.runtimes.batches import check_batch
-
-_AMP: Any = torch.amp.autocast_mode
 
 
 def from_loss(
@@ -73,7 +71,7 @@ def from_loss(
             on the number of rows or on data, or of which a trace captures only a part; a module that torch.jit made.
         RuntimeError: a function that mutates what it closes over: tensors, or buffers of modules.
 
-    >>> import fpipe
+    >>> import fpipe, torch
     >>> def loss_fn(params, batch):
     ...     inputs, target = batch
     ...     hidden = fpipe.boundary(torch.tanh(inputs @ params["w"]))
@@ -100,7 +98,7 @@ def from_loss(
     model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.owned, strict=True)
     stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in each)
-    eps = _autocast_eps(traced.module.graph)
+    eps = autocast_eps(traced.module.graph)
     function = LossFunction(partial(_called, loss_fn), eps)
     model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]), function=function)
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
@@ -180,11 +178,3 @@ def _names(params: Any) -> list[str]:
             )
     plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
     return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
-
-
-def _autocast_eps(graph: fx.Graph) -> float:
-    """The machine epsilon of the least precise autocast context: loss_fn casts a weight that it uses twice in one only
-    once, and so adds its gradients in that precision, where stages add them in the weight's own."""
-    blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
-    found = (block.args[1] for block in blocks if block.args[2])
-    return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)

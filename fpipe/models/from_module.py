@@ -21,6 +21,7 @@ from fpipe.graphs.ambient import refuse_odd_modes
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.boundary import KEY
 from fpipe.models.compare_example import refuse_difference
+from fpipe.models.contexts import autocast_eps
 from fpipe.models.cut_net import DOOR, WHO, CutNet
 from fpipe.models.cut_report import CutReport
 from fpipe.models.export_net import export_net
@@ -113,19 +114,23 @@ def from_module(
     )
     params = tuple({name: held.now(name).detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
-    if isinstance(net, nn.Module) and not any(run.holds for run in cut.stages):
+    if isinstance(net, nn.Module):
         function = NetFunction(net, loss or (lambda output, _: _loss_of(output)), placed.ends)
-        model = replace(model, function=LossFunction(function, who=WHO, door=DOOR))
-        _compare(function, model, params, batch, state)
+        eps = autocast_eps(graph.module.graph)
+        if not any(run.holds for run in cut.stages):
+            model = replace(model, function=LossFunction(function, eps, WHO, DOOR))
+        _compare(function, model, params, batch, state, eps)
     return model, params, state
 
 
-def _compare(function: NetFunction, model: Model, params: Params, batch: tuple[Any, Any], state: Params) -> None:
+def _compare(
+    function: NetFunction, model: Model, params: Params, batch: tuple[Any, Any], state: Params, eps: float
+) -> None:
     """Refuse stages that do something else than the net on the example."""
     if any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         return
     leaves = {name: leaf for stage in params for name, leaf in stage.items()}
-    refuse_difference(model, params, batch, leaves, lambda own: function(own, batch, KEY, 0), WHO, state=state)
+    refuse_difference(model, params, batch, leaves, lambda own: function(own, batch, KEY, 0), WHO, eps, state)
 
 
 def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:

@@ -134,8 +134,9 @@ class BatchGuard:
         return tree.like(self.whole, found)
 
     def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
-        """A ValueError unless all sizes but the rows are the example's, and all that was decided by rows holds."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
+        """A ValueError unless all dtypes, and all sizes but the rows, are the example's, and all that was decided by
+        rows holds."""
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
         if shapes in self.known:
             return
         for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
@@ -150,6 +151,11 @@ class BatchGuard:
                     raise ValueError(
                         f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
                         f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."
+                    )
+                if leaf.dtype != example.dtype:
+                    raise ValueError(
+                        f"{place} was {_dtype(example)} when {self.who} was traced, found {_dtype(leaf)}. Cast it, or "
+                        f"call {self.door} again for another dtype."
                     )
             elif leaf != example:
                 raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
@@ -194,6 +200,10 @@ class BatchGuard:
 def _place(leaf: Any) -> int:
     """Stands for any leaf."""
     return 0
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:

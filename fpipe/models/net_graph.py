@@ -18,7 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.in_place import mutated_by
-from fpipe.models.places import place_of
+from fpipe.models.places import place_of, traced_with_grad
 from fpipe.models.traced_graph import asked_of_sizes, make_literals_pure
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -159,7 +159,7 @@ class _Flat:
     def __init__(self, exported: ExportedProgram) -> None:
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
-        self.grad = True
+        self.grad = self.inside = True  # whether gradients are on in what is written, and in the graph that is copied
         self.placeholders: list[fx.Node] = []
         source: Any = exported.graph_module
         own: dict[fx.Node, Any] = {}
@@ -198,9 +198,17 @@ class _Flat:
                 own[node] = self._constant(node, getattr(source, str(node.target)))
             elif node.target in _WRAPPERS:
                 own[node] = self._inlined(node, [own.get(one, one) for one in node.args])
+            elif _is_functorchs(node):
+                inside = next((one for one in node.users if not _is_functorchs(one)), None)
+                if inside is not None:
+                    raise ValueError(
+                        "the net calls torch.vmap, whose operations on single rows are no graph that can be cut; write "
+                        f"them for batches, as torch.einsum does, or use from_functions.{place_of(inside)}"
+                    )
             elif node.target is getitem and isinstance(own[node.args[0]], tuple | list):
                 own[node] = own[node.args[0]][node.args[1]]
             else:
+                self._turn_grad(self.inside and traced_with_grad(node))
                 own[node] = self.graph.node_copy(node, new)
         return None
 
@@ -220,19 +228,27 @@ class _Flat:
         settings, body, given = args[:count], args[count], args[count + 1 :]
         inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
         if count == 1:
-            before, self.grad = self.grad, bool(settings[0])
-            self._switch(_C._set_grad_enabled, (self.grad,))
+            before, self.inside = self.inside, bool(settings[0])
             made = self._copied(body, inner)
-            self.grad = before
-            self._switch(_C._set_grad_enabled, (before,))
+            self.inside = before
             return made
         enter = self._switch(_AMP._enter_autocast, tuple(settings))
         made = self._copied(body, inner)
         self._switch(_AMP._exit_autocast, (enter,))
         return made
 
+    def _turn_grad(self, on: bool) -> None:
+        if on != self.grad:
+            self._switch(_C._set_grad_enabled, (on,))
+            self.grad = on
+
     def _switch(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
         return self.graph.call_function(target, args)
+
+
+def _is_functorchs(node: fx.Node) -> bool:
+    """Whether a node enters or leaves torch.vmap."""
+    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
 
 _HIGHER: Any = torch.ops.higher_order

@@ -89,7 +89,9 @@ def written_by(
                 f"buffer of its own; a stage is a pure function. Work on a copy.{place_of(marked.mutators[node])}"
             )
         touched = _touched(marked, node, statistics)
-        homes = {marked.stage_of[one]: one for one in (*touched, *node.users) if one in marked.stage_of}
+        ordered = any(one in behind or draws_random(one) or _spills(one, touched, node) for one in touched)
+        near = [one for one in touched if not ordered or any(node in marked.viewed_by(x) for x in marked.reads(one))]
+        homes = {marked.stage_of[one]: one for one in (*near, *node.users) if one in marked.stage_of}
         if len(homes) > 1:
             raise ValueError(
                 f"buffer {names[node]!r} is written in a net that reads or writes it in stages {min(homes)} and "
@@ -97,7 +99,6 @@ def written_by(
                 f"{''.join(place_of(homes[stage]) for stage in (min(homes), max(homes)))}"
             )
         home = found[min(homes)]
-        ordered = any(one in behind or draws_random(one) or _spills(one, touched, node) for one in touched)
         (home.held if ordered or node in behind else home.apart)[node] = names[node]
         home.ops |= touched
         home.norms += [norm for norm in statistics.get(node, ()) if norm not in home.norms]

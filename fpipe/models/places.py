@@ -25,6 +25,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 _TORCH = Path(torch.__file__).parent
 _OURS, _PYTHONS = Path(__file__).parents[1], Path(inspect.__file__).parent
@@ -81,10 +82,20 @@ def is_users(file: str) -> bool:
     return not known and not file.startswith(("<string", "<frozen"))
 
 
+def traced_with_grad(node: fx.Node) -> bool:
+    """Whether gradients were on where an operation was traced; torch.export says so too, but not inside autocast."""
+    return node.meta.get("custom", {}).get(_GRAD, True)
+
+
+_GRAD = "fpipe_grad"
+
+
 class _Lines(TorchFunctionMode):
-    """Notes for each call of torch the line of the user's code that it is made in."""
+    """Notes for each call of torch the line of the user's code that it is made in, and whether gradients are on. They
+    are in the forward of a custom autograd.Function, where only torch has turned them off."""
 
     def __enter__(self) -> Any:
+        self.grad = True
         self.outermost = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         return super().__enter__()
 
@@ -95,6 +106,9 @@ class _Lines(TorchFunctionMode):
         else:
             code = found.f_code
             noted["stack_trace"] = f'File "{code.co_filename}", line {found.f_lineno}, in {code.co_name}'
+        if func is _C._set_grad_enabled:
+            self.grad = bool(args[0])
+        noted["custom"] = {_GRAD: self.grad or torch.is_grad_enabled()}
         return func(*args, **(kwargs or {}))
 
 
