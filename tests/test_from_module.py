@@ -1,6 +1,8 @@
 """Any module, cut between its blocks: its own gradients, state, ties and skips, and what cannot be cut."""
 
+import copy
 import math
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
@@ -747,6 +749,32 @@ def test_statistics_of_a_graph_are_not_deferred() -> None:
         fpipe.deferred_batch_norm(model)
     plain, _, _ = fpipe.from_module(Net(2), 2, loss=F.mse_loss, example=rows())
     assert fpipe.deferred_batch_norm(plain) == plain
+
+
+def stepped(model: fpipe.Model, params: Any, state: Any, batch: Any) -> list[Tensor]:
+    result = fpipe.build(pipeline(model), model)(params, batch, state=state, key=3)
+    return leaves((result.loss, result.grads, result.state))
+
+
+def test_a_copy_of_a_model_is_the_model() -> None:
+    """It held closures and nodes of graphs: copy and pickle ended in an error of Python's or of fake tensors."""
+    net, batch = Net(2, Statistics, nn.Dropout), rows()
+    made = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    found = stepped(*made, batch)
+    for model in (copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
+        assert str(model) == str(made[0])
+        assert all(map(torch.equal, stepped(model, *made[1:], batch), found))
+
+
+def in_a_process(rank: int, made: Any, batch: Any, found: list[Tensor]) -> None:
+    assert all(map(torch.equal, stepped(*made, batch), found)), rank
+
+
+@pytest.mark.deep
+def test_a_model_is_handed_to_processes_that_are_spawned() -> None:
+    batch = rows()
+    made = fpipe.from_module(Net(2, Statistics, nn.Dropout), 2, loss=F.mse_loss, example=batch)
+    torch.multiprocessing.spawn(in_a_process, (made, batch, stepped(*made, batch)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Twice(Net):

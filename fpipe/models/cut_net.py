@@ -5,7 +5,8 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -92,11 +93,8 @@ class CutNet:
         assert home.part is not None
         graph = home.part.module(list(home.apart))
         shapes = {name: tuple(node.meta["val"].shape) for node, name in home.apart.items()}
-        return Update(graph, [*home.part.params], [*home.apart.values()], self._constant, len(home.seen()), shapes)
-
-    def _constant(self, name: str) -> Tensor:
-        literals = self.net.literals
-        return literals[name] if name in literals else self.held.now(name)
+        constant = partial(_constant, self.held, self.net.literals)
+        return Update(graph, [*home.part.params], [*home.apart.values()], constant, len(home.seen()), shapes)
 
     def _whole(self) -> Whole:
         """The output of the net from what the last stage's graph returns."""
@@ -110,6 +108,10 @@ class CutNet:
         return BatchGuard(self.example, "inputs", sizes, self.net.guards, WHO, DOOR)
 
 
+def _constant(held: Held, literals: Mapping[str, Tensor], name: str) -> Tensor:
+    return literals[name] if name in literals else held.now(name)
+
+
 class Whole:
     """Puts what a graph returns, a value or a tuple of `count`, into the containers of a net's output.
 
@@ -119,7 +121,8 @@ class Whole:
     """
 
     def __init__(self, count: int, places: Sequence[int | None], leaves: Sequence[Any], spec: tree.Spec) -> None:
-        self.count, self.places, self.leaves, self.spec = count, places, leaves, spec
+        self.count, self.places, self.spec = count, places, spec
+        self.leaves = [leaf if at is None else None for at, leaf in zip(places, leaves, strict=True)]
 
     def __call__(self, made: Any) -> Any:
         """The output of the net."""

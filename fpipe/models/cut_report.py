@@ -30,6 +30,9 @@ class CutReport:
     def __init__(self, cut: CutNet, held: Held, words: Sequence[str]) -> None:
         self.cut, self.held, self.words = cut, held, words
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # a copy needs no graph of the whole net
+
     def __str__(self) -> str:
         costs = [sum(costs_of([*self._computed(stage)])) for stage in range(len(self.words))]
         return "\n".join(

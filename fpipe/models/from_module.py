@@ -115,7 +115,7 @@ def from_module(
     params = tuple({name: held.now(name).detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
-        function = NetFunction(net, loss or (lambda output, _: _loss_of(output)), placed.ends)
+        function = NetFunction(net, loss or _own_loss, placed.ends)
         eps = autocast_eps(graph.module.graph)
         if not any(run.holds for run in cut.stages):
             model = replace(model, function=LossFunction(function, eps, WHO, DOOR))
@@ -181,6 +181,10 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return {name: kwargs[name] for name in inputs}  # pyright: ignore[reportUnknownVariableType]
     return type(inputs)(args) if isinstance(inputs, tuple | list) else args[0]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _own_loss(output: Any, _: Any) -> Any:
+    return _loss_of(output)
 
 
 def _loss_of(output: Any) -> Any:

@@ -15,12 +15,13 @@ from fpipe.graphs.alike import Same
 from fpipe.graphs.symbols import in_words
 from fpipe.model import PositionalStage
 from fpipe.models.contexts import restored_on_error
+from fpipe.models.graph_copy import HoldsGraph
 from fpipe.models.handed_out import HandedOut
 from fpipe.models.pieces import operations
 from fpipe.models.traced_modes import TracedModes
 
 
-class GraphStage(PositionalStage):
+class GraphStage(HoldsGraph, PositionalStage):
     """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
 
     Args:

@@ -8,6 +8,7 @@ What a net assigns to a buffer is written at the end of an export; here it is wr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -91,7 +92,11 @@ def _attribute_of(net: nn.Module) -> Callable[[str], Tensor]:
         for name, _ in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False))
         for path, _, attribute in [name.rpartition(".")]
     }
-    return lambda name: getattr(*places[name])
+    return partial(_attribute, places)
+
+
+def _attribute(places: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
+    return getattr(*places[name])
 
 
 def read_graph(exported: ExportedProgram, held: Held) -> NetGraph:

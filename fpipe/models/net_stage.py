@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fpipe.models.graph_copy import HoldsGraph
 from fpipe.models.graph_stage import BatchGuard, GraphStage
 from fpipe.models.net_graph import Held
 from fpipe.models.pieces import GraphPiece, pieces_of
@@ -136,7 +137,7 @@ class NetStage(GraphStage):
         return self.literals[name] if name in self.literals else self.held.now(name)
 
 
-class Update:
+class Update(HoldsGraph):
     """What writes the buffers that no output reads.
 
     Args:
