@@ -433,6 +433,17 @@ def test_modules_out_of_a_part_of_a_list_have_their_own_paths() -> None:
     assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
 
 
+class Branches(nn.Module):
+    """A block with lists of its own inside, as those of a GoogLeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x), self.right(x)], -1)
+
+
 class Named(nn.Module):
     """Blocks whose names, and no list, say that they are alike: some at once, some in Sequentials."""
 
@@ -441,20 +452,25 @@ class Named(nn.Module):
         self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         self.block_1, self.block_2 = Block(), Block()
         self.layer1, self.layer2 = nn.Sequential(Block()), nn.Sequential(Block(), Block())
+        self.mixed3a, self.mixed3b = Branches(), Branches()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer2(self.layer1(self.block_2(self.block_1(self.stem(x)))))
+        x = self.layer2(self.layer1(self.block_2(self.block_1(self.stem(x)))))
+        return self.mixed3b(self.mixed3a(x))
 
 
 def test_blocks_whose_names_end_in_numbers_are_a_list() -> None:
-    """The two layers of the stem were the blocks, so that all else was in the last stage."""
-    model, _, _ = fpipe.from_module(Named(), 5, loss=F.mse_loss, example=rows())
+    """The two layers of the stem were the blocks, so that all else was in the last stage; or the layers in branches."""
+    model, _, _ = fpipe.from_module(Named(), 8, loss=F.mse_loss, example=rows())
     assert [stage.name for stage in model.stages] == [
-        "stem, block_1",
+        "stem",
+        "block_1",
         "block_2",
         "layer1",
         "layer2.0",
         "layer2.1",
+        "mixed3a",
+        "mixed3b",
     ]
 
 

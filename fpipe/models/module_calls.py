@@ -5,6 +5,7 @@ wte  wpe  h.0  h.1  h.2  ln_f        -->        blocks h.0, h.1, h.2, each the n
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -106,11 +107,14 @@ def _called(call: Call) -> list[Call]:
 
 
 def _list_of(call: Call) -> str | None:
-    """The list that a module is in: its name is a number, or ends in one and the module calls others, as
-    encoder_layer_3 does and conv3 does not."""
+    """The list that a module is in: its name is a number, or ends in one, or in one and a letter, and the module calls
+    others, as encoder_layer_3 and inception4b do and conv3 does not."""
     above, _, name = call.path.rpartition(".")
-    word = name.rstrip("0123456789")
+    word = _NUMBER.sub("", name)
     return f"{above}.{word}" if word != name and (not word or call.children) else None
+
+
+_NUMBER = re.compile(r"\d+[a-z]?$")
 
 
 def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
