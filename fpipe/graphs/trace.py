@@ -9,7 +9,7 @@ The gradient is `torch.autograd.grad`'s own, so the ops are those that run witho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -81,12 +81,13 @@ def _outline(
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
                 made = function(_handed(_apart(given) if apart else given, reads))
             unseeded.check()
-        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), _partly_python(made)
+        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), partly_python(chain(*made.values()))
 
 
-def _partly_python(made: Mapping[str, list[Any]]) -> bool:
-    """Whether a `torch.autograd.Function` of somebody's own is on the way back; torch's own ask for nothing."""
-    todo = [leaf.grad_fn for leaves in made.values() for leaf in leaves if isinstance(leaf, Tensor)]
+def partly_python(made: Iterable[Any]) -> bool:
+    """Whether a `torch.autograd.Function` of somebody's own is on the way back from results; torch's own ask for
+    nothing."""
+    todo = [leaf.grad_fn for leaf in made if isinstance(leaf, Tensor)]
     seen: set[Any] = {None}
     while todo:
         node: Any = todo.pop()

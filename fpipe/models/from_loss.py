@@ -104,9 +104,9 @@ def from_loss(
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
 
-        def run(leaves: Mapping[str, Tensor]) -> Any:
-            with seeding(), pure(loss_fn, "loss_fn", (params, batch)):
-                return loss_fn(tree.unflatten(tree.flatten(params)[1], leaves.values()), batch)
+        def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:
+            with seeding(), pure(loss_fn, "loss_fn", (params, some)):
+                return loss_fn(tree.unflatten(tree.flatten(params)[1], leaves.values()), some)
 
         refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
     return model, own

@@ -130,7 +130,7 @@ def _compare(
     if any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         return
     leaves = {name: leaf for stage in params for name, leaf in stage.items()}
-    refuse_difference(model, params, batch, leaves, lambda own: function(own, batch, KEY, 0), WHO, eps, state)
+    refuse_difference(model, params, batch, leaves, lambda own, some: function(own, some, KEY, 0), WHO, eps, state)
 
 
 def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
