@@ -3,7 +3,7 @@
     python benchmarks/measured.py [--quick]
 
 Two processes of one gloo group, one intra-op thread each: threads in the first while the second waits, or both. In each
-block GPipe is profiled once for each number of stages, all ranks together, and its costs predict the schedules, which
+block 1F1B is profiled once for each number of stages, all ranks together, and its costs predict the schedules, which
 then run several rounds, one after another, recorded and not. Predicted is the median over blocks, measured the median
 over rounds; rounds and profiles in which a thread waited for a core more than 5 % of the time are left out, unless
 fewer than five (two profiles) are left, and how many is printed.
@@ -65,7 +65,7 @@ class Race:
     def profile(self, stages: int) -> tuple[Any, float]:
         model, params = self.models[stages]
         how: Any = {"runtime": self.runtime, "repeats": 5}
-        return timed(partial(fpipe.profile, self.program("gpipe", stages), model, params, self.batch, **how))[1:]
+        return timed(partial(fpipe.profile, self.program("one_f_one_b", stages), model, params, self.batch, **how))[1:]
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any, float]:

@@ -18,6 +18,7 @@ from fpipe.timing.timeline import Timeline
 from property_tests.strategies import Plan, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
+TAKEN = st.sampled_from([0, 0, 0.5, 2])
 NAMES = (
     "y",
     "dx",
@@ -40,7 +41,7 @@ NAMES = (
 
 @st.composite
 def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
-    """Random costs of every kind: latencies and bandwidths for each link, senders free and busy."""
+    """Random costs of every kind: latencies and bandwidths for each link, senders free and busy, and what they take."""
     per_stage = st.one_of(SECONDS, st.lists(SECONDS, min_size=5, max_size=5))
     ops = [draw(per_stage) for _ in range(3)]
     if plain:
@@ -52,8 +53,8 @@ def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
         rates = draw(st.lists(st.sampled_from([1, 2, 4, 0.5]), min_size=7, max_size=7))
         more["bandwidth"] = lambda source, target: rates[(3 * source + target) % 7]
         more["bytes"] = {name: draw(st.sampled_from([0, 1, 2, 4])) for name in NAMES}
-    sender = draw(st.sampled_from(["free", "busy"]))
-    return fpipe.Costs(*ops, draw(st.sampled_from([None, 0, 2])), latency, sender=sender, **more)
+    more |= {"sender": draw(st.sampled_from(["free", "busy"])), "send": draw(TAKEN), "receive": draw(TAKEN)}
+    return fpipe.Costs(*ops, draw(st.sampled_from([None, 0, 2])), latency, **more)
 
 
 def told(timeline: Timeline) -> dict[str, Any]:
@@ -147,10 +148,11 @@ def test_the_critical_path_is_a_chain_from_start_to_end(plan: Plan, costs: fpipe
 def test_what_a_rank_waits_is_what_it_does_not_work(plan: Plan, costs: fpipe.Costs, iterations: int):
     if costs.sender == "busy":
         return
-    timeline = fpipe.simulate(plan.program, costs, iterations=iterations)
-    work = [0.0] * timeline.ranks
+    timeline = fpipe.simulate(fpipe.communicate()(plan.program), costs, iterations=iterations)
+    work, sends = [0.0] * timeline.ranks, {"SEND": costs.send, "RECV": costs.receive}
     for op, start, end in timeline.events:
-        work[op.rank] += end - start if op.kind in "FBIWR" else 0
+        took = sends[op.kind] if op.kind in sends else end - start if op.kind in "FBIWR" else 0
+        work[op.rank] += min(took, max(0.0, timeline.makespan - start))
     for wait in timeline.waits:
         work[wait.rank] += wait.end - wait.start
     assert work == pytest.approx([timeline.makespan] * timeline.ranks)

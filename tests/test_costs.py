@@ -49,6 +49,17 @@ def test_a_free_sender_goes_on_and_a_busy_one_waits_until_it_has_arrived():
     assert [found["1F0"] for found in (free, busy)] == [11, 11]
 
 
+def test_a_rank_that_sends_or_takes_a_value_does_nothing_else_meanwhile():
+    """Rank 1 takes y[0,1] at 6.5, which was there at 5, since 1F0 comes first; whether its transfer is an op or not."""
+    costs = Costs(forward=[1, 3], transfer=0.5, send=1, receive=0.5)
+    for program in (GPIPE, fpipe.communicate()(GPIPE)):
+        found = starts(program, costs)
+        assert [found[cell] for cell in ("0F0", "0F1", "0F2", "1F0", "1F1")] == [0, 2, 4, 3, 6.5]
+        timeline = fpipe.simulate(program, costs)
+        assert timeline.transfers[1][3:] == (4, 4.5)
+        assert "RECV(y[0,1]@1)" in [getattr(step.what, "cell", "") for step in timeline.critical_path]
+
+
 @pytest.mark.parametrize(("pair", "seconds"), [("sum", 6), ("max", 4), (lambda op: 5 if op.kind == "PAIR" else 0, 5)])
 def test_a_pair_costs_the_sum_the_maximum_or_what_is_said(pair, seconds: float):
     base = fpipe.split(2)(fpipe.program(1))
@@ -181,6 +192,8 @@ REFUSALS = {
     "the bytes of 'y' are a number, at least 0; found True, which is no number.": {"bytes": {"y": True}},
     "a bandwidth needs the bytes of values; say bytes= too, such as fpipe.sizes(...).": {"bandwidth": 1},
     'a sender is "free" or "busy", found \'blocking\'.': {"sender": "blocking"},
+    "send is a time in seconds, at least 0; found -1.": {"send": -1},
+    "receive is a time in seconds, at least 0; found nan.": {"receive": math.nan},
     'a pair costs the "sum" or the "max" of its parts, or f(op); found \'mean\'.': {"pair": "mean"},
     "the bytes of 'y' are a number, at least 0; found -4.": {"bytes": {"y": -4}},
 }

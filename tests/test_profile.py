@@ -1,7 +1,6 @@
 """profile: seconds and bytes measured, and nothing left changed."""
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.timing.measured import kept, on_the_way
+from fpipe.timing.measured import kept, moving
 
 M, ROWS, WIDTH = 4, 8, 16
 
@@ -179,44 +178,33 @@ def test_ranks_that_run_together_are_timed_without_their_waits():
         assert all(least <= found for found, least in zip(seconds, own, strict=True))
     assert costs.forward[0] < costs.forward[1]
     assert costs.backward[0] < costs.backward[1]
-    assert 0 < costs.transfer < min(costs.forward)
+    assert 0 < costs.send + costs.transfer + costs.receive < min(costs.forward)
 
 
-COSTS = fpipe.Costs([1, 2, 3, 1], [3, 1, 2, 2], [1, 4, 1, 2], transfer=0.5)
-
-
-def as_measured(timeline: fpipe.Timeline) -> fpipe.Timeline:
-    """A rank takes what it receives in its turn, as a process does."""
-    free = [0.0] * timeline.ranks
-    starts, ends = list[float](), list[float]()
-    for op, start, end in timeline.events:
-        late = max(0.0, free[op.rank] - start) if op.kind != "SEND" else 0.0
-        starts.append(start + late)
-        ends.append(end + late)
-        free[op.rank] = max(free[op.rank], end + late)
-    return replace(timeline, starts=tuple(starts), ends=tuple(ends))
+COSTS = fpipe.Costs([1, 2, 3, 1], [3, 1, 2, 2], [1, 4, 1, 2], transfer=0.5, send=0.25, receive=0.125)
 
 
 @pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zb", "zbv", "gpipe"])
 def test_a_timeline_tells_what_its_ops_cost(schedule: str):
     """The costs of a simulated timeline are those that it was simulated with."""
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())(fpipe.program(4))
-    timeline = as_measured(fpipe.simulate(fpipe.communicate()(program), COSTS))
+    timeline = fpipe.simulate(fpipe.communicate()(program), COSTS)
     expected = {op.cell: COSTS.seconds(op) for op in program.ops if op.kind in "FBIW"}
     assert {op.cell: seconds for op, seconds in kept(timeline)} == expected
-    assert on_the_way([timeline]) == 0.5
+    assert moving([timeline]) == (0.25, 0.5, 0.125)
 
 
 def test_what_a_receive_waits_for_is_no_ones_time():
-    """1F0 keeps its rank for 3 s, the SPLIT behind it and half a second until 1F1 begins, not while RECV waits."""
+    """1F0 keeps its rank for 3 s, the SPLIT behind it and half a second until 1F1 begins, not while RECV waits; what
+    SENDs take is not 0F0's time, nor 0F1's."""
     program = fpipe.communicate()(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2)))
     ops = {op.cell if op.kind in "FB" else str(op.writes[0]): op for op in program.ops}
     rows = [("0F0", 0, 2), ("y[0,0]>1", 2, 3), ("0F1", 3, 8.5), ("y[0,1]>1", 8.5, 9)]
     rows += [("y[0,0]@1", 3.5, 3.5), ("1F0", 3.5, 6.5), ("t[1,1]", 6.5, 7), ("y[0,1]@1", 9.5, 9.5), ("1F1", 10, 12)]
     columns = (tuple(ops[name] for name, *_ in rows), tuple(s for _, s, _ in rows), tuple(e for *_, e in rows))
     timeline = fpipe.Timeline(*columns, 2, (0, 0), (0, 0))
-    assert {op.cell: seconds for op, seconds in kept(timeline)} == {"0F0": 3, "0F1": 6, "1F0": 4, "1F1": 2}
-    assert on_the_way([timeline]) == 0.5
+    assert {op.cell: seconds for op, seconds in kept(timeline)} == {"0F0": 2, "0F1": 5.5, "1F0": 4, "1F1": 2}
+    assert moving([timeline]) == (0.75, 0.5, 0)
 
 
 def test_a_profile_on_threads_has_every_kind_and_the_same_bytes():

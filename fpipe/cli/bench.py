@@ -77,7 +77,7 @@ def bench(
 ) -> None:
     """Profile, simulate and run schedules here, and say how far apart.
 
-    Costs are those of GPipe with as many stages, its ranks running together
+    Costs are those of 1F1B with as many stages, its ranks running together
     (fpipe.profile). A round runs each schedule once. A --model serves schedules
     with as many stages; without one, linear layers with ReLU run, at least 8.
 

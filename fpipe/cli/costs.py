@@ -15,7 +15,7 @@ from fpipe.timing.named_bytes import NAMES, NamedBytes
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")
-WORDS = (*SHARES.values(), "offload", "load")
+WORDS = (*SHARES.values(), "offload", "load", "send", "receive")
 CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
 

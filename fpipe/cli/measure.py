@@ -1,6 +1,6 @@
 """Profile, simulate and run programs: what was predicted of each, and what was measured.
 
-gpipe --profile--> costs --simulate--> 1F1B: 81.2 ms        1F1B --run, record--> 83.0 ms
+1F1B --profile--> costs --simulate--> ZBV: 81.2 ms        ZBV --run, record--> 83.0 ms
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure(
     rounds: int,
     progress: Callable[[int, int], None],
 ) -> list[Row]:
-    """Each schedule's simulated timeline, with costs that GPipe was profiled with, and those of its rounds, after one
+    """Each schedule's simulated timeline, with costs that 1F1B was profiled with, and those of its rounds, after one
     that is not counted; a round runs every schedule once.
 
     Args:
@@ -84,7 +84,7 @@ def measure(
     costs: dict[int, Costs] = {}
     for at, (stages, (model, params, batch, state)) in enumerate(given.items()):
         costs[stages] = profile(
-            scheduled(model, "gpipe", ranks, microbatches),
+            scheduled(model, "one_f_one_b", ranks, microbatches),
             model,
             params,
             batch,

@@ -230,7 +230,7 @@ class Hunt:
             self.told(played, best, min(entry.floor for entry in pool))
 
         improved, self.stopped = improve(pool, wanted.objective, effort, wanted.seed, told)
-        exact = wanted.costs.bytes is None and wanted.costs.sender == "free"
+        exact = wanted.costs.bytes is None and not wanted.costs.busies
         for entry in improved[: IMPROVED if exact else len(improved)]:
             if self.best is None or entry.value < self.best.value:  # what links and senders add makes it no shorter
                 self.judge(entry)

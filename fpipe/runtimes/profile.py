@@ -19,7 +19,7 @@ from fpipe.program import Op, Program, parts_of, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.sizes import Sizes, sizes
 from fpipe.timing.costs import Costs
-from fpipe.timing.measured import kept, on_the_way
+from fpipe.timing.measured import Moving, kept, moving
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate, without_frees
@@ -56,8 +56,9 @@ def profile(
         progress: called as `progress(done, all)` before the first and after each run of the whole program.
         runtime: "local" runs one op at a time, and the least time of each counts: a machine that the op has for itself.
             "threads" and "distributed" run the ranks together, as `build` does, and the median counts, with what an
-            op's rank does until its next: add up, send, and whatever the other ranks and the runtime take. So one
-            schedule, say `gpipe`, tells the times of others with the same stages on the same ranks.
+            op's rank does until its next: add up, and whatever the other ranks and the runtime take. So one schedule
+            tells the times of others with the same stages. Say `one_f_one_b`, which takes forwards and backwards in
+            turn, as most do: forwards in a row, as in `gpipe`, find their weights in the processor's cache.
         mesh: of runtime="distributed", as `build` takes it. All processes call this alike and get the same costs.
             params are those of all ranks; meta tensors will do for stages of others.
 
@@ -66,8 +67,7 @@ def profile(
         one rank; 0 where there is no such op. A W takes the time of adding its gradients up, where it does that. The
         bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a stage cannot be
         traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs, transfer=...,
-        bandwidth=...)`; of ranks that run together `transfer` is the time from the end of a send to that of its
-        receive.
+        bandwidth=...)`. Ranks that run together tell `send`, `transfer` and `receive`, the median over all values.
 
     Raises:
         ValueError: repeats below 1, or what `build` and its step refuse.
@@ -112,6 +112,7 @@ def profile(
                 progress(done, every)
         runs = {**found, **runs}  # a forward that leaves residuals comes before one that does not
     typical = min if alone else statistics.median
+    moved = Moving(0, 0, 0) if alone else moving(timelines)
 
     def seconds(kind: str) -> list[float]:
         found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
@@ -124,7 +125,7 @@ def profile(
         backward_weight=seconds("W"),
         recompute=seconds("R"),
         backward=seconds("B") if whole else None,
-        transfer=0 if alone else on_the_way(timelines),
+        **moved._asdict(),
         bytes=_bytes(halves, model, params, batch, state),
     )
 

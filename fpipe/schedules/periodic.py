@@ -81,7 +81,7 @@ def periodic(name: str, ranks: int, microbatches: int, costs: Costs | None = Non
 
     Raises:
         ValueError: a schedule that has no period, or none at this size; costs that ask for more than ranks and one
-            latency (bandwidth, bytes, busy senders).
+            latency (bandwidth, bytes, busy ranks).
 
     >>> print(periodic("zbv", ranks=64, microbatches=512))
     zbv, 64 ranks, 512 microbatches: makespan 3135, span 3072, bubble 2.0%, peak 64

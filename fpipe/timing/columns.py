@@ -53,7 +53,7 @@ def op_groups(ops: Sequence[Op]) -> OpGroups:
 def is_plain(known: OpGroups, costs: Costs) -> bool:
     """Whether nothing but the main lanes and one latency for all links matters (a bandwidth has bytes), and the ops of
     a group cost the same."""
-    constant = isinstance(costs.transfer, int | float) and costs.sender == "free" and costs.bytes is None
+    constant = isinstance(costs.transfer, int | float) and not costs.busies and costs.bytes is None
     constant = constant and costs.cluster is None
     kinds = {op.kind for op in known.each}
     return constant and all(kind_of(kind).lane == "main" and not varies(kind) for kind in kinds)

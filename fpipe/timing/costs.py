@@ -44,7 +44,8 @@ class Costs:
 
     A value on its way from rank a to rank b leaves when it is there and its link is free, keeps the link for
     bytes/bandwidth seconds, and arrives `transfer` seconds after that. Without a bandwidth a link carries any number of
-    values at once.
+    values at once. Ranks may be busy with it too: the sender for `send` seconds before it leaves, the reader for
+    `receive` seconds once it is there and the rank has time.
 
     Args:
         forward, backward_input, backward_weight: of F, I and W.
@@ -54,6 +55,7 @@ class Costs:
             `f(from, to) -> seconds`.
         bandwidth: bytes a second of a link, in the same three forms; needs `bytes`.
         sender: "free" goes on with its next op while a value leaves; "busy" does nothing else until it has arrived.
+        send, receive: seconds for which a rank does nothing else when it sends a value, and when it takes one.
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
@@ -89,6 +91,8 @@ class Costs:
     backward: PerStage | None = None
     reduce: PerStage = 0
     cluster: Cluster | None = None  # a text is parsed
+    send: float = 0
+    receive: float = 0
 
     def __new__(cls, *given: Any, **named: Any) -> Costs:
         """Say what letters are for: the papers' are of a whole rank."""
@@ -134,6 +138,8 @@ class Costs:
             if given is not None or word not in ("recompute", "load", "backward"):
                 for cost in listed(given):
                     checked_seconds(word, cost)
+        for word in ("send", "receive"):
+            checked_seconds(word, getattr(self, word))
         for cost in of_links("transfer", "seconds", self.transfer):
             checked_seconds("transfer", cost)
         on_links = () if self.bandwidth is None else of_links("bandwidth", "bytes a second", self.bandwidth)
@@ -164,6 +170,11 @@ class Costs:
             for name, sizes in cast("Mapping[str, PerStage]", given).items():
                 for size in listed(sizes):
                     checked_count(f"the bytes of {name!r}", size)
+
+    @property
+    def busies(self) -> bool:
+        """Whether what travels keeps ranks from other work."""
+        return self.sender == "busy" or self.send > 0 or self.receive > 0
 
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
@@ -205,6 +216,8 @@ class Costs:
             return fixed + moved
         if kind == "REDUCE":
             return _at(self.reduce, stage, "reduce")
+        if kind in ("SEND", "RECV"):
+            return self.send if kind == "SEND" else self.receive
         if kind not in _EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
         known = _EXTRA[kind]
@@ -287,9 +300,7 @@ class Ticks(Costs):
         return kind_of(op.kind).time
 
 
-_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
-    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "SEND", "RECV"), 0.0
-)
+_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE"), 0.0)
 
 
 def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:

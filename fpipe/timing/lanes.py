@@ -4,6 +4,8 @@
     copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
+A SEND and a RECV that take time are on the main lane too.
+
 An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no lane: it is done when its data are there.
 
 This is the definition of the simulated time of any program; `columns.walk_plain` is the same where only main lanes
@@ -90,9 +92,9 @@ def is_work(kind: str, seconds: float) -> bool:
 
 
 def program_of_lanes(program: Program, costs: Costs) -> Program:
-    """Where transfers wait for each other, or senders for them, or copies count, they are made ops, so that their
-    order is known. FREE takes no time anywhere."""
-    if costs.bytes is not None or costs.sender == "busy":
+    """Where transfers wait for each other, or ranks for them, or copies count, they are made ops, so that their order
+    is known. FREE takes no time anywhere."""
+    if costs.bytes is not None or costs.busies:
         return with_transfers(program)
     if any(op.kind == "FREE" for op in program.ops):
         return Program.trusted(program.inputs, without_frees(program), program.outputs)
@@ -172,7 +174,10 @@ class _Lanes:
             if kind == "RECV":
                 sent = arrivals[sources[0]]
                 transfers.append(sent)
-                starts[position] = ends[position] = sent.end
+                starts[position] = max(sent.end, free[rank]) if cost else sent.end
+                ends[position] = starts[position] + cost
+                if cost:
+                    begun[rank], free[rank] = starts[position], ends[position]
                 continue
             start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
@@ -225,7 +230,7 @@ class _Lanes:
                     row.popleft()
                     if ops[position].kind == "SEND":
                         heappush(asking, (asked(position), position))
-                        if self.costs.sender == "busy":
+                        if self.costs.busies:
                             sleeping[position].append(rank)
                             break
                         continue
@@ -243,18 +248,21 @@ class _Lanes:
     ) -> tuple[float, float]:
         """Start and end of a SEND, which is noted as a transfer."""
         rank, value = op.rank, op.reads[0]
-        link = self.costs.wire(rank, target)
+        link, own, busy = self.costs.wire(rank, target), self.seconds[position], self.costs.sender == "busy"
         start = max(ready, self.begun[rank]) if self.by_hand else ready
+        if own or busy:
+            start = max(start, self.free[rank])
+        leaves = start + own
         taken = self.costs.carrying(carried(op), rank, target)
         if taken:
-            start = max(start, self.links[link])
-        if self.costs.sender == "busy":
-            start = self.begun[rank] = max(start, self.free[rank])
-        end = start + taken
+            leaves = max(leaves, self.links[link])
+        end = leaves + taken
         if taken:
             self.links[link] = end
         arrival = end + self.latency(rank, target)
-        if self.costs.sender == "busy":
-            end = self.free[rank] = arrival
-        arrivals[position] = Transfer(value, rank, target, start, arrival)
-        return start, end
+        if not own:
+            start = leaves
+        if own or busy:
+            self.begun[rank], self.free[rank] = start, arrival if busy else start + own
+        arrivals[position] = Transfer(value, rank, target, leaves, arrival)
+        return start, arrival if busy else end

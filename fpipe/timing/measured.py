@@ -1,9 +1,9 @@
-"""Read a measured timeline as costs: for how long each op keeps its rank, and how long a value is on its way.
+"""Read a measured timeline as costs: for how long each op keeps its rank, and what it takes to move a value.
 
-    rank 1: RECV(y) ... |1F0|ADD|SEND(dx)|RECV(y) ... |1F1        1F0 keeps its rank from its start to that of RECV
+    rank 1: RECV(y) ... |1F0|ADD|SEND(dx)|RECV(y) ... |1F1        1F0 keeps its rank from its start to that of SEND
 
-The small ops behind an op that a schedule names, and what the runtime does between them, are that op's time; what a
-RECV waits for is nobody's.
+The small ops behind an op that a schedule names, and what the runtime does between them, are that op's time. SENDs and
+RECVs have a time of their own, and what a RECV waits for is nobody's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from fpipe.program import Op, Value
 from fpipe.timing.lanes import is_scheduled
@@ -18,15 +19,23 @@ from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event
 
 
+class Moving(NamedTuple):
+    """Seconds for which a rank sends a value, for which that is on its way, and for which a rank takes it."""
+
+    send: float
+    transfer: float
+    receive: float
+
+
 def kept(timeline: Timeline) -> list[tuple[Op, float]]:
-    """For how many seconds each op that a schedule names keeps its rank, until the next of its rank begins, less what a
-    RECV between the two waits."""
+    """For how many seconds each op that a schedule names keeps its rank, until the next of its rank begins, less what
+    SENDs and RECVs between the two take."""
     found: list[tuple[Op, float]] = []
     for row in _rows(timeline).values():
         ends: list[tuple[Op, float, float]] = []
         before = row[0].start
         for op, start, end in row:
-            if op.kind == "RECV" and ends:
+            if op.kind in ("SEND", "RECV") and ends:
                 last, seconds, since = ends[-1]
                 ends[-1] = last, seconds + before - since, end
             elif is_scheduled(op.kind):
@@ -42,23 +51,34 @@ def kept(timeline: Timeline) -> list[tuple[Op, float]]:
     return found
 
 
-def on_the_way(timelines: Iterable[Timeline]) -> float:
-    """Seconds from the end of a SEND to that of its RECV, where that was waiting: the median; 0 where none was."""
-    found: list[float] = []
+def moving(timelines: Iterable[Timeline]) -> Moving:
+    """What it takes to move a value, by medians; 0 for what was not seen.
+
+    A RECV that was waiting when its SEND ended tells from then on the way and its own time; one that came after all of
+    that, its own time alone.
+    """
+    sends: list[float] = []
+    received: list[tuple[float, float, float]] = []
     for timeline in timelines:
         sent: dict[Value, float] = {}
-        received: list[tuple[Value, float, float]] = []
+        taken: list[tuple[Value, float, float]] = []
         for row in _rows(timeline).values():
             before = row[0].start
-            for op, _, end in row:
+            for op, start, end in row:
                 if op.kind == "SEND":
                     sent.update((value, end) for value in op.writes)
+                    sends.append(end - start)
                 if op.kind == "RECV":
-                    received += [(value, before, end) for value in op.reads]
+                    taken += [(value, before, end) for value in op.reads]
                 before = end
-        waited = ((end, sent[value]) for value, since, end in received if since < sent.get(value, 0.0))
-        found += [max(0.0, end - left) for end, left in waited]
-    return statistics.median(found) if found else 0.0
+        received += [(sent[value], since, end) for value, since, end in taken if value in sent]
+    both = _median(end - left for left, since, end in received if since < left)
+    receive = _median(end - since for left, since, end in received if since >= left + both)
+    return Moving(_median(sends), max(0.0, both - receive), receive)
+
+
+def _median(found: Iterable[float]) -> float:
+    return statistics.median(each) if (each := [*found]) else 0.0
 
 
 def _rows(timeline: Timeline) -> dict[int, list[Event]]:

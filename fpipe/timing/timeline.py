@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from fpipe.program import HtmlRepr, Op, Program, Value, building
 from fpipe.timing.costs import Costs
-from fpipe.timing.lanes import Transfer, is_work, updated_by, walk
+from fpipe.timing.lanes import Transfer, is_work, program_of_lanes, run_lanes, updated_by, walk
 from fpipe.timing.memory import HeldChanges, curves, unit_steps
 from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
 from fpipe.transforms.shares import shares
@@ -152,10 +152,15 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def _waiting(self) -> Waiting:
-        updates = updated_by(self.program) if self.program else {}
-        if self.costs is None:
-            return Waiting(self.events, self._moved, updates, busy=False)
-        return Waiting(self.events, self._moved, updates, self.costs.sender == "busy", self.costs.wire)
+        if self.costs is None or self.program is None:
+            return Waiting(self.events, self._moved, {}, Costs())
+        events, moved, program = self.events, self._moved, self.program
+        if self.costs.send or self.costs.receive:  # who does that waits for nobody: these are ops like others
+            program = program_of_lanes(program, self.costs)
+            rounds = [*run_lanes(program, self.costs, self.rounds)]
+            events = [Event(*row) for made in rounds for row in zip(program.ops, made.starts, made.ends, strict=True)]
+            moved = [made.transfers for made in rounds]
+        return Waiting(events, moved, updated_by(program), self.costs)
 
     @cached_property
     def critical_path(self) -> tuple[PathStep, ...]:

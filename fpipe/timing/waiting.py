@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fpipe.program import Op, Value, kind_of
+from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work
 
 Why = Literal["start", "data", "rank", "lane", "link"]
@@ -67,16 +68,17 @@ class Waiting:
         events: Sequence[Event],
         transfers: Sequence[Sequence[Transfer]],
         updates: Mapping[Value, Sequence[tuple[Value, int]]],
-        busy: bool,
-        wire: Callable[[int, int], Hashable] = lambda source, target: (source, target),
+        costs: Costs,
     ) -> None:
-        self.events, self.busy, self.updates, self.wire = events, busy, updates, wire
+        self.events, self.updates, self.wire = events, updates, costs.wire
+        self.busy, self.send, self.receive = costs.sender == "busy", costs.send, costs.receive
         self.rounds = max(len(transfers), 1)
         self.size = len(events) // self.rounds or 1
         self.writer = {value: at for at, event in enumerate(events[: self.size]) for value in event.op.writes}
         self.moved = [{(one.value, one.target): one for one in each} for each in transfers] or [{}]
         self.round_of = {id(one): number for number, each in enumerate(transfers) for one in each}
         self.received: dict[int, Transfer] = {}
+        self.senders: dict[int, int] = {}
         self.lanes: list[tuple[int, Why] | None] = []
         self.before_link: dict[int, Transfer] = {}
         self.sent: dict[tuple[int, float], Transfer] = {}
@@ -97,9 +99,15 @@ class Waiting:
             if op.kind == "RECV":
                 sender = self.events[self._at(self.writer[op.reads[0]], at)].op
                 found = by_value[at // self.size].get((sender.reads[0], op.rank), ())
-                self.received.update((at, one) for one in found if one.end == start)
-            elif op.kind == "SEND":
-                continue
+                sent = max((one for one in found if one.end <= start), key=lambda one: one.end, default=None)
+                if sent is not None:
+                    self.received[at] = sent
+                    self.senders[id(sent)] = self._at(self.writer[op.reads[0]], at)
+            if op.kind in ("SEND", "RECV"):
+                if self.send if op.kind == "SEND" else self.receive:
+                    if ("main", op.rank) in last:
+                        self.lanes[at] = (last["main", op.rank], "rank")
+                    last["main", op.rank] = begun[op.rank] = at
             elif known.lane == "copy":
                 if end > start:
                     if ("copy", op.rank) in last:
@@ -130,7 +138,7 @@ class Waiting:
             return _Cause(moved.end, moved, "data")
         if value in self.writer:
             at = number * self.size + self.writer[value]
-            if at in self.received:
+            if at in self.received and not self.receive:
                 return _Cause(self.received[at].end, self.received[at], "data")
             return _Cause(self.events[at].end, at, "data")
         return self.updated(value, number)
@@ -146,12 +154,14 @@ class Waiting:
             return self._cause_of_transfer(node)
         op, start, _ = self.events[node]
         needed = [self.made(value, op.rank, node // self.size) for value in op.reads]
+        if node in self.received:
+            needed = [_Cause(self.received[node].end, self.received[node], "data")]
         cause = max(needed, key=lambda one: one.time, default=_Cause(0.0, None, "start"))
         before = self.lanes[node]
         if before is None:
             return cause
         at, why = before
-        of_lane = self.events[at].end if why == "rank" else min(self.events[at].end, start)
+        of_lane = min(self.events[at].end, start)
         if self.busy and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
             return _Cause(start, self.sent[op.rank, start], "rank")
         return _Cause(of_lane, at, why) if of_lane >= cause.time else cause
@@ -160,9 +170,12 @@ class Waiting:
         number = self.round_of[id(node)]
         at = self.writer.get(node.value)
         cause = self.made(node.value, node.source, number) if at is not None else self.updated(node.value, number)
+        if self.send:
+            sender = self.senders[id(node)]
+            cause = _Cause(self.events[sender].start + self.send, sender, "data")
         if cause.time >= node.start:
             return cause
-        if self.busy:
+        if self.busy and not self.send:
             if (node.source, node.start) in self.sent:
                 return _Cause(node.start, self.sent[node.source, node.start], "rank")
             ending = (n for n, (op, _, end) in enumerate(self.events) if op.rank == node.source and end == node.start)
@@ -195,7 +208,10 @@ class Waiting:
         for at, (op, start, end) in enumerate(self.events):
             if is_work(op.kind, end - start):
                 rows[op.rank].append((start, end, at))
-        if self.busy:
+        for at, (op, start, end) in enumerate(self.events):
+            if start < makespan and {"SEND": self.send, "RECV": self.receive}.get(op.kind):
+                rows[op.rank].append((start, start + self.send if op.kind == "SEND" and not self.busy else end, at))
+        if self.busy and not self.send:
             for one in self.sent.values():
                 rows[one.source].append((one.start, one.end, None))
         found: list[Wait] = []

@@ -45,6 +45,7 @@ def of_ranks(costs: Costs) -> None:
         ("a transfer of each link", not isinstance(costs.transfer, int | float)),
         ("a cluster", costs.cluster is not None),
         ("a busy sender", costs.sender == "busy"),
+        ("a send or a receive that takes time", costs.busies),
         ("bytes", costs.bytes is not None),
         ("a pair that costs f(op)", callable(costs.pair)),
     ):
