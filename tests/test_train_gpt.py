@@ -52,12 +52,13 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path):
+@pytest.mark.parametrize(("ranks", "others"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.deep)])
+def test_it_goes_on_bit_by_bit_on_other_ranks_and_another_schedule(tmp_path: Path, ranks: int, others: int):
     half, whole, resumed = (str(tmp_path / name) for name in ("half", "whole", "resumed"))
-    two = on(2, ["--steps", "4", "--stop", "2", "--save", half], ["--steps", "4", "--check", "--save", whole])
-    assert two[1] == [(4, 4), (4, 0)]  # the first rank compares
+    first = on(ranks, ["--steps", "4", "--stop", "2", "--save", half], ["--steps", "4", "--check", "--save", whole])
+    assert first[1] == [(4, 4), *[(4, 0)] * (ranks - 1)]  # the first rank compares
     typed = ["--steps", "4", "--resume", half, "--schedule", "zb_h1", "--save", resumed]
-    assert on(3, typed) == [[(2, 0)] * 3]
+    assert on(others, typed) == [[(2, 0)] * others]
     expected, found = saved(Path(whole)), saved(Path(resumed))
     assert expected.keys() == found.keys()
     assert len(found) > 3 * 50
