@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="how many steps the whole training has (%(default)s)")
     parser.add_argument("--stop", type=int, help="stop after this one of them")
-    parser.add_argument("--blocks", type=int, default=Sizes.blocks, help="how deep the GPT is (%(default)s)")
+    parser.add_argument("--blocks", type=int, default=Sizes.blocks, help="stages are two more at most (%(default)s)")
     parser.add_argument("--schedule", default="one_f_one_b", help="a schedule by name (%(default)s)")
     parser.add_argument("--stages-per-rank", type=int, default=1, help="2 for zbv, interleaved and the like")
     parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train on rows of their own")
@@ -104,6 +105,7 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
     done = 0
     if said.resume is not None:
         counted = torch.zeros((), dtype=torch.int64)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as said: one process loads alone
         for one in filter(None, (trainer, alone)):
             dcp.load(one.state() | {"steps": counted}, checkpoint_id=said.resume, no_dist=one is alone)
         done = int(counted)
