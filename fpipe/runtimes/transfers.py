@@ -31,7 +31,7 @@ from fpipe.runtimes.rank_error import LostRank, RankError
 from fpipe.runtimes.rendezvous import Message, posted_until
 
 Leaves = list[Any]
-_SMALL = 2**18
+_SMALL = 2**20
 _TICK = 0.0002
 _UNSENT = "did not send what its {} writes"
 
