@@ -605,6 +605,33 @@ def test_what_is_small_is_received_far_ahead(size: int, ahead: int):
     assert [found[one.number] for one in row] == [min(18, one.place + ahead) for one in row]
 
 
+def posted_when_sending(rank: int) -> list[int]:
+    """How many receives are under way at each send of a step."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    step(own(program, rank, params), rows())
+    put, posted = Transfers._put, list[int]()
+
+    def watched(self: Transfers, one: Any, message: Tensor) -> None:
+        posted.append(len(self._arriving))
+        put(self, one, message)
+
+    Transfers._put = watched
+    try:
+        step(own(program, rank, params), rows())
+    finally:
+        Transfers._put = put
+    return posted
+
+
+def test_what_is_small_is_asked_for_before_anything_is_sent(pair: Processes):
+    """Gloo locks a connection while a receive is posted, and whoever reads there meanwhile held a core until it was."""
+    first, last = pair.each(posted_when_sending)
+    assert first == [4] * 4
+    assert last == [0] * 4
+
+
 def most_messages(rank: int, microbatches: int) -> int:
     """How many messages this rank holds at most that it has sent."""
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)

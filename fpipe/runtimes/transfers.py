@@ -129,6 +129,9 @@ class Transfers:
         self._keeps = keeps
         self._mark = MARKS + (step + signature) % (256 - MARKS)
         self._head = word(self._mark, "").to(self.device)
+        if not self._apart:  # what comes in while its receive is posted would wait for the connection's lock
+            for source, row in self._incoming.items():
+                self._post(source, self._until[row[0].number])
 
     def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
