@@ -76,6 +76,27 @@ def captions() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(ROWS, 3, 16, 16), **said}
 
 
+def pairs() -> dict[str, Tensor]:
+    """Images, and texts that end in their special word."""
+    ids = torch.cat([words(LENGTH - 1), torch.full((ROWS, 1), SPECIAL["eos_token_id"])], 1)
+    return {"pixel_values": torch.randn(ROWS, 3, 16, 16), "input_ids": ids}
+
+
+def of_pairs(output: Any, _: Tensor) -> Tensor:
+    """Each text goes with the image of its row. That of transformers asks for len(rows), which fixes them."""
+    scores = output.logits_per_text
+    right = torch.arange(scores.shape[0])
+    return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+
+def sounds() -> dict[str, Tensor]:
+    return {"input_values": torch.randn(ROWS, 128), "labels": torch.randint(0, 5, (ROWS,))}
+
+
+def pixels() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(0, 5, (ROWS, 32, 32))}
+
+
 def points() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(ROWS, 3, 32, 32), "input_points": 32 * torch.rand(ROWS, 1, 2, 2)}
 
@@ -159,6 +180,46 @@ BLIP2 = {
     "num_query_tokens": 4,
     "image_token_index": IMAGE,
 }
+CLIP = {
+    "text_config": {**ATTENTIVE, **TWO_LAYERS},
+    "vision_config": {**LAYERS, **ATTENTION, **TWO_LAYERS, "image_size": 16, "patch_size": 4},
+    "projection_dim": 16,
+}
+WAV2VEC2 = {
+    **LAYERS,
+    **ATTENTION,
+    "hidden_dropout": 0.1,
+    "conv_dim": [16, 16],
+    "conv_kernel": [4, 4],
+    "conv_stride": [2, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+    "apply_spec_augment": False,  # it draws numpy's random numbers
+    "layerdrop": 0.0,  # it branches on what it draws
+}
+SEGFORMER = {
+    **DROPOUT,
+    "num_encoder_blocks": 2,
+    "depths": [2, 2],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [16, 32],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [2, 4],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 16,
+}
+HYBRID = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "num_experts": 2,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 2,
+    "mamba_dt_rank": 4,
+}
 ALBERT = "albert.encoder.albert_layer_groups.0"
 BLOCKS = each("transformer.h.{}", 0, 1, 2)
 DECODED = each("model.layers.{}", 0, 1, 2)
@@ -202,6 +263,7 @@ FAMILIES = {
         plain_text,
         each("backbone.layers.{}", 0, 1, 2),
     ),
+    "Jamba": Family(net("JambaForCausalLM", "JambaConfig", **DECODER, **HYBRID), text, DECODED),
     "Bert": Family(net("BertForMaskedLM", "BertConfig", **TEXT), text, each("bert.encoder.layer.{}", 0, 1, 2)),
     "ALBERT": Family(
         net("AlbertForMaskedLM", "AlbertConfig", **TEXT, **DROPOUT, embedding_size=16),
@@ -219,10 +281,28 @@ FAMILIES = {
         ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
         Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read"),
     ),
+    "Marian": Family(
+        net("MarianMTModel", "MarianConfig", **BART, forced_eos_token_id=2),
+        two_texts,
+        ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
+        Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read"),
+    ),
     "Whisper": Family(
         net("WhisperForConditionalGeneration", "WhisperConfig", **BOTH, **WHISPER),
         speech,
         ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
+    ),
+    "Wav2Vec2": Family(
+        net("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2, num_labels=5),
+        sounds,
+        each("wav2vec2.encoder.layers.{}", 0, 1, 2),
+    ),
+    "CLIP": Family(
+        net("CLIPModel", "CLIPConfig", **CLIP),
+        pairs,
+        ("vision_model.encoder.layers.0", "vision_model.encoder.layers.1", "text_model.encoder.layers.0"),
+        target=lambda: torch.zeros(ROWS),
+        loss=of_pairs,
     ),
     "Blip2": Family(
         net("Blip2ForConditionalGeneration", "Blip2Config", **BLIP2),
@@ -237,6 +317,19 @@ FAMILIES = {
         loss=of_masks,
     ),
     "ViT": Family(net("ViTForImageClassification", "ViTConfig", **VIT), images(16), each("vit.layers.{}", 0, 1, 2)),
+    "BEiT": Family(
+        net("BeitForImageClassification", "BeitConfig", **VIT, use_relative_position_bias=True, drop_path_rate=0.1),
+        images(16),
+        each("beit.layers.{}", 0, 1, 2),
+        Rounds(
+            "", "all: exported, it adds a mask of ones to the bias of its attention (`aten.add`) before the softmax"
+        ),
+    ),
+    "Segformer": Family(
+        net("SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER, num_labels=5, drop_path_rate=0.1),
+        pixels,
+        ("segformer.stages.0", "segformer.stages.1", "decode_head.linear_projections.0"),
+    ),
     "Swin": Family(
         net("SwinForImageClassification", "SwinConfig", **SWIN, num_labels=5, drop_path_rate=0.1),
         images(),

@@ -27,7 +27,10 @@ def check(family: Family) -> None:
     result = fpipe.build(program, model)(params, batch, state=kept, key=KEY)
     without_caches(net)
     loss, right = own_autograd(net, batch, PARTS, key=KEY, ends=family.ends, loss=family.loss)
-    assert torch.equal(result.loss, loss)
+    if family.rounds and not family.rounds.path:  # all of its gradients are
+        torch.testing.assert_close(result.loss, loss)
+    else:
+        assert torch.equal(result.loss, loss)
     found = fpipe.join_params(model, result.grads)
     summed = {name for tie in model.ties for _, name in tie}
     for name, grad in right.items():
