@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 import weakref
@@ -518,16 +519,28 @@ def test_what_an_op_raises_is_told_on_every_rank_and_the_next_step_works(trio: P
             assert told[0].startswith(f"RankError: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_a_rank_that_is_killed_is_named_by_all_others(who: int):
+def kill_late() -> None:
+    """When all others could see where this rank is."""
+    time.sleep(1)
+    kill()
+
+
+SEEN = r"; it was last seen (before step 2|after step 1|at the start of step 2|in its \S+ of step 2)$"
+"""Of a rank that was in no place for long, only what came last is known."""
+
+
+@pytest.mark.parametrize(("who", "how"), [(0, kill), (1, kill_late), (2, kill)])
+def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op(who: int, how: Any):
     three = Processes(3)
     try:
-        for rank, told in enumerate(three.each(one_in_trouble, who, kill, None)):
+        for rank, told in enumerate(three.each(one_in_trouble, who, how, None)):
             if rank == who:
                 assert told is None
             else:
-                assert f"rank {who} is gone" in told[0]
-                assert told[1] < SOON
+                assert told[0].startswith(f"LostRank: rank {who} is gone")
+                assert re.search(SEEN, told[0]), told[0]
+                assert how is kill or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
+                assert told[1] < SOON + (how is kill_late)
                 assert "start all ranks again" in told[2]
         assert three.all[who].exitcode == -9
     finally:
@@ -536,12 +549,14 @@ def test_a_rank_that_is_killed_is_named_by_all_others(who: int):
 
 
 @pytest.mark.parametrize(("who", "how"), [(0, hang), (1, hang_in_c), (2, stop)])
-def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int, how: Any):
+def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op(who: int, how: Any):
     three = Processes(3)
     try:
         three.start(one_in_trouble, who, how, 2.0)
         for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
-            assert f"rank {who} did not" in told[0]
+            assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
+            assert re.search(SEEN, told[0]), told[0]
+            assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
             assert told[1] < 2 + SOON
     finally:
         three.all[who].kill()
@@ -549,18 +564,21 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(who: int, how: Any):
 
 
 def two_hundred(rank: int) -> list[int]:
-    """How many more tensors, threads and files there are after so many steps."""
+    """How many more tensors, threads and files there are after so many steps; threads and files without the step."""
     program, model, params, batch = troubled()
+    without = counted()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
     for number in range(200):
         if number == 100:
             before = counted()
         step(own(program, rank, params), batch)
-    return left(counted, before)
+    more = left(counted, before)
+    del step
+    return more + left(lambda: counted()[1:], without[1:])
 
 
 def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
-    assert pair.each(two_hundred) == [[0, 0, 0]] * 2
+    assert pair.each(two_hundred) == [[0] * 5] * 2
 
 
 LEAVES = {

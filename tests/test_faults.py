@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe.runtimes import communicators
@@ -136,7 +139,7 @@ def interrupt(*pids: int) -> Callable[[], None]:
     def now() -> None:
         for pid in pids or (os.getpid(),):
             os.kill(pid, signal.SIGINT)
-        time.sleep(1)
+        time.sleep(0.5)
 
     return now
 
@@ -296,11 +299,78 @@ def test_the_rank_that_keeps_the_store_is_named(how: Any):
     try:
         three.start(one_in_trouble, 0, how, 2.0)
         for told in [result(pipe) for pipe in three.pipes[1:]]:
-            assert told[0].startswith("LostRank: rank ")
-            assert "rank 0" in told[0]
+            assert told[0].startswith("LostRank: rank 0 ")
+            assert "the store of the process group" in told[0]
             assert told[1] < 2 + SOON
             assert "start all ranks again" in told[2]
     finally:
         three.all[0].kill()
         three.close()
     assert not any(one.is_alive() for one in three.all)
+
+
+def lengthy() -> None:
+    raise MemoryError("word " * 300 + "end")
+
+
+def test_what_an_op_raises_is_told_whole(trio: Processes):
+    """Others had its first 255 bytes."""
+    first, _, last = trio.each(one_in_trouble, 1, lengthy, None)
+    assert first[0].endswith("word word end")
+    assert last[0] == first[0]
+    assert first[2] == "worked"
+
+
+def in_vain(rank: int, pids: tuple[int, ...], timeout: float) -> tuple[list[Any], float, float]:
+    """A step in which rank 1 hangs until the others have ended it, by Ctrl-C or since they wait no longer. The group is
+    one of its own, which is lost."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("pp",))
+    program, model, params, batch = troubled()
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=timeout)
+    mine, store, pressed = own(program, rank, params), dist.distributed_c10d._get_default_store(), 0.0
+    name = dist.get_process_group_ranks(mesh.get_group()), mesh.get_group().group_name
+    step(mine, batch)
+
+    def hang() -> None:
+        nonlocal pressed
+        time.sleep(0.3)
+        pressed = time.time()
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        while time.time() < pressed + 10 and not store.check([f"{name} {rank}" for rank in (0, 2)]):
+            time.sleep(0.02)
+
+    TROUBLE["what"] = hang if rank == 1 else None
+    told = [caught(lambda: step(mine, batch))[0]]
+    ended = time.time()
+    store.set(f"{name} {rank}", "")
+    told.append(caught(lambda: step(mine, batch))[0])
+    return told, pressed, ended
+
+
+@pytest.mark.parametrize("who", [(0,), (0, 2, 1)])
+def test_ctrl_c_ends_a_wait_for_a_rank_that_hangs(trio: Processes, who: tuple[int, ...]):
+    """It did nothing, nor did a second one, until the hang was over. All others end too."""
+    pids = tuple(trio.all[rank].pid for rank in who)
+    (first, _, ended), (second, pressed, _), (third, _, last) = trio.each(in_vain, pids, 30.0)
+    assert ended - pressed < SOON
+    assert last - ended < SOON
+    assert first[0].startswith("KeyboardInterrupt")
+    others = third[0] if len(who) == 1 else first[1]
+    assert re.match(r"LostRank: rank \d was interrupted by Ctrl-C in its RECV\(\S+ of step 2", others)
+    if len(who) > 1:
+        assert third[0].startswith("KeyboardInterrupt")
+        assert second[0].startswith("KeyboardInterrupt")
+    else:
+        assert second[0] == third[0]
+    assert all(after.endswith("start all ranks again.") for _, after in (first, third))
+    assert second[1].startswith("LostRank: rank ")
+
+
+def test_a_rank_that_hung_says_that_the_others_gave_up_on_it(trio: Processes):
+    """It blamed them: they had closed their connections."""
+    (first, _, _), (second, _, _), (third, _, _) = trio.each(in_vain, (), 1.0)
+    seen = r"LostRank: rank 1 did not send what its 1\S+ writes in time; it was last seen in its 1F3 of step 2$"
+    assert re.match(seen, first[0])
+    assert first[0] == third[0]
+    assert second[0] == first[0].replace("LostRank: ", "LostRank: the others gave up on this rank: ")

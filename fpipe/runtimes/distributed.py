@@ -25,6 +25,7 @@ from fpipe.graphs.sharded import is_sharded
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program
 from fpipe.runtimes.ends import check_call
+from fpipe.runtimes.lookout import Lookout
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.meeting import Meeting
@@ -67,11 +68,12 @@ def distributed(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout)
-    replicas = replicas_of(program, mesh, group, timeout, device)
+    lookout = Lookout()
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, lookout)
+    replicas = replicas_of(program, mesh, group, timeout, device, lookout)
     others = Others(rank, meeting, replicas)
     signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
-    lost, numbers = list[LostRank](), count(1)
+    lost, numbers = list[str](), count(1)
 
     def prepared(given: Given, key: int | None) -> OnRank:
         try:
@@ -128,20 +130,24 @@ def distributed(
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
         number = next(numbers)
+        lookout.begin(number)
         transfers.begin()
         if replicas is not None:
             replicas.begin(sums)
-        with transfers.ctrl_c:
+        with lookout.ctrl_c:
             try:
                 return one_step(number, (params, batch, state), more, key)
             except BaseException as error:
                 said = others.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
-                if isinstance(error, LostRank):
-                    lost.append(LostRank(said))
-                    raise lost[0] from None
+                if others.lost(error):
+                    lost.append(said)
+                    if isinstance(error, RuntimeError):
+                        raise LostRank(said) from error.__cause__ or error
                 if first.lowered.collective:  # what it did not come to, others would take its next step's for
-                    lost.append(LostRank(f"{said.rstrip('.')}; collectives inside stages are no longer in step"))
+                    lost.append(f"{said.rstrip('.')}; collectives inside stages are no longer in step")
                 raise
+            finally:
+                lookout.end()
 
     try:
         shapes: Given = tree.tree_map(_without_data, checked())
@@ -166,6 +172,7 @@ def distributed(
     except BaseException as error:
         others.refuse(error, _BUILDING, _TRACED)
         raise
+    lookout.start(transfers, others.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
     sums = first.sums
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step

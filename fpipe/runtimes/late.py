@@ -8,18 +8,38 @@ notices that a rank is gone leaves too, which others notice in turn.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 LOST = "lost"
 _PATIENCE = 1.0
+_BRIEFLY = 0.5
 _TICK = 0.02
+_MOST, _CUT = 2048, " .."
+
+
+class Place(NamedTuple):
+    """Where a rank is, or was when it was last seen: in which step, after which message that it sent, whether it only
+    waits for another, and the words for it."""
+
+    step: int
+    sent: int
+    waits: bool
+    words: str
+
+
+class Host(NamedTuple):
+    """The rank that keeps a store: its number among those that ask, if it is one of them, and its name."""
+
+    rank: int | None
+    name: str
 
 
 class Board:
@@ -27,11 +47,17 @@ class Board:
 
     Args:
         store: it.
-        host: who keeps it, in words to go behind an error if it does not answer.
+        host: who keeps it; None where nobody does, or the launcher.
+        names: what this rank is called in what is left there.
     """
 
-    def __init__(self, store: Store, host: str) -> None:
-        self.store, self.host, self._silent = store, host, False
+    def __init__(self, store: Store, host: Host | None, names: Sequence[str]) -> None:
+        self.store, self.host, self.names, self._silent = store, host, names, False
+
+    def as_heard(self, told: str) -> str:
+        """What all say of a rank that is lost, as that one says it if it still can."""
+        mine = any(told.startswith(f"{name} ") for name in self.names)
+        return f"the others gave up on this rank: {told}" if mine else told
 
     def ask(self, ask: Callable[[], T], seconds: float) -> T | None:
         """What asking the store gives; None if that fails or takes longer, and from then on."""
@@ -48,37 +74,105 @@ class Board:
             self._silent = not found
         return found[0] if found else None
 
+    def shortened(self, text: str, size: int) -> str:
+        """A text in at most so many bytes, cut between two words; the store has more of it then."""
+        if len(text.encode()) <= size:
+            return text
+        short, more = _cut(text, size), _cut(text, _MOST)
+        self.ask(lambda: self.store.set(_said(short), more), _BRIEFLY)
+        return short
 
-def who_is_late(board: Board, rank: int, other: int, words: str, patience: float = _PATIENCE) -> str:
-    """What is said of the rank at the end of the chain of those that wait.
+    def whole(self, text: str) -> str:
+        """What was shortened, or all that there is of it."""
+        if not text.endswith(_CUT):
+            return text
+        key = _said(text)
+        return self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else text, _BRIEFLY) or text
+
+    def unanswered(self, words: str, other: int | None = None, closed: str = "") -> str:
+        """What is said where the store does not answer: who keeps it is named first.
+
+        Args:
+            words: what is said of another rank.
+            other: which one that is, if it is only one.
+            closed: the same, where nobody knows why its connection is closed: it may have left since it noticed.
+        """
+        if self.host is None:
+            return words
+        if other is not None and other == self.host.rank:
+            return f"{words}; nor does the store of the process group answer, which it keeps"
+        return (
+            f"{self.host.name} keeps the store of the process group, which does not answer: it may be the first that "
+            f"was lost; {closed or words}"
+        )
+
+
+def tell_place(board: Board, rank: int, place: Place) -> None:
+    """Leave word of where a rank is."""
+    board.ask(lambda: board.store.set(_place(rank), json.dumps(place)), _PATIENCE)
+
+
+def place_of(store: Store, rank: int, seen: Sequence[Any] | None = None) -> Place | None:
+    """Where a rank was last, as it told itself or another has seen."""
+    told = json.loads(store.get(_place(rank))) if store.check([_place(rank)]) else None
+    found = [Place(*place) for place in (told, seen) if place is not None]
+    return max(found, key=lambda place: place[:2], default=None)  # of two alike what it told itself
+
+
+def seen_last(place: Place | None) -> str:
+    """Words to go behind what is said of a rank."""
+    return "" if place is None else f"; it was last seen {place.words}"
+
+
+def told_lost(board: Board) -> str | None:
+    """What the first rank to notice said, if one has."""
+    store = board.store
+    return board.ask(lambda: store.get(LOST).decode() if store.check([LOST]) else "", _PATIENCE) or None
+
+
+def who_is_late(
+    board: Board,
+    rank: int,
+    other: int,
+    words: str,
+    seen: Place | None = None,
+    closed: str = "",
+    own: str = "",
+    gone: bool = False,
+) -> str:
+    """What is said of the rank at the end of the chain of those that wait, and where that was last seen.
 
     Args:
         board: where all ranks leave whom they wait for.
         rank: this one.
         other: the one it waited for.
         words: what to say of that.
-        patience: seconds to wait for what those say that are waited for.
+        seen: where that was when this rank last heard of it.
+        closed: what to say of it if the store does not answer.
+        own: why others may have given up on this rank.
+        gone: its connection is closed. It may have given up on a third rank, which it is about to say if it waited.
     """
 
     def follow() -> str:
         store = board.store
-        store.set(_waiting(rank), f"{other} {words}")
-        last, seen, told, ends = other, {rank}, words, time.monotonic() + patience
-        while last not in seen and time.monotonic() < ends:
-            if not store.check([_waiting(last)]):
+        store.set(_waiting(rank), json.dumps((other, words, seen)))
+        place = place_of(board.store, other) if gone else None
+        patience = _PATIENCE if not gone else _PATIENCE / 4 if place is not None and place.waits else 0.0
+        last, told, last_seen, passed, ends = other, words, seen, {rank}, time.monotonic() + patience
+        while last not in passed and not store.check([LOST]):
+            if store.check([_waiting(last)]):
+                passed.add(last)
+                last, told, last_seen = json.loads(store.get(_waiting(last)))
+            elif time.monotonic() < ends:
                 time.sleep(_TICK)
-                continue
-            seen.add(last)
-            following, _, told = store.get(_waiting(last)).decode().partition(" ")
-            last = int(following)
-        return store.compare_set(LOST, "", told).decode()
+            else:
+                break
+        return store.compare_set(LOST, "", told + seen_last(place_of(store, last, last_seen))).decode()
 
-    return board.ask(follow, patience + 0.2) or words + board.host
-
-
-def who_is_gone(board: Board, rank: int, other: int, words: str) -> str:
-    """The same where a connection is closed: the other one may have left since it waited for a third in vain."""
-    return who_is_late(board, rank, other, words, _PATIENCE / 4)
+    told = board.ask(follow, _PATIENCE + 0.2)
+    if told is not None:
+        return board.as_heard(told)
+    return f"{own}; {closed}" if own and gone else board.unanswered(words, other, closed)
 
 
 def timed_out(error: RuntimeError) -> bool:
@@ -89,8 +183,23 @@ def timed_out(error: RuntimeError) -> bool:
 def first_told(board: Board, words: str) -> str:
     """What the first rank to notice said; `words` if this is it, or if nobody can be asked."""
     told = board.ask(lambda: board.store.compare_set(LOST, "", words).decode(), _PATIENCE)
-    return told or words + board.host
+    return told or board.unanswered(words)
+
+
+def _cut(text: str, size: int) -> str:
+    if len(text.encode()) <= size:
+        return text
+    head = text.encode()[: size - len(_CUT)].decode(errors="ignore")
+    return (head.rpartition(" ")[0] or head) + _CUT
+
+
+def _said(short: str) -> str:
+    return f"said/{short}"
 
 
 def _waiting(rank: int) -> str:
     return f"waiting/{rank}"
+
+
+def _place(rank: int) -> str:
+    return f"place/{rank}"

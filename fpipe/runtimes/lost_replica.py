@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.late import LOST, Board, timed_out
+from fpipe.runtimes.late import LOST, Board, place_of, seen_last, timed_out
 
 _PATIENCE, _TICK = 1.4, 0.02
 
 
-def who_is_lost(board: Board, group: ProcessGroup, rank: int, error: RuntimeError, what: str) -> str:
+def who_is_lost(board: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str) -> str:
     """What is said of the replica whose process is gone, or was not heard of in time.
 
     Args:
         board: where all processes of all replicas leave what they know.
         group: those of one rank, by replica.
-        rank: which rank that is.
+        rank: which rank that is, of so many `ranks` of each replica.
         error: what torch says.
         what: what this process was waiting for.
     """
@@ -45,12 +45,13 @@ def who_is_lost(board: Board, group: ProcessGroup, rank: int, error: RuntimeErro
         ends = time.monotonic() + (_PATIENCE if late else _PATIENCE / 4)
         while time.monotonic() < ends and not store.check([LOST]):
             time.sleep(_TICK)
-        said = words([one for one in lost if not store.check([mark(one)])] or lost)
-        return store.compare_set(LOST, "", said).decode()
+        found = [one for one in lost if not store.check([mark(one)])] or lost
+        place = place_of(store, found[0] * ranks + rank) if len(found) == 1 else None
+        return store.compare_set(LOST, "", words(found) + seen_last(place)).decode()
 
     board.ask(lambda: store.set(mark(group.rank()), ""), _PATIENCE)
     lost = others if late else _closed(group, others)
-    return board.ask(look, _PATIENCE + 0.2) or words(lost) + board.host
+    return board.ask(look, _PATIENCE + 0.2) or board.unanswered(words(lost))
 
 
 def _closed(group: Any, others: list[int]) -> list[int]:

@@ -24,12 +24,13 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.runtimes.late import Board, who_is_gone, who_is_late
+from fpipe.runtimes.late import Board, Host, who_is_late
+from fpipe.runtimes.lookout import NEVER_SENT, Lookout
 from fpipe.runtimes.rank_error import LostRank, RankError
 
 _TICKS = 0.001, 0.02
 _BRIEFLY = 0.5
-_LOOK, _NEVER_SENT = 0.5, 2**31 - 1
+_LOOK = 0.5
 
 
 class Meeting:
@@ -40,28 +41,40 @@ class Meeting:
         at: this process's place among all of them.
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
+        lookout: who may know that no wait makes sense any longer.
 
     Attributes:
         seconds: how long a rank waits for another.
         board: what of the group's store is of this build alone.
+        at: this process's number there, of `size`.
     """
 
-    def __init__(self, processes: Sequence[Sequence[int]], at: int, group: ProcessGroup, timeout: float | None) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Sequence[int]],
+        at: int,
+        group: ProcessGroup,
+        timeout: float | None,
+        lookout: Lookout,
+    ) -> None:
         every, default = [one for each in processes for one in each], _get_default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
         self._names = [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
-        self._at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
+        self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
+        self.lookout, self.size = lookout, len(every)
         self.seconds = _default_timeout(group) if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
         store = PrefixStore(f"fpipe/{name}/{every}", default)
-        board = Board(store, _host(default, every))
+        replica, rank = divmod(at, len(processes[0]))
+        names = [self._names[at], f"replica {replica}: rank {rank}"]
+        board = Board(store, _host(default, every, self._names), names)
         built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
         if built is None:
-            raise LostRank(f"the store of the process group does not answer{board.host}")
-        self.board, self._before = Board(PrefixStore(str(built), store), board.host), ""
+            raise LostRank(board.unanswered("the process group cannot be used"))
+        self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
 
     def agree(self, where: str, about: Mapping[str, object], patience: float = 0.0) -> None:
         """All ranks must be about to do the same, and each come to say so.
@@ -83,13 +96,15 @@ class Meeting:
         refused = next((of for of in said.values() if isinstance(of, str)), None)
         if refused is not None:
             raise RankError(refused)
+        if missing:
+            self.lookout.refuse_ended()
         if gone is not None:
             words = f"{self._names[gone]} is gone, on the way to {where}"
-            raise LostRank(who_is_gone(self.board, self._at, gone, words))
+            raise LostRank(who_is_late(self.board, self.at, gone, words, gone=True))
         if missing:
             who = " and ".join(self._names[at] for at in missing)
             words = f"{who} did not come to {where} in {seconds:g} s"
-            raise LostRank(who_is_late(self.board, self._at, missing[0], words))
+            raise LostRank(who_is_late(self.board, self.at, missing[0], words))
         for at, who in enumerate(self._names):
             odd = [name for name in about if said[at][name] != said[0][name]]
             if odd:
@@ -98,12 +113,12 @@ class Meeting:
                     + "; ".join(
                         f"{self._names[one]} has {name} {said[one][name][:80]}" for name in odd for one in (0, at)
                     )
-                    + f". This is {self._names[self._at]}; all ranks come to {where} with the same."
+                    + f". This is {self._names[self.at]}; all ranks come to {where} with the same."
                 )
 
     def refuse(self, where: str, words: str) -> None:
         """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
-        key = _key(where, self._at)
+        key = _key(where, self.at)
         self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
 
     def _gathered(self, where: str, mine: Mapping[str, str], seconds: float) -> dict[int, Any]:
@@ -111,7 +126,7 @@ class Meeting:
         found, store = dict[int, Any](), self.board.store
 
         def gather() -> bool:
-            store.set(_key(where, self._at), json.dumps(dict(mine)))
+            store.set(_key(where, self.at), json.dumps(dict(mine)))
             ends, tick = time.monotonic() + seconds, _TICKS[0]
             look = time.monotonic() + _LOOK
             while True:
@@ -121,19 +136,19 @@ class Meeting:
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
-                refused = any(isinstance(said, str) for said in found.values())
+                refused = any(isinstance(said, str) for said in found.values()) or self.lookout.ended
                 if refused or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):
                     if self._before:  # all have come here, so all have read that
                         store.delete_key(self._before)
-                    self._before = _key(where, self._at)
+                    self._before = _key(where, self.at)
                     return True
                 time.sleep(tick)
                 tick = min(tick * 1.5, _TICKS[1])
 
         if self.board.ask(gather, seconds + _BRIEFLY) is None:
-            raise LostRank(f"the store of the process group does not answer at {where}{self.board.host}")
+            raise LostRank(self.board.unanswered(f"the ranks cannot meet at {where}"))
         return found
 
     def _look(self, missing: Sequence[int]) -> None:
@@ -143,7 +158,7 @@ class Meeting:
             world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
             for at in missing:
                 try:
-                    world.recv([torch.empty(1)], self._processes[at], _NEVER_SENT)
+                    world.recv([torch.empty(1)], self._processes[at], NEVER_SENT)
                 except RuntimeError:
                     self._closed.add(at)
 
@@ -157,11 +172,11 @@ def _default_timeout(group: ProcessGroup) -> float:
     return backend.options._timeout.total_seconds()
 
 
-def _host(store: Any, ranks: Sequence[int]) -> str:
-    """Words on who keeps a store; none where nobody does, or the launcher."""
+def _host(store: Any, processes: Sequence[int], names: Sequence[str]) -> Host | None:
+    """Who keeps a store; None where nobody does, or the launcher."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return ""
-    who = f"rank {ranks.index(0)}" if 0 in ranks else "process 0"
-    return f"; nor does the store of the group answer, which {who} keeps: it may be the first that was lost"
+        return None
+    at = processes.index(0) if 0 in processes else None
+    return Host(at, "process 0" if at is None else names[at])

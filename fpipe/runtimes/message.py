@@ -18,6 +18,7 @@ from fpipe.runtimes.lowering.abstract_tree import fills
 
 _ALIGNED = 64
 HEADER = 256
+TEXT = HEADER - 1
 FAILED, LOST, MEETS, MARKS = range(4)
 
 
@@ -90,9 +91,8 @@ class Layout:
 
 
 def word(kind: int, text: str) -> Tensor:
-    """A message that has only a header: what takes the place of a value."""
-    said = bytes([kind]) + text.encode()[: HEADER - 1]
-    return torch.frombuffer(bytearray(said.ljust(HEADER, b"\0")), dtype=torch.uint8)
+    """A message that has only a header: what takes the place of a value. The text has at most `TEXT` bytes."""
+    return torch.frombuffer(bytearray((bytes([kind]) + text.encode()).ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def kind_of(message: Tensor) -> int:

@@ -93,11 +93,13 @@ class OnRank(Prepared):
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
-        own = [slots[slot] for slot in self.part.begins]
+        own, lookout = [slots[slot] for slot in self.part.begins], self.transfers.lookout
         self.transfers.start(self.step, self.number, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
             self.replicas.begin(self.sums, at_once=watch is not None and watch.check_finite)
+        lookout.part = self.part
         self.part.run(own, watch)
+        lookout.waits = "at the end"
         if watch is not None and watch.notes is not None:
             for row in self._sends:
                 watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])

@@ -23,17 +23,20 @@ class Others:
 
     Attributes:
         everyone: where all ranks of all replicas do.
+        boards: what is written there, and this rank's number.
     """
 
     def __init__(self, rank: int, meeting: Meeting, replicas: Replicas | None) -> None:
         self._rank, self.meeting, self.replicas = rank, meeting, replicas
         self.everyone = meeting if replicas is None else replicas.meeting
+        self.boards = [(each.board, each.at) for each in dict.fromkeys((meeting, self.everyone))]
 
     def refuse(self, error: BaseException, *places: str) -> str:
         """Tell those who meet there, and find what is said of it."""
         said, replicas = self._words(error), self.replicas
         if replicas is not None:
-            said = replicas.first_told(said) if isinstance(error, LostRank) else replicas.named(said)
+            said = replicas.first_told(said) if self.lost(error) else replicas.named(said)
+            said = self.everyone.board.as_heard(said) if isinstance(error, LostRank) else said
         for place in places:
             for each in {self.meeting, self.everyone}:
                 each.refuse(place, said)
@@ -41,7 +44,7 @@ class Others:
 
     def fail(self, error: BaseException, transfers: Transfers, *places: str) -> str:
         """The same in the middle of a step: tell those too who wait for a message, or for a sum."""
-        said, broken = self.refuse(error, *places), isinstance(error, LostRank)
+        said, broken = self.refuse(error, *places), self.lost(error)
         if self.replicas is not None:
             self.replicas.owe()  # others of this replica may wait for those of another, which wait for these
         transfers.fail(said, broken)
@@ -49,10 +52,16 @@ class Others:
             self.replicas.fail(said, broken)
         return said
 
+    def lost(self, error: BaseException) -> bool:
+        """Whether no step can follow this error."""
+        return isinstance(error, LostRank) or self.meeting.lookout.ended is not None
+
     def _words(self, error: BaseException) -> str:
         """An error in words for other ranks; one that came from another rank is passed on."""
         if isinstance(error, RankError):
             return str(error)
+        if self.meeting.lookout.ended is not None:
+            return self.meeting.lookout.ended
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         return (
             f"rank {self._rank} failed {notes[-1] if notes else 'outside of its ops'}: {type(error).__name__}: {error}"

@@ -9,7 +9,7 @@ is the same in every runtime.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter, length_hint
 from typing import Any, NamedTuple
 
@@ -57,13 +57,18 @@ class Part:
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
         self._waits = {row for row, one in zip(self.rows, instructions, strict=True) if one.ops[0].kind == "RECV"}
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
+        self._left = iter(self._code)
+
+    def now(self) -> Instruction:
+        """The instruction that runs, or ran last: who asks is another thread, and who runs them does nothing for it."""
+        return self.instructions[max(-1 - length_hint(self._left), -len(self.instructions))]
 
     def run(self, slots: Slots, watch: Watch | None = None) -> None:
         """The instructions, one after the other. Each writes the slots behind those that are there."""
         if watch is not None:
             looked = watch.check_finite or watch.see is not None or watch.notes is None or watch.notes.given is not None
             return self._run_watched(slots, *watch[:3]) if looked else self._run_timed(slots, watch)
-        left, extend = iter(self._code), slots.extend
+        left, extend = self._begun(), slots.extend
         try:
             for function, taken in left:
                 extend(function(*taken(slots)))
@@ -74,7 +79,7 @@ class Part:
     def _run_timed(self, slots: Slots, watch: Watch) -> None:
         """The same, noting when each ends."""
         clock = Clock(watch.device)
-        tick, left, extend = clock.tick, iter(self._code), slots.extend
+        tick, left, extend = clock.tick, self._begun(), slots.extend
         ticks = [tick()]
         note = ticks.append
         try:
@@ -89,7 +94,7 @@ class Part:
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
         """The same, looking at what each instruction writes."""
-        for instruction, row, (function, taken) in zip(self.instructions, self.rows, self._code, strict=True):
+        for instruction, row, (function, taken) in zip(self.instructions, self.rows, self._begun(), strict=True):
             try:
                 started = time.perf_counter()
                 made = function(*taken(slots))
@@ -107,6 +112,10 @@ class Part:
                     started = time.perf_counter()
                 notes.note(row, made, started)
             slots.extend(made)
+
+    def _begun(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        self._left = left = iter(self._code)
+        return left
 
     def _add_place(self, error: BaseException, instruction: Instruction) -> None:
         op = instruction.ops[0]

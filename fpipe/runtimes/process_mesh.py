@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.program import Program
 from fpipe.runtimes.communicators import by_nccl
+from fpipe.runtimes.lookout import Lookout
 from fpipe.runtimes.meeting import Meeting
 from fpipe.runtimes.replicas import Replicas
 from fpipe.transforms.data_parallel import axis_of
@@ -57,6 +58,7 @@ def replicas_of(
     ranks: ProcessGroup,
     timeout: float | None,
     device: torch.device,
+    lookout: Lookout,
 ) -> Replicas | None:
     """The other replicas of a program that has them; the mesh has a dimension for them."""
     axis = axis_of(program)
@@ -69,5 +71,5 @@ def replicas_of(
         slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
     )
     processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout)
+    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, lookout)
     return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))

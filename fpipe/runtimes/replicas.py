@@ -110,7 +110,7 @@ class Replicas:
         try:
             return buffer, dist.all_reduce(buffer, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(error, "a sum") from None
+            raise self._lost(error, "a sum") from error
 
     def _late(self, values: Sequence[Value], op: Op, run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
@@ -138,7 +138,7 @@ class Replicas:
             size, kind = _VOTE.unpack_from(told)
             if kind:
                 words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
-                raise (LostRank if kind == _LOST else RankError)(words)
+                raise (LostRank if kind == _LOST else RankError)(self.meeting.board.whole(words))
             rows.append(size)
         raise ValueError(
             f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all have "
@@ -176,14 +176,14 @@ class Replicas:
 
     def _vote(self, kind: int, words: str) -> None:
         own = bytearray(_SIZE)
-        said = words.encode()[: _SIZE - _VOTE.size]
+        said = self.meeting.board.shortened(words, _SIZE - _VOTE.size).encode()
         own[: _VOTE.size + len(said)] = _VOTE.pack(self._sums.rows, kind) + said
         mine = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
         every = torch.empty(self.count, _SIZE, dtype=torch.uint8, device=self._device)
         try:
             work = dist.all_gather([*every], mine, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(error, "the end of the step") from None
+            raise self._lost(error, "the end of the step") from error
         self._votes = mine, every, work
 
     def _ended(self) -> tuple[Tensor, Tensor]:
@@ -197,14 +197,19 @@ class Replicas:
         return own, every
 
     def _wait(self, work: Any, what: str) -> None:
+        lookout = self.meeting.lookout
+        before, lookout.waits = lookout.waits, "at the end"
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(error, what) from None
+            raise self._lost(error, what) from error
+        lookout.waits = before
 
     def _lost(self, error: RuntimeError, what: str) -> LostRank:
         self._broken = True
-        return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, error, what))
+        self.meeting.lookout.refuse_ended()
+        ranks = self.meeting.size // self.count
+        return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, ranks, error, what))
 
 
 def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:

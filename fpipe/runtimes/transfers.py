@@ -23,10 +23,9 @@ from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
 from fpipe.runtimes.communicators import both_ways, by_nccl, groups_of_two
-from fpipe.runtimes.ctrl_c import CtrlC
-from fpipe.runtimes.late import timed_out, who_is_gone, who_is_late
+from fpipe.runtimes.late import Place, timed_out, who_is_late
 from fpipe.runtimes.meeting import Meeting
-from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, Layout, kind_of, text_of, word
+from fpipe.runtimes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
 from fpipe.runtimes.rank_error import LostRank, RankError
 from fpipe.runtimes.rendezvous import Message, posted_until
 
@@ -50,7 +49,6 @@ class Transfers:
         RuntimeError: another rank did not connect in time.
 
     Attributes:
-        ctrl_c: what a step runs under.
         carried: where messages are: on the host, or with NCCL on the GPU. Nobody looks at those there before the step
             is over: that would wait for the GPU. What one says in place of a value is passed on until then.
     """
@@ -81,7 +79,8 @@ class Transfers:
                 self._outgoing_to[one.target].append(one)
         self._room = {one.number: HEADER for one in every}
         self._until = dict[int, int]()
-        self._signatures, self.ctrl_c = 0, CtrlC()
+        self._signatures, self.lookout = 0, meeting.lookout
+        self.ctrl_c = self.lookout.ctrl_c
         self.begin()
 
     def begin(self) -> None:
@@ -92,6 +91,12 @@ class Transfers:
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, tuple[Tensor | None, Any]] = {}
+        self.lookout.sent = self._sent
+
+    @property
+    def groups(self) -> list[Any]:
+        """What messages travel in that a closed connection wakes: with gloo each way has its own, with NCCL none does."""
+        return [] if self._apart else list({id(group): group for group, _ in self._carriers.values()}.values())
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
         """Make room for what another signature sends, and number it. A rank that is handed other arguments than the
@@ -110,6 +115,7 @@ class Transfers:
         Raises:
             RankError: one is not, but runs its step.
         """
+        self.lookout.waits = "at the start"
         for one in self._outgoing:
             if not one.place:
                 self._send(one, self._word(one, MEETS, ""))
@@ -121,6 +127,7 @@ class Transfers:
                 raise self._told(message, f"rank {source}")
         for number in self._sent:
             self._over_at(number)
+        self.lookout.waits = None
 
     def start(self, step: int, signature: int, keeps: bool) -> None:
         """The ranks agree, and a step starts: by its mark, what is left of another one is told from it. It `keeps` what
@@ -158,6 +165,7 @@ class Transfers:
 
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
+        self.lookout.waits = "at the end"
         for number in self._sent:
             self._over_at(number)
         if self._apart:
@@ -172,6 +180,8 @@ class Transfers:
         is, nothing is waited for, and what was said stays until it is taken."""
         if self._over:  # all have what they wait for
             return
+        self.lookout.waits = "at the end"
+        said = self.meeting.board.shortened(said, TEXT)
         for one in self._outgoing:
             if one.number not in self._sent:
                 with suppress(RuntimeError):
@@ -190,7 +200,7 @@ class Transfers:
         try:
             self._put(one, message)
         except RuntimeError as error:
-            raise self._gone(one.target, error) from None
+            raise self._gone(one.target, "") from error
 
     def _put(self, one: Message, message: Tensor) -> None:
         group, peer = self._carriers[one.source, one.target]
@@ -229,7 +239,7 @@ class Transfers:
         """What a message says that came in place of what is waited for."""
         kind = kind_of(message)
         if kind in (FAILED, LOST):
-            return (LostRank if kind == LOST else RankError)(text_of(message))
+            return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))
         return RankError(
             f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
             "structures, shapes or dtypes. All ranks pass batches of the same sizes."
@@ -240,7 +250,7 @@ class Transfers:
         try:
             work.wait(*self._patience)
         except RuntimeError as error:
-            raise self._lost(error, one.source, _UNSENT.format(one.cell)) from None
+            raise self._lost(error, one.source, _UNSENT.format(one.cell), one) from error
         if self._apart:
             self._landed.append((one, work))
         return message
@@ -252,6 +262,7 @@ class Transfers:
             while not work.is_completed():
                 if time.monotonic() > ends:
                     raise self._late(one.source, _UNSENT.format(one.cell))
+                self.lookout.refuse_ended()
                 time.sleep(_TICK)
         self._landed.clear()
 
@@ -263,7 +274,7 @@ class Transfers:
             except RuntimeError as error:
                 one = self._every[number]
                 what = f"did not receive what {one.cell} of rank {self._rank} writes"
-                raise self._lost(error, one.target, what) from None
+                raise self._lost(error, one.target, what) from error
             self._sent[number] = message, None
 
     def _post(self, source: int, until: int) -> None:
@@ -276,21 +287,30 @@ class Transfers:
             try:
                 self._arriving[one.number] = message, group.recv([message], peer, one.number)
             except RuntimeError as error:
-                raise self._gone(source, error) from None
+                raise self._gone(source, _UNSENT.format(one.cell)) from error
             self._posted[source] += 1
 
-    def _lost(self, error: RuntimeError, rank: int, what: str) -> LostRank:
-        return self._late(rank, what) if timed_out(error) else self._gone(rank, error)
+    def _lost(self, error: RuntimeError, rank: int, what: str, missed: Message | None = None) -> LostRank:
+        return self._late(rank, what, missed) if timed_out(error) else self._gone(rank, what, missed)
 
-    def _late(self, rank: int, what: str) -> LostRank:
-        return LostRank(who_is_late(self.meeting.board, self._rank, rank, f"rank {rank} {what} in time"))
+    def _late(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
+        self.lookout.refuse_ended()
+        words = f"rank {rank} {what} in time"
+        return LostRank(who_is_late(self.meeting.board, self._rank, rank, words, self._seen(rank, missed)))
 
-    def _gone(self, rank: int, error: Exception) -> LostRank:
+    def _gone(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        words = f"rank {rank} is gone: {_first_line(error)}"
-        return LostRank(who_is_gone(self.meeting.board, self._rank, rank, words))
+        self.lookout.refuse_ended()
+        words, closed = (f"rank {rank} {how}{what and f' and {what}'}" for how in ("is gone", "closed its connection"))
+        about = words, self._seen(rank, missed), closed, self.lookout.stayed(self.meeting.seconds)
+        return LostRank(who_is_late(self.meeting.board, self._rank, rank, *about, gone=True))
 
-
-def _first_line(error: Exception) -> str:
-    """What a library says, without where in its sources."""
-    return str(error).splitlines()[0].rpartition("] ")[2]
+    def _seen(self, rank: int, missed: Message | None) -> Place | None:
+        """Where another rank was when its last message came; with NCCL nobody knows which came."""
+        row, step = self._incoming[rank], self.lookout.step
+        if self._apart or not row:
+            return None
+        came = [one for one in row[: self._posted[rank]] if one.number not in self._arriving and one is not missed]
+        if not came:
+            return Place(step - 1, row[-1].number, False, f"before step {step}")
+        return Place(step, came[-1].number, False, f"in its SEND({came[-1].value}) of step {step}")
