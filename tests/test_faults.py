@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe.runtimes import communicators
+from fpipe.runtimes.late import Board
 from tests.processes import SOON, Processes, result
 from tests.test_distributed import (
     MSE,
@@ -319,6 +320,16 @@ def test_what_an_op_raises_is_told_whole(trio: Processes):
     assert first[0].endswith("word word end")
     assert last[0] == first[0]
     assert first[2] == "worked"
+
+
+def test_a_text_is_cut_between_two_words():
+    """It ended in the middle of one."""
+    board = Board(dist.HashStore(), None, ["rank 1"])
+    short = board.shortened("word " * 1000, 100)
+    assert short == "word " * 19 + ".."
+    assert board.whole(short) == "word " * 409 + ".."
+    assert board.shortened("x" * 101, 100) == "x" * 97 + " .."
+    assert Board(dist.HashStore(), None, []).whole(short) == short
 
 
 def in_vain(rank: int, pids: tuple[int, ...], timeout: float) -> tuple[list[Any], float, float]:

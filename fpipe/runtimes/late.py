@@ -172,7 +172,7 @@ def who_is_late(
     told = board.ask(follow, _PATIENCE + 0.2)
     if told is not None:
         return board.as_heard(told)
-    return f"{own}; {closed}" if own and gone else board.unanswered(words, other, closed)
+    return f"{own}; {closed}" if own and gone else board.unanswered(words + seen_last(seen), other, closed)
 
 
 def timed_out(error: RuntimeError) -> bool:

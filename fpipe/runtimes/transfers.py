@@ -95,7 +95,7 @@ class Transfers:
 
     @property
     def groups(self) -> list[Any]:
-        """What messages travel in that a closed connection wakes: with gloo each way has its own, with NCCL none does."""
+        """What messages travel in, where closing it ends a wait: with gloo, each way."""
         return [] if self._apart else list({id(group): group for group, _ in self._carriers.values()}.values())
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
