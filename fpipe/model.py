@@ -520,6 +520,10 @@ class PositionalStage(ABC):
         """What it reads besides parameters and state, as it is now; the `update_only` buffers are among them."""
         return []
 
+    def literals_now(self) -> list[Tensor]:
+        """Those of them that its code makes of numbers."""
+        return []
+
     def update_only_positions(self) -> list[int]:
         """The positions of the `update_only` buffers among the constants."""
         return []

@@ -330,6 +330,26 @@ def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
     assert all(f"{who} differs from rank 0 of replica 0 in its {how}" in said for said in four.each(disagreeing, how))
 
 
+def keyed_apart(rank: int) -> list[str]:
+    mesh, replica, place = meshed()
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = replicated(model, microbatches=3)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+    told: list[str] = []
+    for key in (7, 8 + replica, 9):
+        try:
+            step(own(program, place, params), rows(), key=key)
+            told.append("worked")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_replicas_with_other_keys_in_a_later_step_are_refused_on_all(four: Processes):
+    said = "the replicas have keys 8, 9 in this step; all pass the same."
+    assert four.each(keyed_apart) == [["worked", said, "worked"]] * 4
+
+
 def refusing(rank: int) -> str:
     mesh, *_ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)

@@ -367,8 +367,24 @@ def test_a_batch_of_another_size(pair: Processes):
     assert pair.each(other_rows) == [[[]] * 4] * 2
 
 
+def written(how: str) -> fpipe.Model:
+    """A model in which one thing may be another than usual."""
+    act, loss = torch.relu if how == "activation" else torch.tanh, nn.functional.l1_loss if how == "loss" else MSE
+    by, held = 3.0 if how == "constant" else 2.0, torch.full((8,), 3.0 if how == "tensor" else 2.0)
+
+    def first(p: Any, x: Tensor) -> Tensor:
+        return act(x @ p["w"])
+
+    def second(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"] * by + held
+
+    return fpipe.from_functions([first, second], loss)
+
+
 def refused(rank: int, how: str) -> str:
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    if how in ("activation", "loss", "constant", "tensor"):
+        model, params = written(how if rank else ""), ({"w": torch.eye(8)},) * 2
     program, example = chained(model, fpipe.schedules.gpipe(2)), (params, rows())
     try:
         if how == "size":
@@ -380,27 +396,85 @@ def refused(rank: int, how: str) -> str:
         if how == "untraceable":
             model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)
             program, example = chained(model, fpipe.schedules.gpipe(2)), (({}, {}), rows())
-        step = fpipe.build(program, model, runtime="distributed", example=example)
+        with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", enabled=how == "autocast" and bool(rank)):
+            if how == "torch" and rank:
+                patch.setattr(torch, "__version__", "2.12.9")
+            torch.set_num_threads(2 if how == "threads" and rank else 1)
+            torch.set_default_dtype(torch.float64 if how == "settings" and rank else torch.float32)
+            record = how == "options" and bool(rank)
+            step = fpipe.build(program, model, runtime="distributed", example=example, record=record)
         given = rows(12 + rank if how == "rows" else 10)
         step(own(program, rank, params), given, key=rank if how == "key" else None)
     except ValueError as error:
         return str(error)
+    finally:
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
     return "nothing"
 
 
+ROWS = "inputs: float32[{}, 8] with strides [8, 1] instead of inputs: float32[{}, 8] with strides [8, 1]"
+OPS = "op 1: aten.{} instead of op 1: aten.{}"
 REFUSED = {
-    "size": "the program has 1 ranks and the process group 2 processes",
-    "program": "rank 1 differs from rank 0 in its program",
-    "example": "rank 1 differs from rank 0 in its model or example",
-    "key": "rank 1 differs from rank 0 in its key: rank 0 has key 0; rank 1 has key 1. This is rank ",
-    "rows": "rank 1 differs from rank 0 in its arguments: rank 0 has arguments ",
-    "untraceable": "stage 0 (<lambda>): DataDependentOutputException",
+    "size": "the program has 1 rank and the process group 2 processes",
+    "program": "program: dx[1,0] g[1,0] = B[1,0] params[1] res[1,0] w[1,0] @ 1 instead of x[0,2] = SPLIT[0,2] inputs",
+    "torch": f"torch: 2.12.9 instead of {torch.__version__}",
+    "threads": "number of threads: 2 instead of 1",
+    "autocast": "autocast: cpu to torch.bfloat16 instead of off",
+    "settings": "settings: default dtype torch.float64 instead of default dtype torch.float32",
+    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False instead of record=False, ",
+    "example": f"example: {ROWS.format(12, 10)}",
+    "activation": f"stage 0: {OPS.format('relu.default(%0)', 'tanh.default(%0)')}",
+    "constant": f"stage 1: {OPS.format('mul.Tensor(%0, 3.0)', 'mul.Tensor(%0, 2.0)')}",
+    "loss": "loss: op 0: aten.sub.Tensor(x[0], target[0]) instead of op 0: aten.mse_loss.default(x[0], target[0])",
+    "tensor": "tensors held by stage 1: float32[8]: 3.0, 3.0, 3.0, 3.0, .. (hash ",
+    "key": "key: 1 instead of 0",
+    "rows": f"arguments: {ROWS.format(13, 12)}",
+    "untraceable": ", in <lambda>: model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)",
 }
 
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_ranks_must_agree_on_is_refused_on_all(pair: Processes, how: str):
-    assert all(REFUSED[how] in said for said in pair.each(refused, how))
+    among = how not in ("size", "untraceable")
+    for rank, said in enumerate(pair.each(refused, how)):
+        assert said.startswith("rank 1 differs from rank 0 in its " + REFUSED[how] if among else "")
+        assert f". This is rank {rank}; all ranks come to " in said if among else REFUSED[how] in said
+
+
+def keyed(rank: int) -> list[str]:
+    """Three steps; in the second one the ranks have other keys."""
+    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    told: list[str] = []
+    for key in (1, 253 * rank, 3):  # both have the same mark of a step
+        try:
+            step(own(program, rank, params), rows(), key=key)
+            told.append("worked")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_other_keys_in_a_later_step_are_refused_on_all(pair: Processes):
+    """The loss was neither that of one key nor that of the other, and nobody said so."""
+    said = "rank 0 has key 0 in this step and rank 1 has key 253. All ranks pass the same."
+    assert pair.each(keyed) == [["worked", said, "worked"]] * 2
+
+
+def with_a_group_as_mesh(rank: int) -> str:
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program, mesh = chained(model, fpipe.schedules.gpipe(2)), dist.group.WORLD
+    with pytest.raises(TypeError) as found:
+        fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
+    return str(found.value)
+
+
+def test_a_group_is_no_mesh(pair: Processes):
+    """It was an AttributeError about `mesh_dim_names`."""
+    said = "mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found ProcessGroup. Say "
+    assert all(one.startswith(said) for one in pair.each(with_a_group_as_mesh))
 
 
 def test_without_a_process_group_it_says_so():

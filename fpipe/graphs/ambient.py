@@ -17,8 +17,8 @@ _OVERRIDES: Any = overrides
 _MODULES: Any = module
 _BACKENDS: Any = torch.backends
 _EINSUM = _BACKENDS.opt_einsum
-_FLAGS = tuple(
-    getattr(_C, f"_get_{name}")
+_FLAGS = {
+    name: getattr(_C, f"_get_{name}")
     for name in (
         "deterministic_algorithms",
         "deterministic_algorithms_warn_only",
@@ -42,7 +42,7 @@ _FLAGS = tuple(
         "blas_preferred_backend",
     )
     if hasattr(_C, f"_get_{name}")
-)
+}
 # Where numbers may be rounded before they are multiplied; "generic" stands for all of them.
 _PLACES = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
 _PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op in ("all", "matmul", "conv", "rnn")))
@@ -77,9 +77,28 @@ def ambient() -> tuple[Any, ...]:
         if not isinstance(mode, _device.DeviceContext):
             raise Untraceable(f"a TorchFunctionMode is on ({type(mode).__name__}), which sees only torch's functions")
     defaults = torch.get_default_dtype(), _device.CURRENT_DEVICE
-    # What was assigned to this flag, or else what its own functions set: its attribute takes four times as long.
-    einsum = vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
-    return *defaults, _BACKENDS.mha.get_fastpath_enabled(), einsum, kernels(), casts()
+    return *defaults, _BACKENDS.mha.get_fastpath_enabled(), _einsum(), kernels(), casts()
+
+
+def _einsum() -> bool:
+    """What was assigned to this flag, or else what its own functions set: its attribute takes four times as long."""
+    return vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
+
+
+def settings() -> list[str]:
+    """The same in lines, for people to read and processes to compare: without devices, the number of threads and
+    autocast."""
+    flags = {"default dtype": torch.get_default_dtype(), "mha fastpath": _BACKENDS.mha.get_fastpath_enabled()}
+    flags |= {"opt_einsum": _einsum()} | {name: flag() for name, flag in _FLAGS.items()}
+    flags |= {f"fp32 precision of {' '.join(place)}": _C._get_fp32_precision_getter(*place) for place in _PRECISIONS}
+    flags |= {"sdp priority": [*_C._get_sdp_priority_order()]}
+    return [f"{name} {value}" for name, value in flags.items()]
+
+
+def autocast() -> str:
+    """For which kinds of device it is on, and to which dtype."""
+    words = (f"{kind} to {dtype}{'' if cached else ' without cache'}" for kind, dtype, cached in casts())
+    return " and ".join(words) or "off"
 
 
 _HOOKS: Any = [
@@ -95,7 +114,7 @@ def _is_somebodys(hook: Any) -> bool:
 def kernels() -> tuple[Any, ...]:
     """What chooses among the kernels of an op: flags, and the number of threads."""
     precisions = [_C._get_fp32_precision_getter(*place) for place in _PRECISIONS]
-    return (torch.get_num_threads(), *[flag() for flag in _FLAGS], *precisions, *_C._get_sdp_priority_order())
+    return (torch.get_num_threads(), *[flag() for flag in _FLAGS.values()], *precisions, *_C._get_sdp_priority_order())
 
 
 def in_fake_mode() -> bool:

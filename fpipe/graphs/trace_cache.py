@@ -116,6 +116,13 @@ class Traces:
             self._graphs[known] = self._traced(call, cotangents)
         return self._graphs[known]
 
+    def graphs(self) -> dict[int | None, list[Graph]]:
+        """Those that were asked for, by the stage (None: the loss)."""
+        found: dict[int | None, list[Graph]] = {}
+        for (call, *_), graph in self._graphs.items():
+            found.setdefault(call.stage, []).append(graph)
+        return found
+
     def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _the_loss_itself(call, cotangents)

@@ -121,6 +121,10 @@ class NetStage(GraphStage):
         """What it reads besides parameters and state, as the net has it now."""
         return [self._now(name) for name in self.fixed]
 
+    def literals_now(self) -> list[Tensor]:
+        """Those of them that its code makes of numbers."""
+        return [self.literals[name] for name in self.fixed if name in self.literals]
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers and frozen parameters of the net, which the first stage answers for."""
         names = self.held.first if self.number == 0 else ()

@@ -6,15 +6,12 @@ ValueError: the net writes 'x' in place (aten.relu_), which is no buffer of its 
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import re
 import sys
 import threading
 import traceback
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,17 +22,17 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from fpipe.graphs.user_lines import TORCH, is_users, line_at
+
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
-_TORCH = Path(torch.__file__).parent
-_OURS, _PYTHONS = Path(__file__).parents[1], Path(inspect.__file__).parent
 
 
 def place_of(node: fx.Node) -> str:
     """Where an operation of a trace is from, as a line to put below an error; nothing if the trace does not say."""
     frames = [_LINE.match(line.strip()) for line in (node.stack_trace or "").splitlines()]
     found = [one for one in frames if one and is_users(one["file"])]
-    lines = [_line(one["file"], int(one["line"]), one["function"]) for one in found[-1:]]
+    lines = [line_at(one["file"], int(one["line"]), one["function"]) for one in found[-1:]]
     stack: Iterable[tuple[str, Any]] = (node.meta.get("nn_module_stack") or {}).values()
     modules = [(path, str(kind).rpartition(".")[2]) for path, kind in stack]
     return _words(modules, lines)
@@ -52,16 +49,16 @@ def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]
     users = [at for at, one in enumerate(frames) if is_users(one.filename)]
     if not users:
         return _words(inside, [])
-    home = _TORCH / "nn" / "modules"
+    home = TORCH / "nn" / "modules"
     torchs = [one for one in frames[users[-1] :] if one.name == "forward" and Path(one.filename).parent == home]
-    return _words(inside, [_line(one.filename, one.lineno, one.name) for one in (frames[users[-1]], *torchs[-1:])])
+    return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in (frames[users[-1]], *torchs[-1:])])
 
 
 def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
     """Where the user's code is now that does something to one of these modules, as a line."""
     names = _names(modules)
     frame = _users(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-    lines = [] if frame is None else [_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+    lines = [] if frame is None else [line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
     return _words([names[id(vars(module))]] if id(vars(module)) in names else [], lines)
 
 
@@ -71,15 +68,6 @@ def noting_places(modules: Mapping[nn.Module, str] | None = None) -> Generator[N
     with their paths; without modules that is left to the tracer."""
     with preserve_node_meta(), _Lines(), nullcontext() if modules is None else _noting_modules(modules):
         yield
-
-
-@cache
-def is_users(file: str) -> bool:
-    """Whether a file is of the user's, or of a library's that the user has a net from: not torch's, not this package's,
-    and not Python's or what it makes of strings."""
-    path = Path(file)
-    known = path.parent == _PYTHONS or path.is_relative_to(_OURS) or path.is_relative_to(_TORCH)
-    return not known and not file.startswith(("<string", "<frozen"))
 
 
 def traced_with_grad(node: fx.Node) -> bool:
@@ -148,10 +136,6 @@ def _noting_modules(names: Mapping[nn.Module, str]) -> Generator[None]:
 def _names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str]]:
     """The modules by their attributes, which the proxies that a tracer calls in their place share."""
     return {id(vars(module)): (path, type(module).__name__) for path, module in modules}
-
-
-def _line(file: str, line: int | None, function: str) -> str:
-    return f"at {Path(file).name}:{line}, in {function}: {linecache.getline(file, line or 0).strip()}"
 
 
 def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:

@@ -18,18 +18,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, ambient, refuse_odd_modes
+from fpipe.graphs.ambient import Untraceable, refuse_odd_modes
 from fpipe.graphs.graph import is_strided
 from fpipe.graphs.lru_cache import LRUCache
 from fpipe.graphs.sharded import is_sharded
+from fpipe.graphs.user_lines import line_of
 from fpipe.model import Model, PositionalStage, check_params
 from fpipe.program import Program
+from fpipe.runtimes.agreement import of_build
 from fpipe.runtimes.ends import check_call
 from fpipe.runtimes.lookout import Lookout
 from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.meeting import Meeting
-from fpipe.runtimes.on_rank import OnRank, digest, end_of
+from fpipe.runtimes.on_rank import OnRank, end_of
 from fpipe.runtimes.others import Others
 from fpipe.runtimes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.rank_error import LostRank
@@ -82,13 +84,14 @@ def distributed(
         except Untraceable as error:
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
+            place = f"\n  {line}" if (line := line_of(error)) else ""
             raise ValueError(
                 f"{str(error).rstrip('.')}. What cannot be traced runs where the whole program is: write the stage "
-                "without what stops the trace, or say runtime='threads' or 'local'."
+                f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
             ) from error
 
     def agreed(where: str, what: str, made: OnRank, key: int | None) -> OnRank:
-        meeting.agree(where, {what: made.digest, "key": key})
+        meeting.agree(where, {what: made.given_as, "key": str(key), **made.stages, "messages": made.messages})
         if compile:
             compiled = f"{where}, compiled"
             try:
@@ -114,9 +117,9 @@ def distributed(
             transfers.meet()
             known[signature] = agreed(f"step {number}", "arguments", made, key)
         if number == 1 and replicas is not None:
-            others.everyone.agree("step 1", {"key": key})
+            others.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
-        made.step = number
+        made.step, made.step_key = number, key
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
 
@@ -156,19 +159,16 @@ def distributed(
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
         check_transfers(program, AHEAD)
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
-        about = {"program": digest(program), "torch": torch.__version__, "number of threads": torch.get_num_threads()}
-        about |= {"autocast or other settings": digest(ambient())}
-        about |= {"options": digest((record, check_finite, float(loss_scale), compile))}
-        about |= {"parameters": digest([(name, leaf.shape, leaf.dtype) for name, leaf in _tensors(shapes[0])])}
-        others.everyone.agree(_BUILDING, about)
+        options = {"record": record, "check_finite": check_finite, "loss_scale": float(loss_scale), "compile": compile}
+        others.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
         try:
             transfers = Transfers(messages(program), rank, group, meeting, device)
         except RuntimeError:
             meeting.agree(_TRACED, {})  # who does not come to that either is to blame
             raise
-        first = agreed(_TRACED, "model or example", prepared(shapes, None), None)
+        first = agreed(_TRACED, "example", prepared(shapes, None), None)
         if replicas is not None:
-            others.everyone.agree(_TRACED, {}, patience=_COMPILING * compile)
+            others.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
         others.refuse(error, _BUILDING, _TRACED)
         raise
@@ -191,10 +191,6 @@ def _everywhere(program: Program) -> Program:
     ranks = tuple(range(program.ranks))
     ends = tuple(end._replace(homes=ranks) if end.name.name in ("loss", "aux") else end for end in program.outputs)
     return Program.trusted(program.inputs, program.ops, ends)
-
-
-def _tensors(found: Any) -> list[tuple[str, Tensor]]:
-    return [(name, leaf) for name, leaf in tree.paths(found) if isinstance(leaf, Tensor)]
 
 
 def _without_data(leaf: Any) -> Any:

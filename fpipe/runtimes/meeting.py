@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from fpipe.runtimes.agreement import About, as_sent, first_difference
 from fpipe.runtimes.late import Board, Host, who_is_late
 from fpipe.runtimes.lookout import NEVER_SENT, Lookout
 from fpipe.runtimes.rank_error import LostRank, RankError
@@ -76,21 +77,21 @@ class Meeting:
             raise LostRank(board.unanswered("the process group cannot be used"))
         self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
 
-    def agree(self, where: str, about: Mapping[str, object], patience: float = 0.0) -> None:
+    def agree(self, where: str, about: About, patience: float = 0.0) -> None:
         """All ranks must be about to do the same, and each come to say so.
 
         Args:
             where: what all come to, such as "building the step".
-            about: what is to be the same, by name.
+            about: what is to be the same, by name, as far as another rank says it too.
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
-            ValueError: it is not; who differs from rank 0, and in what.
+            ValueError: it is not; who differs from which other rank, and where first.
             RankError: a rank has said instead why it cannot go on.
             LostRank: a rank has not come in time.
         """
         seconds = self.seconds + patience
-        said = self._gathered(where, {name: str(of) for name, of in about.items()}, seconds)
+        said = self._gathered(where, as_sent(about), seconds)
         missing = [at for at in self._all if at not in said]
         gone = next((at for at in missing if at in self._closed), None)
         refused = next((of for of in said.values() if isinstance(of, str)), None)
@@ -105,23 +106,42 @@ class Meeting:
             who = " and ".join(self._names[at] for at in missing)
             words = f"{who} did not come to {where} in {seconds:g} s"
             raise LostRank(who_is_late(self.board, self.at, missing[0], words))
-        for at, who in enumerate(self._names):
-            odd = [name for name in about if said[at][name] != said[0][name]]
-            if odd:
-                raise ValueError(
-                    f"{who} differs from {self._names[0]} in its {' and '.join(odd)}: "
-                    + "; ".join(
-                        f"{self._names[one]} has {name} {said[one][name][:80]}" for name in odd for one in (0, at)
+        first = dict[str, int]()
+        for at in self._all:
+            for name, of in said[at].items():
+                one = first.setdefault(name, at)
+                if of != said[one][name]:
+                    raise ValueError(
+                        f"{self._names[at]} differs from {self._names[one]} in its {name.partition('|')[0]}"
+                        + self._difference(where, (at, one), (of, said[one][name]), about.get(name, ""))
+                        + f". This is {self._names[self.at]}; all ranks come to {where} with the same."
                     )
-                    + f". This is {self._names[self.at]}; all ranks come to {where} with the same."
-                )
+
+    def _difference(self, where: str, ranks: tuple[int, int], said: tuple[Any, Any], mine: str | Sequence[str]) -> str:
+        """Where two ranks differ first, in words that both say; they leave their lines for all to read."""
+        words: Any = said
+        if not isinstance(said[0], str):
+            store, keys = self.board.store, [f"{_key(where, rank)}/lines" for rank in ranks]
+
+            def exchange() -> Any:
+                if self.at in ranks:
+                    store.set(keys[ranks.index(self.at)], json.dumps(mine))
+                ends = time.monotonic() + _LOOK
+                while not store.check(keys):
+                    if time.monotonic() > ends:
+                        return None
+                    time.sleep(_TICKS[0])
+                return first_difference(*(json.loads(store.get(key)) for key in keys))
+
+            words = self.board.ask(exchange, _LOOK + _BRIEFLY)
+        return f": {words[0]} instead of {words[1]}" if words else ""
 
     def refuse(self, where: str, words: str) -> None:
         """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
         key = _key(where, self.at)
         self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
 
-    def _gathered(self, where: str, mine: Mapping[str, str], seconds: float) -> dict[int, Any]:
+    def _gathered(self, where: str, mine: Mapping[str, Any], seconds: float) -> dict[int, Any]:
         """What each rank that came in time has left; at once if one refuses."""
         found, store = dict[int, Any](), self.board.store
 

@@ -7,7 +7,6 @@ The whole program is lowered, so that each rank knows the shapes of all that tra
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe import tree
-from fpipe.graphs.graph import Fact
 from fpipe.program import Program, Value
+from fpipe.runtimes.agreement import of_inputs, of_stages
 from fpipe.runtimes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.message import Layout
 from fpipe.runtimes.part import Slots, Watch, of_rank
@@ -27,13 +26,19 @@ from fpipe.runtimes.transfers import Transfers
 
 
 class OnRank(Prepared):
-    """A program lowered for one signature, of which this process runs one rank."""
+    """A program lowered for one signature, of which this process runs one rank.
+
+    Attributes:
+        given_as, stages, messages: what all ranks agree on: what they are handed, each stage and the loss as they were
+            traced, and the bytes of all that is sent.
+    """
 
     def __init__(
         self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any
     ) -> None:
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
+        self.step_key: int | None = None
         super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
@@ -50,9 +55,10 @@ class OnRank(Prepared):
         read = {*self.part.begins, *(slot for one in self.prepare for slot in one[1])}
         values = {slot: value for value, slot in self.lowered.slots.items()}
         self._read = [(values[slot], places) for slot, places in self.inputs if slot in read]
-        about: list[Any] = [(str(value), layout.size) for value, layout in self.layouts.items()]
-        about += [(str(value), *map(_looks, self.trees[value].leaves)) for value, _ in self.program.inputs]
-        self.digest = digest(about)
+        self.given_as = of_inputs(self.program, self.trees)
+        number = 0 if replicas is None else replicas.number
+        self.stages = of_stages(self.model, self.lowered, device, self.given_as, number)
+        self.messages = [f"{value}: {layout.size} bytes" for value, layout in self.layouts.items()]
 
     def refuse_missing(self, leaves: Sequence[Any]) -> None:
         """What this rank reads, it is handed.
@@ -94,9 +100,9 @@ class OnRank(Prepared):
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
         own, lookout = [slots[slot] for slot in self.part.begins], self.transfers.lookout
-        self.transfers.start(self.step, self.number, keeps=watch is not None and watch.notes is not None)
+        self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
-            self.replicas.begin(self.sums, at_once=watch is not None and watch.check_finite)
+            self.replicas.begin(self.sums, self.step_key, at_once=watch is not None and watch.check_finite)
         lookout.part = self.part
         self.part.run(own, watch)
         lookout.waits = "at the end"
@@ -124,16 +130,6 @@ def _turn(name: Value) -> tuple[int, int]:
     return name.microbatch or 0, name.slice or 0
 
 
-def _looks(leaf: Any) -> Any:
-    """What of a leaf is the same on all ranks, whatever memory it is in."""
-    return leaf.aval[:3] if isinstance(leaf, Fact) else repr(leaf)
-
-
 def end_of(number: int) -> str:
     """Where ranks meet that have recorded a step."""
     return f"the end of step {number}"
-
-
-def digest(what: object) -> str:
-    """A few letters that tell one thing from another on all ranks alike."""
-    return hashlib.sha256(str(what).encode()).hexdigest()[:16]

@@ -22,8 +22,15 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
     """The processes that run the ranks of a program.
 
     Raises:
+        TypeError: the mesh is none.
         ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found {type(mesh).__name__}. Say "
+            f"mesh=init_device_mesh(device, ({program.ranks},), mesh_dim_names=('pp',)), or leave it out where the "
+            "ranks are all processes."
+        )
     if not dist.is_initialized():
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
     axis = axis_of(program)
@@ -46,8 +53,9 @@ def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | 
     """A ValueError unless there is a process for each rank."""
     if group.size() != program.ranks:
         where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
+        ranks, processes = f"{program.ranks} rank{'s' * (program.ranks > 1)}", f"{group.size()} process"
         raise ValueError(
-            f"the program has {program.ranks} ranks and {where} {group.size()} processes; they must be as many. Start "
+            f"the program has {ranks} and {where} {processes}{'es' * (group.size() > 1)}; they must be as many. Start "
             f"{program.ranks}, or say in a mesh which are the ranks."
         )
 

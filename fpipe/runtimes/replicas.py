@@ -70,9 +70,9 @@ class Replicas:
         self._timeout = timedelta(seconds=meeting.seconds)
         self.begin(Sums({}, 0))
 
-    def begin(self, sums: Sums, at_once: bool = False) -> None:
-        """A step starts; `at_once` if somebody looks at each sum where it is made."""
-        self._over, self._sums, self._at_once = False, sums, at_once
+    def begin(self, sums: Sums, key: int | None = None, at_once: bool = False) -> None:
+        """A step with this key starts; `at_once` if somebody looks at each sum where it is made."""
+        self._over, self._sums, self._key, self._at_once = False, sums, key, at_once
         self._works: dict[Value, list[tuple[Tensor, Any]]] = {value: [] for value in sums.buckets}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
@@ -126,20 +126,23 @@ class Replicas:
 
         Raises:
             RankError: one has not; with its words.
-            ValueError: their batches have not equally many rows.
+            ValueError: their batches have not equally many rows, or they have other keys.
         """
-        self._vote(_FINE, "")
+        self._vote(_FINE, str(self._key))
         own, every = self._ended()
         if bool((every == own).all()):
             return
-        rows: list[int] = []
+        rows, keys = list[int](), list[str]()
         for vote in every:
             told = vote.cpu().numpy().tobytes()
             size, kind = _VOTE.unpack_from(told)
+            words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
             if kind:
-                words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
                 raise (LostRank if kind == _LOST else RankError)(self.meeting.board.whole(words))
             rows.append(size)
+            keys.append(words)
+        if len({*rows}) == 1:
+            raise ValueError(f"the replicas have keys {', '.join(keys)} in this step; all pass the same.")
         raise ValueError(
             f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all have "
             "equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, and a loss "

@@ -85,7 +85,7 @@ class Transfers:
 
     def begin(self) -> None:
         """Nothing of a step is sent or received."""
-        self._over, self._mark, self._keeps = False, MARKS, False
+        self._over, self._mark, self._own_key, self._keeps = False, MARKS, "", False
         self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
         self._posted = dict.fromkeys(self._incoming, 0)
@@ -129,13 +129,14 @@ class Transfers:
             self._over_at(number)
         self.lookout.waits = None
 
-    def start(self, step: int, signature: int, keeps: bool) -> None:
-        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it. It `keeps` what
-        was sent if somebody looks at it in the end."""
+    def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
+        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it, and what has
+        another key. It `keeps` what was sent if somebody looks at it in the end."""
         self.begin()
         self._keeps = keeps
-        self._mark = MARKS + (step + signature) % (256 - MARKS)
-        self._head = word(self._mark, "").to(self.device)
+        self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
+        self._own_key = f"key {key}"
+        self._head = word(self._mark, self._own_key).to(self.device)
         if not self._apart:  # what comes in while its receive is posted would wait for the connection's lock
             for source, row in self._incoming.items():
                 self._post(source, self._until[row[0].number])
@@ -221,7 +222,7 @@ class Transfers:
         message = self._arrived(one)
         if self._apart:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
-        elif kind_of(message) != self._mark:
+        elif kind_of(message) != self._mark or not (one.place or text_of(message) == self._own_key):
             raise self._told(message, f"rank {one.source}")
         if not self._keeps:
             self._drop(one)
@@ -240,6 +241,11 @@ class Transfers:
         kind = kind_of(message)
         if kind in (FAILED, LOST):
             return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))
+        if self._own_key and kind >= MARKS and text_of(message) != self._own_key:
+            return RankError(
+                f"{who} has {text_of(message)} in this step and rank {self._rank} has {self._own_key}. All ranks pass "
+                "the same."
+            )
         return RankError(
             f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
             "structures, shapes or dtypes. All ranks pass batches of the same sizes."

@@ -15,6 +15,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.ambient import Untraceable
 from fpipe.graphs.graph import Fact, fact, in_own_storage, storage_of
+from fpipe.graphs.listing import Heard
 from fpipe.program import Op
 from fpipe.runtimes.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
@@ -62,15 +63,18 @@ def by_rule(
     context: StepContext,
     fake: Any,
     shown: Callable[[list[Any]], list[Any]] = list,
+    heard: Heard | None = None,
 ) -> list[AbstractTree]:
-    """What an op writes, by running its rule on fake tensors; `shown` says what the rule is handed of them."""
+    """What an op writes, by running its rule on fake tensors; `shown` says what the rule is handed of them, and
+    `heard` takes the ops."""
     homes: dict[int, int] = {}
     # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
     device = "meta" if op.kind == "SPLIT" else None
     with fake if device is None else nullcontext():
         args = [whole(abstract, [_fake(leaf, homes, device) for leaf in abstract.leaves]) for abstract in trees]
         try:
-            made = RULES[op.kind](op, shown(args), context)
+            with heard or nullcontext():
+                made = RULES[op.kind](op, shown(args), context)
         except Exception as error:
             raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
     devices = {

@@ -9,7 +9,7 @@ list itself, which it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,6 +83,8 @@ class Lowered:
         drawing: a forward of each stage that does.
         kernels: by their first op, the instructions that are to be compiled before they run.
         collective: whether stages talk to other processes, which run the same program.
+        graphs: of each stage, and of the loss under None.
+        updates: of each stage the ops of its updates.
     """
 
     slots: Mapping[Any, int]
@@ -95,6 +97,8 @@ class Lowered:
     drawing: tuple[Op, ...]
     kernels: Mapping[Op, Kernel]
     collective: bool
+    graphs: Mapping[int | None, Sequence[Graph]]
+    updates: Mapping[int, Iterable[Sequence[str]]]
 
 
 def lower(
@@ -177,6 +181,8 @@ class _Writer:
             tuple(self.drawing.values()),
             self.to_compile,
             self.collective,
+            self.shapes.traces.graphs(),
+            self.shapes.updates,
         )
 
     def slot(self, value: Any) -> int:

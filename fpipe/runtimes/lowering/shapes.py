@@ -8,7 +8,7 @@ stages are traced with the cotangents that come, so from the last one back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from fpipe.graphs.labels import (
     port_of,
     reads_of,
 )
+from fpipe.graphs.listing import Heard
 from fpipe.graphs.outputs import copied
 from fpipe.graphs.pure import Impure, reads_update
 from fpipe.graphs.stage_call import StageCall, wants
@@ -86,6 +87,7 @@ class Shapes:
         self.storage_maps: dict[Op, StorageMap] = {}
         self.first: dict[StageCall, StageCall] = {}
         self._labels: dict[int, tuple[Op, dict[str, Value]]] = {}
+        self.updates: dict[int, dict[tuple[str, ...], None]] = {}  # of a stage the ops of its updates, each once
         self.loss_cotangent = fresh_storage()
         self.constant: set[int] = {self.loss_cotangent}  # storages of tensors that stages hold on to
         self.origin: dict[Value, Value] = {}  # of a copy, what it is a copy of
@@ -112,6 +114,8 @@ class Shapes:
                     self.trees[written] = self.landed(written, known)
         elif op.kind == "U" and self.update_only(op):
             self.update(op)
+        elif op.kind == "U":
+            self.trees.update(zip(op.writes, self.updated(op, [self.trees[value] for value in op.reads]), strict=True))
         elif op.kind != "W":
             made = abstract_eval(op, [self.trees[value] for value in op.reads], self.context, self.fake)
             self.trees.update(zip(op.writes, made, strict=True))
@@ -152,10 +156,19 @@ class Shapes:
             if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
                 raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
         notes = self.notes[op[1:4]]
-        (self.trees[op.writes[0]],) = by_rule(
-            op, [before, notes], self.context, self.fake, lambda args: [args[0], (args[1], copied)]
-        )
+
+        def shown(args: list[Any]) -> list[Any]:
+            return [args[0], (args[1], copied)]
+
+        (self.trees[op.writes[0]],) = self.updated(op, [before, notes], shown)
         self.noting[op[1:4]] = self.forwards[op[1:4]]
+
+    def updated(self, op: Op, trees: Sequence[AbstractTree], shown: Callable[[list[Any]], list[Any]] = list) -> Any:
+        """What a U writes that runs by its rule; its ops are noted."""
+        heard = Heard()
+        made = by_rule(op, trees, self.context, self.fake, shown, heard)
+        self.updates.setdefault(op.stage or 0, {})[tuple(heard.lines)] = None
+        return made
 
     def note(self) -> None:
         """What forwards leave for updates, now that all are cut."""
