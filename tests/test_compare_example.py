@@ -83,3 +83,31 @@ def test_all_rows_are_compared_where_two_leave_something_open() -> None:
 def test_a_gradient_in_python_is_compared_on_all_rows() -> None:
     with pytest.raises(ValueError, match=r"the stages give another gradient of .* a custom autograd\.Function"):
         cut(AsksForRows(), torch.ones(8, 3))
+
+
+class Clips(Layers):
+    """Its hooks clip what only an outlier reaches."""
+
+    def around(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        return x
+
+
+class KeepsLaterRows(Layers):
+    """What is computed in inference_mode has a gradient for autograd from row 2 on alone."""
+
+    def around(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            square = x.square()
+        return x + square.clone() * (x[:, :1].detach() > 2)
+
+
+@pytest.mark.parametrize("net", [Clips, KeepsLaterRows])
+def test_gradients_beside_autograd_are_compared_on_all_rows(net: type[Layers]) -> None:
+    """Two rows told nothing of them, and a pipeline with other gradients was taken."""
+    rows = torch.ones(8, 3)
+    rows[5] *= 100
+    with pytest.raises(ValueError, match=r"the stages give another gradient of .* a hook or inference_mode"):
+        cut(net(), rows, lambda y, target: ((y - target) * rows[: len(y)]).square().sum())

@@ -85,8 +85,8 @@ def _outline(
 
 
 def partly_python(made: Iterable[Any]) -> bool:
-    """Whether a `torch.autograd.Function` of somebody's own is on the way back from results; torch's own ask for
-    nothing."""
+    """Whether a `torch.autograd.Function` of somebody's own, or a module's hook, is on the way back from results;
+    torch's own ask for nothing."""
     todo = [leaf.grad_fn for leaf in made if isinstance(leaf, Tensor)]
     seen: set[Any] = {None}
     while todo:
@@ -96,7 +96,7 @@ def partly_python(made: Iterable[Any]) -> bool:
         seen.add(node)
         todo += [behind for behind, _ in node.next_functions]
         module = str(getattr(getattr(node, "_forward_cls", None), "__module__", "torch."))
-        if not module.startswith("torch.") or module.startswith("torch._library"):
+        if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
             return True
     return False
 

@@ -2,8 +2,8 @@
 
 loss, gradients of the stages  ==  loss, gradients of the function        or a ValueError that names the parameter
 
-Two rows of the example prove as much as all if they reach every parameter: a trace has the same operations for any
-rows. Whatever two rows leave open, all of them decide.
+Two rows of the example prove as much as all if they reach every parameter, and if autograd alone gives the gradients: a
+trace has the same operations for any rows. Whatever two rows leave open, all of them decide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.fake import LeakedTensor
@@ -81,13 +82,14 @@ def _compared(
     batch: tuple[Any, Any],
 ) -> bool:
     """A ValueError if the stages give something else on a batch. Whether no other rows can tell more: each parameter
-    has a gradient other than 0, and none of it is Python's, which may ask for the data."""
+    has a gradient other than 0, and none of it is Python's or hidden from autograd, which may ask for the data."""
     leaves = {name: leaf.detach() for name, leaf in leaves.items()}
     trained = {
         name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point() or leaf.is_complex()
     }
     with torch.enable_grad():
-        loss = _loss_in(model, run(leaves, batch))
+        with _BesideAutograd() as beside:
+            loss = _loss_in(model, run(leaves, batch))
         if hasattr(loss, "fake_mode"):
             raise LeakedTensor(
                 f"{who} computes with a fake tensor, which it has kept since it was traced (in a cache), "
@@ -98,7 +100,7 @@ def _compared(
             if loss.requires_grad
             else [None] * len(trained)
         )
-    proves = not partly_python([loss])
+    proves = not (beside.met or partly_python([loss]))
     alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model) if model.loss else None)
     found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
     if loss.isnan().any() and found.loss.isnan().any():
@@ -126,6 +128,20 @@ def _compared(
             )
         proves &= expected is None or size > 0
     return proves
+
+
+_GRAD_FN: Any = Tensor.grad_fn
+_HOOKED = Tensor.register_hook, _GRAD_FN.__get__
+
+
+class _BesideAutograd(TorchFunctionMode):
+    """Meets hooks of gradients, and what is computed in inference_mode."""
+
+    met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met |= func in _HOOKED or torch.is_inference_mode_enabled()
+        return func(*args, **(kwargs or {}))
 
 
 def _loss_alone(model: Model) -> Callable[[Any, Any], Any]:
