@@ -696,6 +696,28 @@ def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line() ->
     wrong(shared, f"in stages 0 and 1; choose cuts= that keep it in one.{place}")
 
 
+class Points(nn.Module):
+    """Gives one of its modules another name as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            self.current = block
+            x = block(x).relu()
+        return x
+
+
+def test_a_net_that_renames_its_own_modules_is_cut():
+    """It was refused as one that changes itself."""
+    x = torch.randn(4, 4)
+    model, params, _ = fpipe.from_module(Points(), 2, loss=F.mse_loss, example=(x, x))
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, (x, x)).bitwise
+
+
 def line_of(function: Any) -> int:
     return function.__code__.co_firstlineno
 

@@ -201,16 +201,20 @@ def _quiet() -> Generator[None]:
 
 @contextmanager
 def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
-    """Meanwhile note where a tensor is assigned to a plain attribute of a module, and refuse another module or
+    """Meanwhile note where a tensor is assigned to a plain attribute of a module, and refuse a new module or
     parameter: what the net computes the next time is not what it does now."""
     assign: Any = nn.Module.__setattr__
     own = {id(vars(module)) for module in net.modules()}
 
+    def is_new(value: Any) -> bool:
+        if isinstance(value, nn.Parameter):
+            return all(value is not one for one in net.parameters())
+        return isinstance(value, nn.Module) and id(vars(value)) not in own
+
     def noted(module: nn.Module, name: str, value: Any) -> None:
-        part = isinstance(value, nn.Module | nn.Parameter) and id(vars(module)) in own
-        if part and value is not getattr(module, name, None):
+        if id(vars(module)) in own and is_new(value):
             raise ValueError(
-                f"the net changes itself as it runs: it assigns another module or parameter to {name!r}, and computes "
+                f"the net changes itself as it runs: it assigns a new module or parameter to {name!r}, and computes "
                 "something else the next time. Run it on the example once before, so that it is what it will be"
             )
         assign(module, name, value)
