@@ -72,10 +72,12 @@ def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
 
 
 def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
-    sizes = {2: replace(COSTS, bytes={"y": 2}), 8: replace(COSTS, forward=40, transfer=2.0, bytes={"y": 8})}
+    more = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
+    sizes = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: more}
     curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
     mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "said").at(4, 1)
     assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
+    assert (mixed.send, mixed.receive) == pytest.approx((2, 2 / 3))  # they were those of the smaller microbatch
     found = fpipe.plan_run(
         {2: COSTS, 8: replace(COSTS, forward=40)}, ranks=2, rows=16, microbatches=[2, 4, 8], checkpoint=["never"], **FEW
     )

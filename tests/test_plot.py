@@ -1,5 +1,6 @@
 """Pictures show what happens, when it does: as text, SVG, PNG, a page and a trace."""
 
+import html
 import json
 import runpy
 import struct
@@ -301,6 +302,17 @@ def test_the_critical_path_is_outlined(tmp_path: Path):
     assert [word for word in found if word.endswith("is on the critical path")] == ops
     assert "critical path" in found
     assert not [word for word in styled(tmp_path) if "critical" in word]
+
+
+def test_the_critical_path_goes_through_sends_that_the_program_has_not(tmp_path: Path):
+    """They take their rank's time, and have no lane of their own: drawing failed with a KeyError."""
+    costs, style = fpipe.Costs(send=0.5, receive=0.5), fpipe.Style(critical_path=True)
+    file = Path(fpipe.plot(ONE_F_ONE_B, costs=costs, file=tmp_path / "a.svg", style=style))
+    text = html.unescape(file.read_text())
+    path = [step.what for step in fpipe.simulate(ONE_F_ONE_B, costs).critical_path]
+    ops = [one for one in path if isinstance(one, fpipe.Op)]
+    assert {op.kind for op in ops} == {"F", "B", "SEND", "RECV"}
+    assert all(f"{op.cell} is on the critical path" in text for op in ops)
 
 
 def test_narrow_ops_of_the_critical_path_keep_their_colours(tmp_path: Path):

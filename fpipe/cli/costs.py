@@ -15,7 +15,8 @@ from fpipe.timing.named_bytes import NAMES, NamedBytes
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")
-WORDS = (*SHARES.values(), "offload", "load", "send", "receive")
+MOVING = "send", "receive"
+WORDS = (*SHARES.values(), "offload", "load", *MOVING)
 CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
 
 
@@ -25,10 +26,10 @@ class TypedCosts:
 
     >>> import fpipe
     >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
-    >>> texts = "F=3,B=1,W=1,c=0.5", "forward=3,backward_input=1,backward_weight=1,sender=busy"
+    >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3,backward_input=1,backward_weight=1,sender=busy"
     >>> shared, own = (parse(text).of(two_a_rank) for text in texts)
-    >>> shared.forward, shared.backward_input, shared.transfer
-    (1.5, 0.5, 0.5)
+    >>> shared.forward, shared.backward_input, shared.transfer, shared.send
+    (1.5, 0.5, 0.5, 0.1)
     >>> own.forward, own.backward_input, own.sender
     (3.0, 1.0, 'busy')
     """
@@ -105,7 +106,8 @@ def parse(text: str) -> TypedCosts:
                 f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, pair=max; "
                 f"bytes: {', '.join(NAMES)}, as in y=8MiB."
             )
-        kinds.add(name in SHARES)
+        if name not in MOVING:  # of a value, whatever costs are of
+            kinds.add(name in SHARES)
         seconds[word] = _number(name, value)
     if len(kinds) > 1:
         raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")

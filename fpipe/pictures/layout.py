@@ -262,10 +262,11 @@ class _Painter:
             self.word(x, width, y, height, name, size, "faint")
 
     def critical_path(self) -> None:
-        """Frames around ops, thick arrows for transfers."""
+        """Frames around ops, thick arrows for transfers. A SEND that the program has not is in its rank's main lane."""
         for step in self.panel.path if self.style.critical_path else ():
             if isinstance(step.what, Op):
-                y, height = self.y[step.what.rank, kind_of(step.what.kind).lane]
+                rank, lane = step.what.rank, kind_of(step.what.kind).lane
+                y, height = self.y[rank, lane if (rank, lane) in self.y else "main"]
                 x, width = self.stretch(step.start, step.end)
                 self.drawing.timed.append(outline(x, y, width, height, f"{step.what.cell} is on the critical path"))
             else:

@@ -52,9 +52,12 @@ class CostCurve:
         return _between(few, many, (rows - sizes[high - 1]) / (sizes[high] - sizes[high - 1])), "interpolated"
 
 
+_MOVING = "send", "receive"
+
+
 def _between(few: Costs, many: Costs, share: float) -> Costs:
     """Straight between: seconds of ops and of transfers, and bytes; all else as for the smaller microbatch."""
-    mixed = {word: between(word, getattr(few, word), getattr(many, word), share) for word in SECONDS}
+    mixed = {word: between(word, getattr(few, word), getattr(many, word), share) for word in (*SECONDS, *_MOVING)}
     if isinstance(few.transfer, int | float) and isinstance(many.transfer, int | float):
         mixed["transfer"] = between("transfer", few.transfer, many.transfer, share)
     return replace(few, **mixed, bytes=_bytes(few.bytes, many.bytes, share))
