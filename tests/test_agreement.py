@@ -156,7 +156,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.deep) if name in ("frozen", "count", "literal") else name for name in MODELS],
+)
 def test_a_model_is_the_same_on_a_rank_that_has_no_data_of_it(name: str):
     make = MODELS[name]
     here, other = compared(make(False)), compared(make(True))

@@ -443,12 +443,12 @@ def test_what_ranks_must_agree_on_is_refused_on_all(pair: Processes, how: str):
 
 
 def keyed(rank: int) -> list[str]:
-    """Three steps; in the second one the ranks have other keys."""
+    """Four steps; in the second one the ranks have other keys."""
     model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)), stages=2, loss=MSE)
     program = chained(model, fpipe.schedules.gpipe(2))
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
     told: list[str] = []
-    for key in (1, 253 * rank, 3):  # both have the same mark of a step
+    for key in (1, 253 * rank, 3, 10**400):  # in the second both have the same mark of a step
         try:
             step(own(program, rank, params), rows(), key=key)
             told.append("worked")
@@ -460,7 +460,24 @@ def keyed(rank: int) -> list[str]:
 def test_other_keys_in_a_later_step_are_refused_on_all(pair: Processes):
     """The loss was neither that of one key nor that of the other, and nobody said so."""
     said = "rank 0 has key 0 in this step and rank 1 has key 253. All ranks pass the same."
-    assert pair.each(keyed) == [["worked", said, "worked"]] * 2
+    assert pair.each(keyed) == [["worked", said, "worked", "worked"]] * 2
+
+
+def without_its_own(rank: int, who: int) -> str:
+    """A first step in which one rank is handed nothing of its own, and the next."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), timeout=5)
+    with pytest.raises((ValueError, RuntimeError)) as told:
+        step((None, None) if rank == who else own(program, rank, params), rows())
+    step(own(program, rank, params), rows())
+    return str(told.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_without_what_is_its_own_ends_the_first_step_and_not_the_group(pair: Processes, who: int):
+    """What ranks tell each other as a signature begins counted as sent; the group was out of step for good."""
+    assert all(f"rank {who} reads params[{who}]" in told for told in pair.each(without_its_own, who))
 
 
 def with_a_group_as_mesh(rank: int) -> str:

@@ -116,6 +116,7 @@ def distributed(
             made = made or prepared(given, key)
             transfers.meet()
             known[signature] = agreed(f"step {number}", "arguments", made, key)
+            transfers.begin()  # all have met: who fails from here on does so in all messages of the step
         if number == 1 and replicas is not None:
             others.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)

@@ -32,6 +32,8 @@ from fpipe.runtimes.rendezvous import Message, posted_until
 Leaves = list[Any]
 _SMALL = 2**20
 _TICK = 0.0002
+_LONG = 10**40
+"""A key from which on its hash is compared: a header has no room for more digits."""
 _UNSENT = "did not send what its {} writes"
 
 
@@ -135,7 +137,7 @@ class Transfers:
         self.begin()
         self._keeps = keeps
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
-        self._own_key = f"key {key}"
+        self._own_key = f"key {key if key is None or abs(key) < _LONG else hash(key)}"
         self._head = word(self._mark, self._own_key).to(self.device)
         if not self._apart:  # what comes in while its receive is posted would wait for the connection's lock
             for source, row in self._incoming.items():
