@@ -42,10 +42,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import fpipe
 from fpipe.program import Value, parts_of
-from fpipe.runtimes.local import local
-from fpipe.runtimes.rendezvous import messages
-from fpipe.runtimes.threads import HandOver
-from fpipe.runtimes.transfers import Transfers
+from fpipe.runtimes.in_process.local import local
+from fpipe.runtimes.in_process.threads import HandOver
+from fpipe.runtimes.processes.rendezvous import messages
+from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 
 Step = Callable[[], Any]

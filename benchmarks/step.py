@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import tree
-from fpipe.graphs.code import compiled
-from fpipe.graphs.graph import Graph, Name, Node, fact
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.language.graph import Graph, Name, Node, fact
 
 MICROBATCHES, STAGES = 8, 4
 Step = Callable[[], Any]

@@ -44,31 +44,31 @@ from fpipe.transforms.split_backward import merge_backward, split_backward
 
 if TYPE_CHECKING:
     from fpipe import testing as testing
-    from fpipe.graphs.keep import keep
-    from fpipe.graphs.keys import fold_in
+    from fpipe.derived.custom_stage import custom_stage
+    from fpipe.derived.deferred_batch_norm import deferred_batch_norm
+    from fpipe.derived.dual import Dual, make_dual, unpack_dual
+    from fpipe.derived.freeze import freeze
+    from fpipe.derived.jvp import jvp
+    from fpipe.derived.per_example import per_example
     from fpipe.graphs.linearize import Linearized, linearize
-    from fpipe.models.boundary import boundary
-    from fpipe.models.custom_stage import custom_stage
-    from fpipe.models.deferred_batch_norm import deferred_batch_norm
-    from fpipe.models.dual import Dual, make_dual, unpack_dual
-    from fpipe.models.freeze import freeze
+    from fpipe.graphs.tracing.keep import keep
+    from fpipe.graphs.tracing.keys import fold_in
+    from fpipe.interop.from_pipe import from_pipe
+    from fpipe.measuring.profile import profile
+    from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
-    from fpipe.models.from_pipe import from_pipe
     from fpipe.models.from_sequential import from_sequential
-    from fpipe.models.grads import add_grads, assign_grads, global_norm
-    from fpipe.models.jvp import jvp
-    from fpipe.models.params import join_params, local_params, split_params
-    from fpipe.models.per_example import per_example
-    from fpipe.models.skips import Pop, Stash
+    from fpipe.models.modules.skips import Pop, Stash
+    from fpipe.models.parameters.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.parameters.params import join_params, local_params, split_params
+    from fpipe.models.tracing.boundary import boundary
     from fpipe.runtimes.build import build
-    from fpipe.runtimes.meaning import register_meaning
-    from fpipe.runtimes.profile import profile
-    from fpipe.runtimes.rank_error import RankError
-    from fpipe.runtimes.reference import reference
-    from fpipe.runtimes.result import Result
-    from fpipe.runtimes.sizes import Sizes, sizes
+    from fpipe.runtimes.definition.meaning import register_meaning
+    from fpipe.runtimes.faults.rank_error import RankError
+    from fpipe.single_device.reference import reference
+    from fpipe.single_device.result import Result
     from fpipe.verification.compare_grads import compare_grads
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
@@ -77,31 +77,31 @@ if TYPE_CHECKING:
 # that writes, draws and simulates a schedule. A type checker reads the imports above; tests/test_imports.py holds both
 # to the same names.
 _WITH_TORCH = {
-    "graphs.keep": ("keep",),
-    "graphs.keys": ("fold_in",),
+    "graphs.tracing.keep": ("keep",),
+    "graphs.tracing.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
-    "models.boundary": ("boundary",),
-    "models.custom_stage": ("custom_stage",),
-    "models.deferred_batch_norm": ("deferred_batch_norm",),
-    "models.dual": ("Dual", "make_dual", "unpack_dual"),
-    "models.freeze": ("freeze",),
+    "models.tracing.boundary": ("boundary",),
+    "derived.custom_stage": ("custom_stage",),
+    "derived.deferred_batch_norm": ("deferred_batch_norm",),
+    "derived.dual": ("Dual", "make_dual", "unpack_dual"),
+    "derived.freeze": ("freeze",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
-    "models.from_pipe": ("from_pipe",),
+    "interop.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
-    "models.grads": ("add_grads", "assign_grads", "global_norm"),
-    "models.jvp": ("jvp",),
-    "models.params": ("join_params", "local_params", "split_params"),
-    "models.per_example": ("per_example",),
-    "models.skips": ("Pop", "Stash"),
+    "models.parameters.grads": ("add_grads", "assign_grads", "global_norm"),
+    "derived.jvp": ("jvp",),
+    "models.parameters.params": ("join_params", "local_params", "split_params"),
+    "derived.per_example": ("per_example",),
+    "models.modules.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
-    "runtimes.meaning": ("register_meaning",),
-    "runtimes.profile": ("profile",),
-    "runtimes.reference": ("reference",),
-    "runtimes.rank_error": ("RankError",),
-    "runtimes.result": ("Result",),
-    "runtimes.sizes": ("Sizes", "sizes"),
+    "runtimes.definition.meaning": ("register_meaning",),
+    "measuring.profile": ("profile",),
+    "single_device.reference": ("reference",),
+    "runtimes.faults.rank_error": ("RankError",),
+    "single_device.result": ("Result",),
+    "measuring.sizes": ("Sizes", "sizes"),
     "verification.compare_grads": ("compare_grads",),
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
@@ -109,14 +109,17 @@ _WITH_TORCH = {
 _HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
 _ROOMS = (
     "cli",
+    "derived",
     "finding",
     "graphs",
     "interop",
+    "measuring",
     "models",
     "pictures",
     "planning",
     "runtimes",
     "schedules",
+    "single_device",
     "testing",
     "timing",
     "transforms",

@@ -222,6 +222,7 @@ def kind_of(name: str) -> Kind:
 Sources = tuple[int, ...]
 """The positions of the writers of what an op reads, in that order: -1 for an input, `NOWHERE` if nothing above does."""
 NOWHERE = sys.maxsize  # later than any op
+ALL_BUT = "all but"  # {saved=..} opens with it where it names the ops that are *not* saved
 
 
 class HtmlRepr:

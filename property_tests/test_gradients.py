@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from fpipe.runtimes.result import Result
+from fpipe.single_device.result import Result
 from fpipe.tree import leaves
 from property_tests.chains import Chain, chains
 from property_tests.strategies import Net, Plan, few, legal_tables, nets, plain_autograd, plans

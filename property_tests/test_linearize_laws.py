@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
-from fpipe.graphs import trace_cache
+from fpipe.graphs.tracing import trace_cache
 from fpipe.program import Program
 from property_tests.bits import bits, tensors
 from property_tests.chains import Chain, chains

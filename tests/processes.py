@@ -27,7 +27,7 @@ _NEEDED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "fpipe.runtimes.distributed",
+    "fpipe.runtimes.processes.distributed",
     "tests.processes",
 ]
 

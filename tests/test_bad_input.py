@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.runtimes.meaning import RULES
+from fpipe.runtimes.definition.meaning import RULES
 from property_tests.strategies import Net, linear, plain_autograd
 
 NET = Net(("linear", "mlp"), ("batch", 0))

@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import profile
 
 import fpipe
-from fpipe.graphs.add import adding
-from fpipe.graphs.code import compiled
-from fpipe.graphs.graph import Graph, Name, Node, aval, in_own_storage
-from fpipe.graphs.inductor import Kernel
+from fpipe.graphs.compiling.add import adding
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.compiling.inductor import Kernel
+from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage
 from fpipe.tree import leaves
 from tests.processes import Processes
 

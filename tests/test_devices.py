@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fpipe
-from fpipe.graphs.graph import Fact
-from fpipe.runtimes.devices import on_devices
+from fpipe.graphs.language.graph import Fact
+from fpipe.runtimes.definition.devices import on_devices
+from fpipe.runtimes.definition.moves import moves_of
+from fpipe.runtimes.in_process.streams import Channel, ComputeStream
+from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shapes import Untraced
-from fpipe.runtimes.moves import moves_of
-from fpipe.runtimes.prepared import Prepared
-from fpipe.runtimes.streams import Channel, ComputeStream
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
@@ -223,7 +223,7 @@ def test_an_example_without_data_stands_for_what_is_at_home_on_each_rank(
     program, model, params, net, batch = on_ranks(devices, "dualpipe", 2, 8)
     meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
-    monkeypatch.setattr("fpipe.runtimes.local._first", None)  # no signature is new
+    monkeypatch.setattr("fpipe.runtimes.in_process.local._first", None)  # no signature is new
     pairs = zip(leaves(step(params, batch).grads), by_autograd(net, batch), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
@@ -364,7 +364,9 @@ def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         Tensor, "record_stream", lambda leaf, stream: said.append(f"{leaf.device} kept for {stream.name}")
     )
-    monkeypatch.setattr("fpipe.runtimes.streams.moved", lambda leaf, *_, **how: said.append("copied") or leaf)
+    monkeypatch.setattr(
+        "fpipe.runtimes.in_process.streams.moved", lambda leaf, *_, **how: said.append("copied") or leaf
+    )
     one, other = ComputeStream(torch.device("xpu:0")), ComputeStream(torch.device("xpu:1"))
     channel = Channel(one, other)
     channel.receive(*channel.send([torch.ones(2), None]))

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.graphs.graph import fact
-from fpipe.runtimes.message import MARKS, Layout, word
-from fpipe.runtimes.rendezvous import messages, posted_until
-from fpipe.runtimes.transfers import Transfers
+from fpipe.graphs.language.graph import fact
+from fpipe.runtimes.processes.message import MARKS, Layout, word
+from fpipe.runtimes.processes.rendezvous import messages, posted_until
+from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, counted, left, result
 from tests.test_profile import NAPS, napping
@@ -304,8 +304,8 @@ def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
 def apart(rank: int, function: Any, *args: Any) -> Any:
     """As on GPUs with NCCL, but for the carrier: a group each way, and messages that nobody looks at in the step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fpipe.runtimes.transfers.by_nccl", lambda group, device: True)
-        patch.setattr("fpipe.runtimes.communicators._two", gloo_of_two)
+        patch.setattr("fpipe.runtimes.processes.transfers.by_nccl", lambda group, device: True)
+        patch.setattr("fpipe.runtimes.processes.communicators._two", gloo_of_two)
         return function(rank, *args)
 
 

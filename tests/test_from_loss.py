@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.graphs import trace_cache
+from fpipe.graphs.tracing import trace_cache
 
 WIDTH, WORDS, LENGTH = 8, 16, 6
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.models.net_stage import NetStage
+from fpipe.models.cutting.net_stage import NetStage
 from fpipe.tree import leaves
 
 WIDTH = 8

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
-from fpipe.graphs.ambient import raw_ops
+from fpipe.graphs.purity.ambient import raw_ops
 from property_tests.bits import bits, tensors
 from tests.layers import CASES, Case, Made
 

@@ -9,8 +9,8 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomRedu
 from torch.utils import _pytree
 
 from fpipe import tree
-from fpipe.runtimes.joining import join
-from fpipe.runtimes.microbatch import cut, rows
+from fpipe.single_device.joining import join
+from fpipe.single_device.microbatch import cut, rows
 from fpipe.transforms.specs import Chunk, Replicate
 
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fpipe.models.from_functions import from_functions
 from fpipe.models.from_sequential import from_sequential
-from fpipe.models.grads import assign_grads
-from fpipe.models.params import join_params, split_params
+from fpipe.models.parameters.grads import assign_grads
+from fpipe.models.parameters.params import join_params, split_params
 from fpipe.runtimes.build import build
-from fpipe.runtimes.reference import reference
 from fpipe.schedules import gpipe
+from fpipe.single_device.reference import reference
 from fpipe.training import program as training_step
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint as checkpoint_always

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.graphs.fake import LeakedTensor
-from fpipe.graphs.pure import Impure, pure
+from fpipe.graphs.purity.pure import Impure, pure
+from fpipe.graphs.tracing.fake import LeakedTensor
 
 torch.manual_seed(0)
 ROWS = torch.randn(10, 8), torch.randn(10, 8)

@@ -266,8 +266,8 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_the_next_step_right(monkeypatc
         return wait(left)
 
     go.set()
-    monkeypatch.setattr("fpipe.runtimes.threads.wait", again)
-    monkeypatch.setattr("fpipe.runtimes.threads.SimpleQueue", Queue)
+    monkeypatch.setattr("fpipe.runtimes.in_process.threads.wait", again)
+    monkeypatch.setattr("fpipe.runtimes.in_process.threads.SimpleQueue", Queue)
     model = fpipe.from_functions([lambda p, x: x * p["w"], long], lambda y, t: (y - t).square().mean())
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")

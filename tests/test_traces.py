@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
-from fpipe.graphs import trace_cache
 from fpipe.graphs.linearize import Linearized
+from fpipe.graphs.tracing import trace_cache
 from fpipe.tree import leaves, tree_map
 from property_tests.strategies import linear
 

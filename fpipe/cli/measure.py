@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fpipe.measuring.profile import profile
+from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
 from fpipe.models.from_sequential import from_sequential
 from fpipe.program import Program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.profile import profile
-from fpipe.runtimes.sizes import sizes
 from fpipe.schedules.named import parse
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate

@@ -1,1 +1,1 @@
-"""(function, signature) -> graphs: what a stage computes, as straight lists of torch ops, and Python made of them."""
+"""(stage, signature) -> linearized stage: forward and backward as straight lists of torch ops, compiled to Python."""

@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, in_fake_mode, raw_ops
-from fpipe.graphs.code import compiled, source
-from fpipe.graphs.cut import Cut
-from fpipe.graphs.graph import Graph, Name, aval
-from fpipe.graphs.sharded import local_of, sharded_as
-from fpipe.graphs.stage_call import Spec, StageCall, wanting, wants
-from fpipe.graphs.trace_cache import Traces
+from fpipe.graphs.compiling.code import compiled, source
+from fpipe.graphs.compiling.cut import Cut
+from fpipe.graphs.language.graph import Graph, Name, aval
+from fpipe.graphs.purity.ambient import Untraceable, in_fake_mode, raw_ops
+from fpipe.graphs.purity.sharded import local_of, sharded_as
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, wanting, wants
+from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.model import Model, PositionalStage, Stage
 
 

@@ -23,7 +23,7 @@ from fpipe.interop._torch_stages import OURS, StageModule, refuse_model, stages
 from fpipe.interop._torch_write import refuse_what_torch_lacks
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, parts_of
-from fpipe.runtimes.match import check_match
+from fpipe.runtimes.definition.match import check_match
 
 
 class ProgramRuntime(_PipelineScheduleRuntime):

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.graphs.fake import LeakedTensor
-from fpipe.graphs.trace import partly_python
+from fpipe.graphs.tracing.fake import LeakedTensor
+from fpipe.graphs.tracing.trace import partly_python
 from fpipe.model import Model
-from fpipe.models.boundary import KEY
-from fpipe.runtimes.reference import over_parts
+from fpipe.models.tracing.boundary import KEY
+from fpipe.single_device.reference import over_parts
 
 _ULPS = 16
 

@@ -96,8 +96,8 @@ def _refuse_hooked(fns: Sequence[Callable[..., Any]]) -> None:
     """No stage calls a module that computes with parameters of its own, by hooks."""
     # Imported when first needed: whoever has such a module has torch.
     if "torch.nn" in sys.modules:
-        from fpipe.graphs.closure import modules_of
-        from fpipe.models.known_modules import refuse_hooked
+        from fpipe.graphs.purity.closure import modules_of
+        from fpipe.models.modules.known_modules import refuse_hooked
 
         for path, module in (one for fn in fns for one in modules_of(fn)):
             refuse_hooked(path, module)

@@ -23,22 +23,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.ambient import refuse_odd_modes
-from fpipe.graphs.closure import modules_of
-from fpipe.graphs.outputs import split_loss
-from fpipe.graphs.pure import pure
-from fpipe.graphs.sharded import is_sharded
+from fpipe.graphs.purity.ambient import refuse_odd_modes
+from fpipe.graphs.purity.closure import modules_of
+from fpipe.graphs.purity.pure import pure
+from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
-from fpipe.models.boundary import seeding
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.contexts import autocast_eps
-from fpipe.models.cut_loss import CutLoss
+from fpipe.models.cutting.cut_loss import CutLoss
 from fpipe.models.from_functions import from_functions
-from fpipe.models.handed_out import HandedOut
-from fpipe.models.known_modules import refuse_wrapped
-from fpipe.models.trace_loss import trace_loss
-from fpipe.models.traced_modes import TracedModes, called_modules
-from fpipe.runtimes.batches import check_batch
+from fpipe.models.modules.known_modules import refuse_wrapped
+from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.tracing.boundary import seeding
+from fpipe.models.tracing.contexts import autocast_eps
+from fpipe.models.tracing.trace_loss import trace_loss
+from fpipe.models.tracing.traced_modes import TracedModes, called_modules
+from fpipe.single_device.batches import check_batch
 
 
 def from_loss(

@@ -17,20 +17,20 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
-from fpipe.graphs.ambient import refuse_odd_modes
+from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.model import LossFunction, Model, Reduction
-from fpipe.models.boundary import KEY
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.contexts import autocast_eps
-from fpipe.models.cut_net import DOOR, WHO, CutNet
-from fpipe.models.cut_report import CutReport
-from fpipe.models.export_net import export_net
+from fpipe.models.cutting.cut_net import DOOR, WHO, CutNet
+from fpipe.models.cutting.cut_report import CutReport
+from fpipe.models.cutting.net_graph import NetGraph, held_by, read_graph
+from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
-from fpipe.models.handed_out import HandedOut
-from fpipe.models.net_graph import NetGraph, held_by, read_graph
-from fpipe.models.place_cuts import place_cuts
-from fpipe.models.run_net import NetFunction
-from fpipe.models.traced_modes import TracedModes
+from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.tracing.boundary import KEY
+from fpipe.models.tracing.contexts import autocast_eps
+from fpipe.models.tracing.export_net import export_net
+from fpipe.models.tracing.run_net import NetFunction
+from fpipe.models.tracing.traced_modes import TracedModes
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]

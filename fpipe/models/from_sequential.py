@@ -22,11 +22,11 @@ from torch.nn.parameter import is_lazy
 
 from fpipe.model import Model, Names, Reduction
 from fpipe.models.from_functions import from_functions
-from fpipe.models.handed_out import HandedOut
-from fpipe.models.known_modules import refuse_impure, refuse_wrapped
-from fpipe.models.skips import plan_skips
-from fpipe.models.stage_module import How, StageModule
-from fpipe.models.state import written_buffers
+from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
+from fpipe.models.modules.skips import plan_skips
+from fpipe.models.modules.stage_module import How, StageModule
+from fpipe.models.modules.state import written_buffers
+from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.timing.balance import balance
 
 Params = tuple[dict[str, Tensor], ...]

@@ -163,7 +163,7 @@ def work_of_model(
     progress: Callable[[int, int, str], None],
 ) -> Work:
     """A model that is profiled at some numbers of microbatches."""
-    from fpipe.planning.measured import Measured  # torch, which costs that are said do without
+    from fpipe.planning.model_costs import Measured  # torch, which costs that are said do without
 
     counts = asked.microbatches if profiled is None else _listed("profiled", profiled, "numbers of microbatches")
     odd = next((count for count in counts if type(count) is not int or count < 1), None)

@@ -21,7 +21,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
-    from fpipe.planning.measured import Measured
+    from fpipe.planning.model_costs import Measured
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""(Program, Model) -> step: each file one way to run a program."""
+"""(Program, Model) -> step: by name, one way to run a program."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model, the_model
 from fpipe.program import Program, the_program
-from fpipe.runtimes.devices import devices_of
-from fpipe.runtimes.local import local
-from fpipe.runtimes.match import check_example, check_match
-from fpipe.runtimes.threads import Workers
-from fpipe.runtimes.walk import Step
+from fpipe.runtimes.definition.devices import devices_of
+from fpipe.runtimes.definition.match import check_example, check_match
+from fpipe.runtimes.definition.walk import Step
+from fpipe.runtimes.in_process.local import local
+from fpipe.runtimes.in_process.threads import Workers
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ def build(
         return None if example is None else check_example(example)
 
     if runtime == "distributed":
-        from fpipe.runtimes.distributed import distributed  # torch is also built without it
+        from fpipe.runtimes.processes.distributed import distributed  # torch is also built without it
 
         return distributed(
             the_program(program),

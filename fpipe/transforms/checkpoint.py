@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from fpipe.program import Op, Program, ProgramError, Value, parts_of
+from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
 
 Place = tuple[int | None, int | None, int | None]
@@ -130,12 +130,30 @@ def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
 
 
 def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the ops whose results are saved."""
-    if save == ():
-        return ()
-    from fpipe.transforms._saved import saved_ops  # imports torch, as whoever names its ops has
+    """The names of the ops whose results are saved, in order; of those that are not after "all but", if they are fewer.
 
-    return saved_ops(save)
+    Raises:
+        TypeError: something that is no op; a policy that wants to see tensors, or answers with something else.
+
+    >>> import torch
+    >>> _names([torch.ops.aten.mm.default])
+    ('aten.mm.default',)
+    >>> _names(lambda ctx, op: op is not torch.ops.aten.tanh.default)
+    ('all but', 'aten.tanh.default')
+    """
+    if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):
+        raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
+    if callable(save):
+        from fpipe.torch_private import selective_checkpoint_answers  # imports torch, as whoever has a policy has
+
+        answers = selective_checkpoint_answers(save)
+        saved = tuple(name for name, wanted in answers.items() if wanted)
+        others = tuple(name for name, wanted in answers.items() if not wanted)
+        return saved if len(saved) <= len(others) else (ALL_BUT, *others)
+    for op in save:
+        if type(op).__name__ != "OpOverload":
+            raise TypeError(f"an op is named with its overload, such as torch.ops.aten.mm.default; found {op!r}.")
+    return tuple(sorted({str(op) for op in save}))
 
 
 def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ class Chunk:
     """The rows of a tensor are along this dimension.
 
     >>> import torch
-    >>> from fpipe.runtimes.leaf_specs import cut_along
+    >>> from fpipe.single_device.leaf_specs import cut_along
     >>> cut_along({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
     [1, None]
     """
@@ -36,7 +36,7 @@ class Replicate:
     """A leaf goes whole to every microbatch, and comes back the same from each.
 
     >>> import torch
-    >>> from fpipe.runtimes.leaf_specs import cut_along
+    >>> from fpipe.single_device.leaf_specs import cut_along
     >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
     >>> cut_along(batch, {"x": Chunk(), "table": Replicate()})
     [0, None]
@@ -47,7 +47,7 @@ class Replicate:
 class Sum:
     """How to join what is counted: the parts of all microbatches are added.
 
-    >>> from fpipe.runtimes.joining import join
+    >>> from fpipe.single_device.joining import join
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
     {'right': 7}
     """

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, check_params, the_model
-from fpipe.models.params import join_params
+from fpipe.models.parameters.params import join_params
 from fpipe.program import Value
-from fpipe.runtimes.batches import check_batch, rows_of_each, streams
-from fpipe.runtimes.microbatch import cut, rows
-from fpipe.runtimes.microbatch_graph import train
-from fpipe.runtimes.reference import check_all_state, over_parts
-from fpipe.runtimes.result import Result
+from fpipe.single_device.batches import check_batch, rows_of_each, streams
+from fpipe.single_device.microbatch import cut, rows
+from fpipe.single_device.microbatch_graph import train
+from fpipe.single_device.reference import check_all_state, over_parts
+from fpipe.single_device.result import Result
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
 from fpipe.verification.undivided import undivided
 from fpipe.verification.verdict import Gradient, Verdict, is_sure, judge

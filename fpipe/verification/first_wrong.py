@@ -18,10 +18,10 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.by_autograd import Inputs, Residuals
-from fpipe.runtimes.local import local
-from fpipe.runtimes.meaning import summed
-from fpipe.runtimes.walk import place_of
+from fpipe.runtimes.definition.by_autograd import Inputs, Residuals
+from fpipe.runtimes.definition.meaning import summed
+from fpipe.runtimes.definition.walk import place_of
+from fpipe.runtimes.in_process.local import local
 from fpipe.verification.report import Close, WrongValue, largest
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.outputs import split_loss
+from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.model import LossFunction, Model
-from fpipe.runtimes.microbatch_graph import added, train
-from fpipe.runtimes.result import Result
+from fpipe.single_device.microbatch_graph import added, train
+from fpipe.single_device.result import Result
 from fpipe.verification.report import GradientMismatch, largest
 from fpipe.verification.rounding import distance, norm, tolerance, vanish
 

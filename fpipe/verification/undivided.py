@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, Stage
-from fpipe.runtimes.joining import join
-from fpipe.runtimes.reference import over_parts
-from fpipe.runtimes.result import Result
+from fpipe.single_device.joining import join
+from fpipe.single_device.reference import over_parts
+from fpipe.single_device.result import Result
 from fpipe.verification.rounding import to_rounding
 
 _COUNT = 'where some rows do not count, return (total, count) and say reduction="count".'

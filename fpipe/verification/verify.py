@@ -13,11 +13,11 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.model import Model
 from fpipe.program import Program, the_program
-from fpipe.runtimes.batches import refuse_spread, rows_of_each, streams
 from fpipe.runtimes.build import build
-from fpipe.runtimes.microbatch import cut
-from fpipe.runtimes.reference import Joined, Sliced, over_parts
-from fpipe.runtimes.result import Result
+from fpipe.single_device.batches import refuse_spread, rows_of_each, streams
+from fpipe.single_device.microbatch import cut
+from fpipe.single_device.reference import Joined, Sliced, over_parts
+from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
 from fpipe.verification.first_wrong import Expected, first_wrong

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fpipe import tree
-from fpipe.graphs.graph import Fact, fresh_storage
+from fpipe.graphs.language.graph import Fact, fresh_storage
 
 
 class AbstractTree(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Casts, casting
-from fpipe.graphs.graph import Fact, Stream, aval
-from fpipe.graphs.keys import fold_in, generator_on, seeder
+from fpipe.graphs.language.graph import Fact, Stream, aval
+from fpipe.graphs.purity.ambient import Casts, casting
+from fpipe.graphs.tracing.keys import fold_in, generator_on, seeder
 from fpipe.program import Op
-from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, whole
-from fpipe.runtimes.meaning import RULES, summed
 
 Leaves = list[Any]
 

@@ -17,18 +17,19 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe import tree
-from fpipe.graphs.add import adding, owned
-from fpipe.graphs.ambient import casts, kernels
-from fpipe.graphs.code import compiled
-from fpipe.graphs.cut import Cut, prepared
-from fpipe.graphs.graph import Fact, Graph
-from fpipe.graphs.inductor import Kernel
-from fpipe.graphs.labels import GENERATORS, label_of, total_of
-from fpipe.graphs.outputs import scaled
-from fpipe.graphs.update import FACTOR, NEW, OLD, updating
+from fpipe.graphs.compiling.add import adding, owned
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.compiling.cut import Cut, prepared
+from fpipe.graphs.compiling.inductor import Kernel
+from fpipe.graphs.compiling.update import FACTOR, NEW, OLD, updating
+from fpipe.graphs.language.graph import Fact, Graph
+from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
+from fpipe.graphs.purity.ambient import casts, kernels
+from fpipe.graphs.tracing.outputs import scaled
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.definition.meaning import rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.instructions import (
     add,
@@ -46,7 +47,6 @@ from fpipe.runtimes.lowering.instructions import (
 from fpipe.runtimes.lowering.shapes import Shapes, Untraced
 from fpipe.runtimes.lowering.sums import Sums
 from fpipe.runtimes.lowering.updates import Update, Updates
-from fpipe.runtimes.meaning import rounding
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called

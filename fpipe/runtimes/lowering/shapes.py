@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable
-from fpipe.graphs.cut import Cut
-from fpipe.graphs.fake import fake_mode
-from fpipe.graphs.graph import Aval, Fact, Graph, Name, aval, fresh_storage, in_own_storage, is_strided
-from fpipe.graphs.labels import (
+from fpipe.graphs.compiling.cut import Cut
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, aval, fresh_storage, in_own_storage, is_strided
+from fpipe.graphs.language.labels import (
     cotangent_of,
     differentiated,
     is_cotangent,
@@ -29,14 +27,16 @@ from fpipe.graphs.labels import (
     port_of,
     reads_of,
 )
-from fpipe.graphs.listing import Heard
-from fpipe.graphs.outputs import copied
-from fpipe.graphs.pure import Impure, reads_update
-from fpipe.graphs.stage_call import StageCall, wants
-from fpipe.graphs.trace_cache import Outline, Traces
+from fpipe.graphs.language.listing import Heard
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.pure import Impure, reads_update
+from fpipe.graphs.tracing.fake import fake_mode
+from fpipe.graphs.tracing.outputs import copied
+from fpipe.graphs.tracing.stage_call import StageCall, wants
+from fpipe.graphs.tracing.trace_cache import Outline, Traces
 from fpipe.model import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.by_autograd import StepContext
+from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, StorageMap, aval_of, described, wanting_fact
 

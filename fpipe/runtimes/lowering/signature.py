@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.ambient import Untraceable, ambient
-from fpipe.graphs.graph import layout_of
-from fpipe.graphs.sharded import local_of, sharding_of
+from fpipe.graphs.language.graph import layout_of
+from fpipe.graphs.purity.ambient import Untraceable, ambient
+from fpipe.graphs.purity.sharded import local_of, sharding_of
 from fpipe.model import Model, of_net
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from fpipe.graphs.graph import Fact, in_own_storage
+from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 

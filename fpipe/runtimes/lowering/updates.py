@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from fpipe import tree
-from fpipe.graphs.graph import Aval, Fact
-from fpipe.graphs.labels import label_of
-from fpipe.graphs.update import Norm, updating
+from fpipe.graphs.compiling.update import Norm, updating
+from fpipe.graphs.language.graph import Aval, Fact
+from fpipe.graphs.language.labels import label_of
 from fpipe.model import PositionalStage, Stage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense

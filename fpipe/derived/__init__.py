@@ -1,0 +1,1 @@
+"""Model -> Model: forward derivatives, gradients per example, frozen leaves, rules of your own."""

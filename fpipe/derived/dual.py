@@ -1,0 +1,228 @@
+"""Run a function of pytrees on dual numbers: tensors with a tangent beside them, in forward mode over reverse mode.
+
+    y = f(x)        --> pushed_forward -->        Dual(y, dy) = Dual(f(x), f'(x) dx)
+
+The gradient of this is taken by differentiating `torch.func.vjp` in the direction of the tangents. Autograd over
+forward mode would give the same in theory; but there torch leaves out, without a word, what goes by way of the mean
+that a layer norm hands to its own derivative.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fpipe import tree
+from fpipe.graphs.language.graph import aval
+from fpipe.graphs.purity.ambient import in_fake_mode
+from fpipe.graphs.tracing.keep import collecting_marks
+from fpipe.graphs.tracing.keys import random_states, replaying
+
+
+class Dual(NamedTuple):
+    """A tensor and its tangent, as one container of pytrees.
+
+    >>> Dual(torch.tensor(2.0), torch.tensor(1.0))
+    Dual(primal=tensor(2.), tangent=tensor(1.))
+    """
+
+    primal: Any
+    tangent: Any
+
+
+def make_dual(primals: Any, tangents: Any) -> Any:
+    """Params, or inputs, with a tangent beside each leaf that has one: what a step of `jvp(model)` takes.
+
+    Args:
+        primals: any pytree.
+        tangents: the same with a tensor of the same shape and dtype for each leaf, or None for a leaf that stays as it
+            is, whose tangent is zero.
+
+    Raises:
+        ValueError: another structure, shape or dtype; the place is named.
+
+    >>> make_dual(({"w": torch.tensor(2.0), "b": torch.tensor(0.0)},), ({"w": torch.tensor(1.0), "b": None},))
+    ({'w': Dual(primal=tensor(2.), tangent=tensor(1.)), 'b': tensor(0.)},)
+    """
+    place = tree.difference(primals, tangents)
+    if place is not None:
+        raise ValueError(
+            f"tangents are like what they are for: only one of the two has a leaf at {place or 'the top'}."
+        )
+    leaves, containers = tree.flatten(primals)
+    made: list[Any] = []
+    for (place, tangent), primal in zip(tree.paths(tree.like(primals, tangents)), leaves, strict=True):
+        if tangent is not None and (_kind(tangent) != _kind(primal) or not _is_float(primal)):
+            wanted = _kind(primal) if _is_float(primal) else f"None: {_kind(primal)} has no derivative"
+            raise ValueError(f"the tangent at {place or 'the top'} is {wanted}; found {_kind(tangent)}.")
+        made.append(primal if tangent is None else Dual(primal, tangent))
+    return tree.unflatten(containers, made)
+
+
+def unpack_dual(duals: Any) -> tuple[Any, Any]:
+    """The primals of a pytree, and its tangents, None where there is none; the inverse of `make_dual`.
+
+    Of the gradients of `jvp(model)`, the first is the Hessian times the direction, the second the gradient.
+
+    >>> unpack_dual({"w": Dual(2.0, 1.0), "b": 0.0})
+    ({'w': 2.0, 'b': 0.0}, {'w': 1.0, 'b': None})
+    """
+    leaves, containers = tree.flatten(duals, _is_dual)
+    pairs = [leaf if isinstance(leaf, Dual) else Dual(leaf, None) for leaf in leaves]
+    primals, tangents = (tree.unflatten(containers, [pair[k] for pair in pairs]) for k in range(2))
+    return primals, tangents
+
+
+def pushed_forward(call: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
+    """What a function of pytrees gives for dual numbers, if it is handed any: its first result with tangents, of which
+    there is a gradient, and its second as it is, without one."""
+    leaves, containers = tree.flatten(given, _is_dual)
+    duals = [leaf for leaf in leaves if _is_dual(leaf)]
+    if not duals:
+        return call(*given)
+    function = _OfFloats(call, containers, [None if _is_dual(leaf) or _is_float(leaf) else leaf for leaf in leaves])
+    function.duals = [at for at, leaf in enumerate(leaves) if _is_dual(leaf)]
+    function.floats = [at for at, leaf in enumerate(leaves) if _is_float(leaf)]
+    plain = [leaves[at] for at in function.floats]
+    made: Any = _ForwardOverReverse.apply(function, *(d.primal for d in duals), *plain, *(d.tangent for d in duals))
+    return function.whole(made)
+
+
+_FLOAT, _OTHER = object(), object()
+
+
+@dataclass
+class _OfFloats:
+    """A function of pytrees as one of the tensors of floats in them: those with a tangent first, then the others.
+
+    Attributes:
+        call, containers, leaves: the function, and what else it takes.
+        duals, floats: the places of the tensors among the leaves.
+        made: what it gave when it ran last, without tensors: for each of its two results leaves and containers.
+    """
+
+    call: Callable[..., tuple[Any, Any]]
+    containers: tree.Spec
+    leaves: list[Any]
+    duals: list[int] = field(default_factory=list[int])
+    floats: list[int] = field(default_factory=list[int])
+    made: list[tuple[list[Any], tree.Spec]] = field(default_factory=list[tuple[list[Any], tree.Spec]])
+
+    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The floats of its first result, and all its other tensors."""
+        leaves = [*self.leaves]
+        for at, tensor in zip((*self.duals, *self.floats), tensors, strict=True):
+            leaves[at] = tensor
+        floats: list[Tensor] = []
+        others: list[Tensor] = []
+        self.made = []
+        for which, result in enumerate(self.call(*tree.unflatten(self.containers, leaves))):
+            found, containers = tree.flatten(result)
+            kinds = [_FLOAT if _is_float(leaf) and not which else _OTHER for leaf in found]
+            for leaf, kind in zip(found, kinds, strict=True):
+                if isinstance(leaf, Tensor):
+                    (floats if kind is _FLOAT else others).append(leaf)
+            rest = [k if isinstance(leaf, Tensor) else leaf for leaf, k in zip(found, kinds, strict=True)]
+            self.made.append((rest, containers))
+        return tuple(floats), tuple(others)
+
+    def whole(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Its two results, of the floats with their tangents, one after the other, and then the other tensors."""
+        rest = iter(tensors)
+        results: list[Any] = []
+        for leaves, containers in self.made:
+            found = [Dual(next(rest), next(rest)) if leaf is _FLOAT else leaf for leaf in leaves]
+            results.append((found, containers))
+        wholes = (
+            tree.unflatten(containers, [next(rest) if leaf is _OTHER else leaf for leaf in found])
+            for found, containers in results
+        )
+        first, second = wholes
+        return first, second
+
+
+class _ForwardOverReverse(torch.autograd.Function):
+    """A function on dual numbers as one node of autograd's graph, whose backward is on dual numbers too.
+
+    The cotangent of a tangent is the gradient that reverse mode has there, and that of its primal this one's tangent.
+    What has no tangent is given zeros: some of torch's rules (of mse_loss_backward, of group_norm) need one there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: _OfFloats, *tensors: Tensor) -> Any:
+        count = len(function.duals)
+        end = count + len(function.floats)
+        primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
+        ctx.function, ctx.states = function, [] if in_fake_mode() else random_states()
+        ctx.save_for_backward(*tensors)
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        still = map(torch.zeros_like, plain)
+        with _traced_through():
+            made: Any = torch.func.jvp(function, (*primals, *plain), (*tangents, *still), has_aux=True)
+        found, derivatives, others = made
+        ctx.mark_non_differentiable(*others)
+        return (*(leaf for pair in zip(found, derivatives, strict=True) for leaf in pair), *others)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        function: _OfFloats = ctx.function
+        count = len(function.duals)
+        end = count + len(function.floats)
+        tensors: list[Tensor] = [tensor.detach() for tensor in ctx.saved_tensors]
+        primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
+        needed: Sequence[bool] = ctx.needs_input_grad[1:]
+        wanted = [at for at in range(end) if needed[at] or (at < count and needed[end + at])]
+        pairs = 2 * sum(leaf is _FLOAT for leaf in function.made[0][0])
+        changes, starts = cotangents[:pairs:2], cotangents[1:pairs:2]
+
+        still = map(torch.zeros_like, plain)
+
+        def gradients(*given: Tensor) -> tuple[Tensor, ...]:
+            whole = given[:end]
+
+            def of_wanted(*some: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+                return function(*(dict(zip(wanted, some, strict=True)).get(at, one) for at, one in enumerate(whole)))
+
+            return torch.func.vjp(of_wanted, *(whole[at] for at in wanted), has_aux=True)[1](given[end:])
+
+        with _traced_through(), replaying(ctx.states) if ctx.states else nullcontext():
+            made: Any = torch.func.jvp(gradients, (*primals, *plain, *starts), (*tangents, *still, *changes))
+        found, derivatives = made
+        own = dict(zip(wanted, found, strict=True)), dict(zip(wanted, derivatives, strict=True))
+        return (None, *(own[1].get(at) for at in range(end)), *(own[0].get(at) for at in range(count)))
+
+
+@contextmanager
+def _traced_through() -> Generator[None]:
+    """What torch.func has derivatives of: attention's fused kernels have none in forward mode, and with gradients off a
+    backward picks ops that are not differentiated again. What a stage marks in it is no tensor outside."""
+    with sdpa_kernel(SDPBackend.MATH), collecting_marks(), torch.enable_grad():
+        yield
+
+
+def load_derivatives() -> None:
+    """Import what torch's forward mode imports when it is first used, which warns of torch.jit.script in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def _is_dual(leaf: Any) -> bool:
+    return isinstance(leaf, Dual)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _kind(leaf: Any) -> str:
+    """A tensor's dtype and shape, or the type of what is none."""
+    return str(aval(leaf)) if isinstance(leaf, Tensor) else "None" if leaf is None else type(leaf).__name__

@@ -1,0 +1,1 @@
+"""joint graph -> F, I, W and U -> Python functions."""

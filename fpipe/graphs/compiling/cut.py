@@ -1,0 +1,320 @@
+"""Cut a stage and its gradient into F, I and W: each result takes what it needs, and nothing is computed twice.
+
+    y, loss     need these ops:                                        F
+    dx          needs these beyond F:                                  I       F -> res -> I
+    g           needs these beyond F and I:                            W       I -> wres -> W
+    dx and g    need these beyond F:                                   B       F -> res -> B
+    buffers     need these beyond F:                                   U       F -> seen -> U
+
+What crosses a cut are tensors as they are, parameters aside, which every part is given. A view of a parameter is made
+again on the other side, since it costs nothing and holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import getitem
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from fpipe.graphs.language.graph import Aval, Graph, Name, Node
+from fpipe.graphs.language.labels import GENERATORS, is_cotangent, is_gradient, is_parameter, is_result
+from fpipe.graphs.tracing.draws import drawn
+from fpipe.program import ALL_BUT
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The parts of a traced stage.
+
+    Args:
+        graph: the stage and its gradient.
+        wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`), and the places of the leaves
+            that have one; the others are not computed.
+        saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
+            drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
+        update_only: the places among the constants of buffers that only updates read and write.
+    """
+
+    graph: Graph
+    wanted: tuple[tuple[str, tuple[int, ...]], ...]
+    saved: tuple[str, ...] | None = None
+    update_only: tuple[int, ...] = ()
+
+    def forward(self, writes: Sequence[str]) -> Graph:
+        """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
+        return self._part([label for label in self.graph.reads if not is_cotangent(label)], writes)
+
+    def update(self) -> Graph:
+        """U: the buffers that are apart, afterwards, from what they were and what F has seen."""
+        graph = self.graph
+        given = {"state": self._buffers(), "seen": self.seen()}
+        nodes = tuple(node for node in graph.nodes if node.name in self._update_ops())
+        return replace(graph, nodes=nodes, reads=given, writes={"update": graph.writes["update"]})
+
+    def seen(self) -> tuple[Any, ...]:
+        """What F leaves for U beside what norms note: whatever U reads but the buffers."""
+        ops = self._update_ops()
+        read = {name for node in self.graph.nodes if node.name in ops for name in node.reads}
+        read |= {*self._leaves(["update"])}
+        crossing = read - ops - {*self._buffers()}
+        return tuple(name for name in (*self.graph.inputs(), *(n.name for n in self.graph.nodes)) if name in crossing)
+
+    def stale(self) -> int | None:
+        """Which of the buffers that are apart F reads, though only U has what is there then; None if it reads none."""
+        names = self._buffers()
+        read = {name for node in self.graph.nodes if node.name in self._forward_ops for name in node.reads}
+        read |= {*self._leaves(label for label in self.graph.writes if is_result(label))}
+        return next((place for place, name in enumerate(names) if name in read), None)
+
+    def _buffers(self) -> tuple[Any, ...]:
+        return tuple(self.graph.reads["const"][place] for place in self.update_only)
+
+    def _update_ops(self) -> set[Name]:
+        known = self._forward_ops | {*self.graph.inputs()}
+        return self.graph.behind(self._leaves(["update"]), known)
+
+    def backward(self) -> Graph:
+        """B: all gradients."""
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), *self._gradients])
+
+    def backward_input(self) -> Graph:
+        """I: the cotangents of what the stage was given, and what is left for W."""
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), "wres"])
+
+    def backward_weight(self) -> Graph:
+        """W: the gradients of parameters."""
+        return self._part([*self._params, "wres"], self._gradients)
+
+    @property
+    def early(self) -> list[Name]:
+        """Gradients of parameters that I cannot leave to W: the op that makes them makes what I needs too."""
+        inner = self._input_ops
+        return [name for name in self._leaves(self._gradients) if name in inner]
+
+    def _part(self, reads: Sequence[str], writes: Sequence[str]) -> Graph:
+        graph = self.graph
+        crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
+        if "update" in graph.writes:
+            crossing["seen"] = (*graph.writes["seen"], *self.seen())
+        given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
+        made = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
+        known = {name for leaves in given.values() for name in leaves if name is not None}
+        drawn = self._drawn if GENERATORS in given else []  # a forward draws all its numbers, whoever reads them
+        ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
+        nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
+        if self.saved is not None and any(map(is_cotangent, reads)):
+            nodes = _when_needed(nodes, self._forward_ops)
+        return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
+
+    @cached_property
+    def _drawn(self) -> list[Name]:
+        return [node.name for node in drawn(self.graph)]
+
+    @cached_property
+    def _params(self) -> list[str]:
+        return [label for label in self.graph.reads if is_parameter(label)]
+
+    @cached_property
+    def _cotangents(self) -> list[str]:
+        return [label for label in self.graph.reads if is_cotangent(label)]
+
+    @cached_property
+    def _gradients(self) -> list[str]:
+        return [label for label in self.graph.writes if is_gradient(label)]
+
+    def written(self, label: str) -> tuple[Any, ...]:
+        """The leaves under a label, of cotangents only those that are wanted."""
+        leaves, places = self.graph.writes[label], dict(self.wanted).get(label)
+        return leaves if places is None else tuple(leaf if k in places else None for k, leaf in enumerate(leaves))
+
+    def _leaves(self, labels: Iterable[str]) -> list[Name]:
+        return [leaf for label in labels for leaf in self.written(label) if isinstance(leaf, Name)]
+
+    @cached_property
+    def _forward_ops(self) -> set[Name]:
+        outputs = [label for label in self.graph.writes if is_result(label)]
+        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
+
+    @cached_property
+    def _input_ops(self) -> set[Name]:
+        return self._with_parts(self.graph.behind(self._leaves(dict(self.wanted)), self._forward_ops))
+
+    def _with_parts(self, ops: set[Name]) -> set[Name]:
+        """The ops, and the parts of what they write: a tensor of a tuple crosses a cut alone, not the tuple.
+
+        Those of an op that can be asked again for the rest are left to whoever reads them.
+        """
+        written = {node.name: node for node in self.graph.nodes}
+        parts = (
+            node
+            for node in self.graph.nodes
+            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is None
+        )
+        for node in parts:
+            ops |= {node.name} if node.args[0] in ops else set()
+        return ops
+
+    @cached_property
+    def _weight_ops(self) -> set[Name]:
+        """What g needs beyond F and I. An op that can make one of its results alone is asked again for the others."""
+        known = self._forward_ops | self._input_ops
+        ops = self.graph.behind(self._leaves(self._gradients), known)
+        written = {node.name: node for node in self.graph.nodes}
+        for name in [*ops]:
+            node = written[name]
+            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is not None:
+                ops |= {node.args[0]}
+        return ops
+
+    @cached_property
+    def residuals(self) -> list[Name]:
+        """What F leaves for the backward."""
+        backward = self._input_ops | self._weight_ops
+        made = self._leaves([*dict(self.wanted), *self._gradients])
+        if self.saved is not None:
+            return self._crossing(self.graph.behind(made, self._kept), made, self._kept)
+        return self._crossing(backward, made, self._forward_ops | self._held)
+
+    @cached_property
+    def weight_residuals(self) -> list[Name]:
+        """What I leaves for W."""
+        cotangents = {name for label in self._cotangents for name in self.graph.reads[label] if name is not None}
+        known = self._forward_ops | self._input_ops | self._held | cotangents
+        return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
+
+    @cached_property
+    def _kept(self) -> set[Name]:
+        """What F keeps where the rest is computed again."""
+        known = {node.name for node in self.graph.nodes if _is_saved(node, self.saved or ())}
+        known |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in known}
+        known |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
+        return self._held | {name for name in known & self._forward_ops if name in self.graph.facts}
+
+    @cached_property
+    def _held(self) -> set[Name]:
+        """What F was given and might have to keep."""
+        labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
+        return {name for label in labels for name in self.graph.reads[label] if name is not None}
+
+    def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
+        """What `ops` and results read of the `known`, in the order of the graph."""
+        read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
+        again = views_of_params(self.graph)
+        crossing = (read & known) - ops - again
+        return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
+
+
+def views_of_params(graph: Graph) -> set[Name]:
+    """Views of parameters (and of buffers), and views of those."""
+    known = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
+    storages = {graph.facts[name].storage for name in known if name is not None}
+    found: set[Name] = set()
+    for node in graph.nodes:
+        fact = graph.facts.get(node.name)
+        if fact is not None and fact.storage in storages and {*node.reads} <= known | found:
+            found.add(node.name)
+    return found
+
+
+def prepared(graph: Graph) -> tuple[Graph, Graph]:
+    """Views of parameters apart from the rest: a step makes them once, for all microbatches."""
+    views = views_of_params(graph)
+    labels = [label for label in graph.reads if is_parameter(label)]
+    rest = [node for node in graph.nodes if node.name not in views]
+    read = {name for node in rest for name in node.reads}
+    read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
+    given = [name for label in labels for name in graph.reads[label] if name is not None]
+    ready = tuple(name for name in (*given, *(node.name for node in graph.nodes)) if name in read & {*given, *views})
+    needed = graph.behind(ready)
+    first = replace(
+        graph,
+        nodes=tuple(node for node in graph.nodes if node.name in needed),
+        reads={label: graph.reads[label] for label in labels},
+        writes={"ready": ready},
+    )
+    reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
+    return first, replace(graph, nodes=tuple(rest), reads={"ready": ready, **reads})
+
+
+def _is_saved(node: Node, saved: Sequence[str]) -> bool:
+    if isinstance(node.kwargs.get("generator"), Name):
+        return True
+    if saved[:1] == (ALL_BUT,):
+        return isinstance(node.op, OpOverload) and str(node.op) not in saved
+    return str(node.op) in saved
+
+
+def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
+    """The same ops, those of `again` just before the first that reads what they write."""
+    waiting = {node.name: node for node in nodes if node.name in again}
+    order: list[Node] = []
+
+    def bring(names: Iterable[Name]) -> None:
+        todo = [*names]
+        while todo:
+            node = waiting.get(todo[-1])
+            missing = [name for name in node.reads if name in waiting] if node else []
+            todo += missing
+            if node and not missing:
+                order.append(waiting.pop(node.name))
+            if not missing:
+                todo.pop()
+
+    for node in nodes:
+        if node.name not in again:
+            bring(node.reads)
+            order.append(node)
+    bring([*waiting])
+    return order
+
+
+def _narrowed(nodes: list[Node], graph: Graph) -> list[Node]:
+    """Ops that take a mask of the results they should make: only those that somebody reads."""
+    used: dict[Name, set[int]] = {}
+    for node in nodes:
+        if node.op is getitem:
+            used.setdefault(node.args[0], set()).add(node.args[1])
+    made: list[Node] = []
+    for node in nodes:
+        at = _mask_of(node, graph)
+        if at is not None and node.name in used:
+            mask = [wanted and place in used[node.name] for place, wanted in enumerate(node.args[at])]
+            node = node._replace(args=(*node.args[:at], mask, *node.args[at + 1 :]))
+        made.append(node)
+    return made
+
+
+def _mask_of(node: Node, graph: Graph) -> int | None:
+    """Where an op's mask of results stands among its arguments, if it has one and can do without any of them."""
+    if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE or not isinstance(node.args[-1], list):
+        return None
+    if node.op is _GROUP_NORM and not _in_rows(graph.facts[node.args[1]].aval):
+        return None
+    return len(node.args) - 1
+
+
+def _in_rows(known: Aval) -> bool:
+    """Whether a tensor lies in memory row by row, and in no other order that its sizes allow as well."""
+    return known.stride == torch.empty(known.shape, device="meta").stride()
+
+
+_aten: Any = torch.ops.aten
+# With a mask these compute each result apart from the others, to the same bits; tests/test_layers.py looks.
+_SEPARABLE = tuple(
+    getattr(_aten, name).default
+    for name in (
+        "convolution_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+        "native_batch_norm_backward",
+        "_fused_rms_norm_backward",
+    )
+    if hasattr(_aten, name)
+)
+# Of channels-last data this one writes the input's gradient unasked, to memory that is not there (torch 2.13).
+_GROUP_NORM = _aten.native_group_norm_backward.default

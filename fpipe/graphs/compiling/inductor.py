@@ -1,0 +1,208 @@
+"""Let torch's inductor make machine code of a graph, for the shapes, strides and dtypes that it was traced for.
+
+    graph  --> Kernel -->  rng --> masks (drawn by torch, one op after the other);  masks, x --> inductor's code --> y
+
+Inductor fuses what autograd runs op by op. It computes the same to rounding, and not the same bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.language.graph import Aval, Graph, Name, Node, aval
+from fpipe.graphs.language.labels import GENERATORS, is_lasting
+from fpipe.graphs.purity.ambient import raw_ops
+from fpipe.graphs.tracing.draws import fill
+
+_aten: Any = torch.ops.aten
+_DRAWN = "drawn"
+
+# Of a product that is added to a sum in place, inductor makes a copy of the sum, a product added to that, and a copy of
+# it back. What a library's op writes in place stays in place: 4 percent of a W.
+_OPS = torch.library.Library("fpipe", "FRAGMENT")
+_OPS.define("add_product(Tensor(a!) total, Tensor one, Tensor two) -> ()")
+
+
+def _add_product(total: Tensor, one: Tensor, two: Tensor) -> None:
+    total.addmm_(one, two)
+
+
+_OPS.impl("add_product", _add_product, "CompositeExplicitAutograd")
+_ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
+
+
+class Kernel:
+    """A graph that inductor compiles, once, when it is told to; called as `compiled(graph)` is.
+
+    Args:
+        graph: what to compute.
+        name: what it is called where progress is shown.
+    """
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *lists: Any) -> Any:
+        """Call it, compiled."""
+        assert self._run is not None, f"{self.name} was not compiled"
+        return self._run(*lists)
+
+    def compile(self) -> None:
+        """Compile it, unless it is compiled already.
+
+        Raises:
+            RuntimeError: inductor cannot compile it, or nothing can be compiled on this machine.
+        """
+        if self._run is None:
+            draws, rest = _drawn_apart(self.graph)
+            run = _by_inductor(rest, self.name)
+            self._run = run if draws is None else _after(compiled(draws, "draw"), [*rest.reads].index(_DRAWN), run)
+
+
+def compile_all(kernels: Iterable[Kernel]) -> None:
+    """Compile those that are not compiled, with a line of progress on stderr that ends in how long it took."""
+    waiting = [kernel for kernel in dict.fromkeys(kernels) if kernel._run is None]  # pyright: ignore[reportPrivateUsage]
+    began, live = time.perf_counter(), sys.stderr.isatty()
+    for at, kernel in enumerate(waiting):
+        if live:
+            print(f"\rfpipe compiles {kernel.name}: {at + 1} of {len(waiting)}", end="", file=sys.stderr, flush=True)
+        kernel.compile()
+    if waiting:
+        seconds = time.perf_counter() - began
+        print(f"{chr(13) * live}fpipe compiled {len(waiting)} graphs in {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
+    """What draws random numbers, from generators that no compiled code takes, apart from the rest, which reads it.
+
+    Raises:
+        RuntimeError: an op draws numbers that depend on what is computed.
+    """
+    if not graph.reads.get(GENERATORS):
+        return None, graph
+    drawing: list[Node] = []
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("generator"), Name):
+            drawing += _alone(node, graph)
+    made = [node.name for node in drawing if "generator" in node.kwargs]
+    draws = replace(
+        graph, nodes=tuple(drawing), reads={GENERATORS: graph.reads[GENERATORS]}, writes={_DRAWN: tuple(made)}
+    )
+    reads = {**graph.reads, GENERATORS: tuple(made)}
+    reads = {_DRAWN if label == GENERATORS else label: leaves for label, leaves in reads.items()}
+    nodes = tuple(node for node in graph.nodes if node.name not in made)
+    return draws, replace(graph, nodes=nodes, reads=reads, streams=())
+
+
+def _alone(node: Node, graph: Graph) -> list[Node]:
+    """An op that draws, as it is before anything else is computed: what it fills is known by its shape alone."""
+    if node.op is fill:
+        (shape, stride, dtype, device, *_), empty = graph.facts[node.name].aval, Name(f"{node.name}_empty")
+        how = {"dtype": dtype, "device": device}
+        made = Node(empty, _aten.empty_strided.default, ([*shape], [*stride]), how)
+        return [made, Node(node.name, node.op, (empty, *node.args[1:]), node.kwargs)]
+    if any(name not in graph.reads[GENERATORS] for name in node.reads):
+        raise RuntimeError(
+            f"compile=True takes no {node.op.__name__}, whose random numbers depend on what is computed; say "
+            "compile=False, or draw by torch.rand_like and its like."
+        )
+    return [node]
+
+
+def _after(draw: Callable[..., Any], at: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a whole graph from those of its two parts, of which one draws what the other reads `at` a place
+    where the whole reads generators."""
+    return lambda *lists: run(*lists[:at], *draw(lists[at]), *lists[at + 1 :])
+
+
+def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
+    """A function of a list for each label that the graph reads; it gives a list for each that it writes."""
+    from torch._inductor import standalone_compile  # seconds, and only here
+
+    inputs = [leaf for leaves in graph.reads.values() for leaf in leaves if leaf is not None]
+    example: list[Any] = [*(_zeros(graph.facts[leaf].aval) for leaf in inputs), *graph.constants.values()]
+    try:
+        with raw_ops():
+            run = standalone_compile(_as_fx(graph, inputs), example, dynamic_shapes="from_example_inputs")
+            _check(graph, name, run(*example))
+    except Exception as error:
+        raise RuntimeError(
+            f"compile=True: torch's inductor cannot compile {name} ({type(error).__name__}: {str(error)[:300]}). On "
+            "the CPU it needs a C++ compiler, such as g++; say compile=False to run it uncompiled."
+        ) from error
+    return _in_lists(graph, run)
+
+
+def _zeros(known: Aval) -> Tensor:
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device).zero_()
+
+
+def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
+    """The graph as torch's tools know it: tensors in, tensors out."""
+    made = fx.Graph()
+    at: dict[Name, fx.Node] = {leaf: made.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
+
+    def moved(arg: Any) -> Any:
+        if isinstance(arg, Name):
+            return at[arg]
+        return type(arg)(map(moved, arg)) if isinstance(arg, list | tuple) else arg
+
+    for node in graph.nodes:
+        if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:  # as `adding` writes it
+            made.call_function(_ADD_PRODUCT, moved(node.args))
+            at[node.name] = at[node.args[0]]
+            continue
+        kwargs = {word: moved(arg) for word, arg in node.kwargs.items()}
+        at[node.name] = made.call_function(node.op, moved(node.args), kwargs)
+    made.output(tuple(at[leaf] for leaf in _results(graph)))
+    return fx.GraphModule(torch.nn.Module(), made)
+
+
+def _results(graph: Graph) -> list[Name]:
+    return [leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)]
+
+
+def _check(graph: Graph, name: str, found: Sequence[Tensor]) -> None:
+    """An error unless results look as traced, in memory that is shared no further: others were planned for that."""
+    wanted = [graph.facts[leaf] for leaf in _results(graph)]
+    for known, tensor in zip(wanted, found, strict=True):
+        if aval(tensor) != known.aval._replace(wants=False):
+            raise RuntimeError(f"it gives {aval(tensor)} with strides {tensor.stride()} for {known.aval}")
+    storages = [tensor.untyped_storage().data_ptr() for tensor in found]
+    for one, other in combinations(range(len(found)), 2):
+        if storages[one] == storages[other] != 0 and wanted[one].storage != wanted[other].storage:
+            raise RuntimeError("two of its results share memory that autograd's do not share")
+
+
+def _in_lists(graph: Graph, run: Callable[..., Any]) -> Callable[..., Any]:
+    constants = [*graph.constants.values()]
+    reads = [[at for at, leaf in enumerate(leaves) if leaf is not None] for leaves in graph.reads.values()]
+    whole = [len(places) == len(leaves) for places, leaves in zip(reads, graph.reads.values(), strict=True)]
+    kept = [is_lasting(label) for label in graph.reads]
+    plan = [*zip(reads, whole, kept, strict=True)]
+    writes = [[*leaves] for leaves in graph.writes.values()]
+    plain = all(isinstance(leaf, Name) for leaves in writes for leaf in leaves)
+    sizes = [len(leaves) for leaves in writes]
+
+    def called(*lists: Any) -> Any:
+        given: list[Any] = []
+        for leaves, (places, every, lasting) in zip(lists, plan, strict=True):
+            given += leaves if every else [leaves[at] for at in places]
+            if not lasting:
+                leaves.clear()
+        made = iter(run(*given, *constants))
+        if plain:
+            return tuple([next(made) for _ in range(size)] for size in sizes)
+        return tuple([next(made) if isinstance(leaf, Name) else leaf for leaf in leaves] for leaves in writes)
+
+    return called

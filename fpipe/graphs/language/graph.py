@@ -1,0 +1,290 @@
+"""Hold a traced function, forward and backward, as a list of torch ops with named values, without its Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.language.labels import GENERATORS
+from fpipe.graphs.purity.sharded import Sharding, is_collective, local_of, sharding_of
+
+
+class Name(str):
+    """The name of a tensor (or of an op's list of tensors) in a graph; any other argument of an op is itself.
+
+    >>> Node(Name("b"), torch.ops.aten.add.Tensor, (Name("a"), 1), {}).reads
+    ['a']
+    """
+
+    __slots__ = ()
+
+
+class Aval(NamedTuple):
+    """What is known of a tensor before it exists, and whether a gradient of it is wanted; of a DTensor what is known of
+    the shard, and how it is put together."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    wants: bool = False
+    sharding: Sharding | None = None
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+class Fact(NamedTuple):
+    """A tensor's aval, and the storage it is in: tensors of one number share it; `bytes` is its size.
+
+    `lazy`: whether it is to be conjugated, or negated, by whoever reads it.
+    """
+
+    aval: Aval
+    storage: int
+    bytes: int
+    offset: int = 0
+    lazy: tuple[bool, bool] = (False, False)
+
+
+class Stream(NamedTuple):
+    """Random numbers of a device: the stage's (number 0), or of a generator that the stage seeds with what follows from
+    its key by folding `path` into it."""
+
+    device: str
+    number: int = 0
+    path: tuple[int, ...] = ()
+
+
+class _NodeFields(NamedTuple):
+    name: Name
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Node(_NodeFields):
+    """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
+
+    @cached_property
+    def reads(self) -> list[Name]:
+        """The values it reads, in order."""
+        return [*_names(self.args), *_names(self.kwargs.values())]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Ops in an order that can be run, and what a traced function reads and writes, label by label.
+
+    Attributes:
+        nodes: the ops; none writes what it reads.
+        facts: of each tensor, what is known of it.
+        constants: tensors that the function holds on to.
+        reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
+        writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
+        ran: the ops as they were traced, by name.
+        streams: of random numbers, for each generator that it reads under the label `rng`.
+    """
+
+    nodes: tuple[Node, ...]
+    facts: Mapping[Name, Fact]
+    constants: Mapping[Name, Tensor]
+    reads: Mapping[str, tuple[Any, ...]]
+    writes: Mapping[str, tuple[Any, ...]]
+    ran: tuple[str, ...] = ()
+    streams: tuple[Stream, ...] = ()
+    _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was first asked for under this key: what is made of a graph lives as long as it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @cached_property
+    def collective(self) -> bool:
+        """Whether other processes have to run it too."""
+        return any(is_collective(node.op) for node in self.nodes)
+
+    def inputs(self) -> Iterator[Name]:
+        """The names of all that it reads."""
+        return (name for names in self.reads.values() for name in names if name is not None)
+
+    def behind(self, roots: Iterable[Any], known: Collection[Name] = ()) -> set[Name]:
+        """The ops that `roots` need, directly or through others, those `known` aside."""
+        written = {node.name: node for node in self.nodes}
+        found: set[Name] = set()
+        todo = [name for name in roots if isinstance(name, Name)]
+        while todo:
+            name = todo.pop()
+            if name in written and name not in found and name not in known:
+                found.add(name)
+                todo.extend(written[name].reads)
+        return found
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def layout_of(tensor: Tensor) -> str:
+    """What a tensor is called that is not."""
+    return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+
+
+def aval(tensor: Tensor) -> Aval:
+    """What would have to be known of this tensor before it exists."""
+    own = local_of(tensor)
+    return Aval(tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad, sharding_of(tensor))
+
+
+def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
+    """What there is to know of a tensor; `numbers` are those given to storages so far."""
+    own = local_of(tensor)
+    number = numbers.setdefault(storage_of(own), fresh_storage())
+    size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
+    return Fact(aval(tensor), number, size, offset, (own.is_conj(), own.is_neg()))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells a tensor's storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def alias(leaf: Any) -> Any:
+    """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
+    leaf once for all its uses, and so adds their gradients up in the lower precision."""
+    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
+    return torch.ops.aten.alias.default(leaf) if known else leaf
+
+
+def in_own_storage(known: Aval) -> Fact:
+    """The fact of a tensor in a storage of its own."""
+    return Fact(known, fresh_storage(), span(known.shape, known.stride) * known.dtype.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many places in memory a tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def renamed(args: Any, names: Mapping[Name, Any]) -> Any:
+    """Arguments of an op with other names in them."""
+    if isinstance(args, Name):
+        return names.get(args, args)
+    if isinstance(args, list | tuple):
+        return type(args)(renamed(arg, names) for arg in args)
+    return args
+
+
+def rewritten(node: Node, names: Mapping[Name, Any], name: Name | None = None) -> Node:
+    """A node that reads (and if asked, writes) other names."""
+    kwargs = {word: renamed(arg, names) for word, arg in node.kwargs.items()}
+    return Node(node.name if name is None else name, node.op, renamed(node.args, names), kwargs)
+
+
+_FRESH = count()
+
+
+def fresh_storage() -> int:
+    """A number that no storage has yet."""
+    return next(_FRESH)
+
+
+def without_repeated_views(graph: Graph) -> Graph:
+    """Each view of a tensor once: `t(t(w))` is w. A view computes nothing, so the bits are the same."""
+    first: dict[Any, Name] = {}
+    names: dict[Name, Name] = {}
+    kept: list[Node] = []
+    for name in (one for one in graph.inputs() if one in graph.facts):  # a generator is no tensor
+        first.setdefault(_place(graph.facts[name]), name)
+    for node in graph.nodes:
+        new = rewritten(node, names)
+        fact = graph.facts.get(node.name)
+        known = first.setdefault(_place(fact), node.name) if fact is not None else node.name
+        if known is node.name:
+            kept.append(new)
+        else:
+            names[node.name] = known
+    writes = {label: renamed(leaves, names) for label, leaves in graph.writes.items()}
+    return replace(graph, nodes=tuple(kept), writes=writes)
+
+
+def _place(fact: Fact) -> Any:
+    return fact.storage, fact.offset, fact.lazy, fact.aval[:4]
+
+
+def inlined(first: Graph, then: Graph) -> Graph:
+    """`then(first)` as one graph: what `first` writes as `y` is what `then` reads as `x`; on the way back `dx` is `dy`.
+
+    x -> first -> y -> then -> loss     dloss -> then -> dx = dy -> first -> dx, g
+    """
+    back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
+    names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
+    names |= {name: Name(f"loss_{name}") for name in then.constants}
+    names |= {name: name for name in then.reads.get(GENERATORS, ())}  # the loss draws on from where the stage ended
+    handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
+    names |= handed
+    up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
+    # A tensor that one graph hands to the other has one storage in both.
+    same = {then.facts[name].storage: first.facts[y].storage for name, y in handed.items()}
+    facts = {names.get(name, name): _moved(fact, same) for name, fact in then.facts.items() if name in names}
+    same = {first.facts[seed].storage: facts[dx].storage for seed, dx in up.items()}
+    facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
+    end = forward_end(first)
+    own = [rewritten(node, up) for node in first.nodes]
+    others = [rewritten(node, names, names[node.name]) for node in then.nodes]
+    reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
+    streams = tuple(dict.fromkeys((*first.streams, *then.streams)))
+    if streams:
+        reads[GENERATORS] = tuple(dict.fromkeys((*first.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
+    writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
+    return Graph(
+        (*own[:end], *others, *own[end:]),
+        facts,
+        {**first.constants, **{names[name]: tensor for name, tensor in then.constants.items()}},
+        {label: leaves for label, leaves in first.reads.items() if label != "dy"} | reads,
+        {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
+        streams=streams,
+    )
+
+
+def forward_end(graph: Graph) -> int:
+    """The place behind the last op that a forward needs; numbers that nobody reads are drawn too."""
+    needed = graph.behind(leaf for label in ("y", "carry", "state") for leaf in graph.writes.get(label, ()))
+    needed |= {node.name for node in graph.nodes if node.kwargs.get("generator") in graph.reads.get(GENERATORS, ())}
+    return 1 + max((at for at, node in enumerate(graph.nodes) if node.name in needed), default=-1)
+
+
+def same(one: Graph, other: Graph) -> bool:
+    """Whether two graphs compute the same, name by name."""
+    constants = one.constants.keys() == other.constants.keys() and all(
+        tensor is other.constants[name] or torch.equal(tensor, other.constants[name])
+        for name, tensor in one.constants.items()
+    )
+    return constants and (one.nodes, one.reads, one.writes, one.streams) == (
+        other.nodes,
+        other.reads,
+        other.writes,
+        other.streams,
+    )
+
+
+def _moved(fact: Fact, storages: Mapping[int, int]) -> Fact:
+    return fact._replace(storage=storages.get(fact.storage, fact.storage))
+
+
+def _names(args: Iterable[Any]) -> Iterator[Name]:
+    for arg in args:
+        if isinstance(arg, Name):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _names(arg)

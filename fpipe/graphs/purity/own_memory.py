@@ -1,0 +1,122 @@
+"""Watch which memory ops write: a call may write what it made itself, and no other.
+
+y = x * 2; y.add_(1)        fine: made since the mode is on
+x.add_(1)                   refused before the write, on the line that does it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.graphs.purity.schema import written
+from fpipe.graphs.purity.sharded import of_sharded
+
+
+class OwnMemory(TorchDispatchMode):
+    """While it is on, an op may write only storages that were made since.
+
+    Args:
+        refuse: is called before an op writes another storage; it raises.
+        forbidden: if given, only these storages may not be written.
+
+    Attributes:
+        read: the storages that ops read and that were there before; moving, casting and detaching are no reading.
+        wrote: the storages that ops wrote.
+    """
+
+    def __init__(self, refuse: Callable[[Tensor, Any], None], forbidden: Iterable[Tensor] | None = None) -> None:
+        super().__init__()
+        self.refuse = refuse
+        self.forbidden = None if forbidden is None else {memory(tensor) for tensor in forbidden}
+        self.made: dict[Any, StorageWeakRef] = {}  # weak: no memory lives longer for it, and no number is used again
+        self.read: set[Any] = set()
+        self.wrote: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # two calls in three, where tensors are fake
+            return func(*args, **kwargs)
+        for tensor in written(func, args, kwargs):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                place = memory(tensor)
+                self.wrote.add(place)
+                if not self.is_own(place):
+                    self.refuse(tensor, func)
+        taken = {memory(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        if func not in _MOVES:
+            self.read |= taken - self.made.keys()
+        results = func(*args, **kwargs)
+        for tensor in _tensors(results if isinstance(results, list | tuple) else (results,)):
+            place = memory(tensor)
+            if place is not None and (place not in taken or func is _LITERAL):
+                self.made[place] = StorageWeakRef(tensor.untyped_storage())
+        return results
+
+    def is_own(self, place: Any) -> bool:
+        """Whether a storage may be written."""
+        return place is None or (place in self.made if self.forbidden is None else place not in self.forbidden)
+
+
+class Followed(TorchDispatchMode):
+    """While it is on, tell what is computed from some tensors.
+
+    Args:
+        sources: the tensors by their names.
+
+    Attributes:
+        branched: the name of one whose value Python has read, as `if` does.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {memory(one): name for name, one in sources.items()}
+        self.alive = [StorageWeakRef(one.untyped_storage()) for one in sources.values()]
+        self.branched: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        name = self.behind(_tensors((*args, *kwargs.values())))
+        results = func(*args, **kwargs)
+        if name is not None:
+            if func is _aten._local_scalar_dense.default:
+                self.branched = name
+            for tensor in (*_tensors((results,)), *written(func, args, kwargs)):
+                if self.names.setdefault(memory(tensor), name) is name:
+                    self.alive.append(StorageWeakRef(tensor.untyped_storage()))
+        return results
+
+    def behind(self, values: Iterable[Any]) -> str | None:
+        """Which of the sources one of these was computed from."""
+        return next((self.names[memory(one)] for one in _tensors(values) if memory(one) in self.names), None)
+
+
+_aten: Any = torch.ops.aten
+_MOVES = (_aten._to_copy.default, _aten.detach.default, _aten.alias.default)
+_DEVICE = torch.ops.prim.device.default
+_LITERAL = _aten.lift_fresh.default  # torch.tensor([1, 2]) in a function
+
+
+def memory(tensor: Tensor) -> Any:
+    """What tells the storage of a tensor from all others that are alive; None where it has none, as sparse ones."""
+    try:
+        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,1 @@
+"""(stage, abstract values) -> joint graph of forward and backward."""

@@ -1,0 +1,186 @@
+"""Trace a stage piece by piece: equal pieces, such as the blocks of a net, share one trace, of which its own is made.
+
+    stage: embed  h.0  h.1  h.2        -->        trace(embed), trace(h.0)        three times over, under other names
+
+A piece is a function of leaves, as a stage is. A value that has a gradient is read by one piece beside the one that
+makes it, so gradients are added up in the order in which autograd adds them for the whole stage: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.language.graph import Aval, Fact, Graph, alias
+from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
+from fpipe.graphs.tracing.joined import Moved, Part, Places, Value, fact_of, joined
+from fpipe.graphs.tracing.outputs import outputs_of
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, positions
+from fpipe.model import Model, PositionalStage
+
+
+class Piece(Protocol):
+    """Some of a stage's operations.
+
+    Attributes:
+        takes: the values that it reads, each with a label: `params`, `const` or `x`.
+        makes: the values that it hands on.
+        twin: equal for pieces that do the same with other values.
+    """
+
+    takes: Mapping[Value, str]
+    makes: Sequence[Value]
+    twin: Any
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What it makes of the leaves that it takes."""
+        ...
+
+
+class PieceCall:
+    """A piece, and the avals of the leaves that it is called with; what is no tensor as it is.
+
+    Attributes:
+        reads: these, by label, and `takes`, of which values they are.
+        key: what to compare it by.
+    """
+
+    def __init__(self, piece: Piece, known: Mapping[Value, Any]) -> None:
+        self.piece = piece
+        self.reads: dict[str, list[Any]] = {}
+        self.takes: dict[Value, tuple[str, int]] = {}
+        for value, label in piece.takes.items():
+            leaf = known[value]
+            if isinstance(leaf, Fact) and any(leaf.lazy):
+                raise NoChain
+            given = self.reads.setdefault(label, [])
+            self.takes[value] = label, len(given)
+            given.append(leaf.aval if isinstance(leaf, Fact) else leaf)
+        self.labels = tuple(piece.takes.values())
+        self.key = "piece", piece.twin, self.labels, repr(self.reads)
+
+    def __call__(self, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """What it makes, as a function of leaves by label; of what another piece made it is handed an alias."""
+        leaves = (given[label][at] for label, at in self.takes.values())
+        handed = [alias(leaf) if label == "x" else leaf for label, leaf in zip(self.labels, leaves, strict=True)]
+        return {"y": [*self.piece.run(handed)]}
+
+
+class NoChain(Exception):
+    """The pieces cannot be traced apart: one reads what is to be conjugated by whoever reads it."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A call of a stage in pieces.
+
+    Attributes:
+        pieces: in the order in which they run.
+        takes: what they read of what the stage is handed.
+        reads: the avals of that, by label.
+        writes: what the stage writes, by label: values, each once, and leaves that are none.
+        specs: the containers around them.
+    """
+
+    pieces: Sequence[Piece]
+    takes: Places
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    specs: Mapping[str, Spec]
+
+    def outline(
+        self, outline: Callable[[PieceCall], Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+        """What `outline` gives for the whole stage; the argument gives that of a piece."""
+        reads = {label: [*map(fact_of, leaves)] for label, leaves in self.reads.items()}
+        known: dict[Value, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
+        made = [outlined for _, outlined in self._followed(outline, known)]
+        writes = {label: [known.get(leaf, leaf) for leaf in leaves] for label, leaves in self.writes.items()}
+        return reads, writes, tuple(op for one in made for op in one.ran), any(one.python for one in made)
+
+    def graph(
+        self,
+        outline: Callable[[PieceCall], Any],
+        trace: Callable[[PieceCall, dict[str, tuple[Any, ...]]], Graph],
+        cotangents: Mapping[str, tuple[Any, ...]],
+    ) -> Graph:
+        """What `trace` gives for the whole stage; the arguments give outlines and traces of pieces."""
+        known: dict[Value, Any] = {value: fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()}
+        calls = [call for call, _ in self._followed(outline, known)]
+        seeds: dict[Value, Aval | None] = {
+            value: seed
+            for label, values in self.writes.items()
+            for value, seed in zip(values, cotangents.get(cotangent_of(label), ()), strict=False)
+        }
+        parts: list[Part] = []
+        for call in reversed(calls):
+            makes = call.piece.makes
+            graph = trace(call, {"dy": tuple(map(seeds.get, makes))})
+            parts.insert(0, Part(call.takes, makes, graph))
+            for value, (label, at) in call.takes.items():
+                gradient = graph.writes["dx"][at] if label == "x" else None
+                if gradient is not None:
+                    seeds[value] = graph.facts[gradient].aval
+        return joined(parts, self.takes, self.reads, self.writes, cotangents)
+
+    def _followed(
+        self, outline: Callable[[PieceCall], Any], known: dict[Value, Any]
+    ) -> Iterator[tuple[PieceCall, Any]]:
+        """The call of each piece and its outline; meanwhile what is made gets known."""
+        for piece in self.pieces:
+            call = PieceCall(piece, known)
+            made, moved = outline(call), Moved()
+            for value, (label, at) in call.takes.items():
+                if isinstance(known[value], Fact):
+                    moved.bases[made.reads[label][at].storage] = known[value]
+            for value, leaf in zip(piece.makes, made.writes["y"], strict=True):
+                known[value] = moved(leaf) if isinstance(leaf, Fact) else leaf
+            yield call, made
+
+
+def chain_of(model: Model, call: StageCall) -> Chain | None:
+    """A call of a stage in pieces, if it is of a net that has some and knows nothing but parameters and inputs."""
+    stage = None if call.stage is None else model.stages[call.stage]
+    if stage is None or call.stage is None or not isinstance(stage.forward, PositionalStage):
+        return None
+    leaves = [leaf for _, leaves in call.reads for leaf in leaves]
+    odd = stage.asks or stage.aux_loss or call.starts or model.per_example
+    if odd or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
+        return None
+    reads = dict(call.reads)
+    tokens = {label: [*map(_token, leaves)] for label, leaves in reads.items()}
+    x = [tree.unflatten(spec, tokens[label]) for label, spec in call.specs if is_input(label)]
+    params = [tokens[label][at] for label, at in positions(model, stage.forward)]
+    many = isinstance(model.inputs[call.stage], tuple)
+    try:
+        in_pieces = stage.forward.in_pieces(params, tokens.get("const", []), tuple(x) if many else x[0])
+    except ValueError:  # what is wrong with the batch is said where the stage runs
+        return None
+    if in_pieces is None:
+        return None
+    taken, y = in_pieces
+    ports = [tree.flatten(one) for one in outputs_of(model, call.stage, y)]
+    values = [leaf for leaves, _ in ports for leaf in leaves]
+    places = {id(token): (label, at) for label, given in tokens.items() for at, token in enumerate(given)}
+    if len({*map(id, values)}) < len(values) or not all(isinstance(token, Tensor) for token in taken.values()):
+        return None
+    made = {label_at("y", port): found for port, found in enumerate(ports)} | {"kept": tree.flatten([])}
+    return Chain(
+        stage.forward.pieces,
+        {value: places[id(token)] for value, token in taken.items()},
+        reads,
+        {label: leaves for label, (leaves, _) in made.items()},
+        {label: spec for label, (_, spec) in made.items()},
+    )
+
+
+def _token(leaf: Any) -> Any:
+    """A tensor without data that stands for an aval; other leaves as they are."""
+    if not isinstance(leaf, Aval):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")

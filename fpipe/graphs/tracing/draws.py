@@ -1,0 +1,305 @@
+"""Let each op that draws random numbers draw from a generator that the graph is handed.
+
+    mask = bernoulli(x, 0.9)        --> keyed -->        mask = bernoulli(x, 0.9, generator=rng)
+
+A generator that was seeded as torch would be gives the numbers that torch would give, in the order of the ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+
+from fpipe.graphs.language.graph import Graph, Name, Node, Stream
+from fpipe.graphs.language.labels import GENERATORS
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.sharded import of_sharded
+from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
+
+_torch: Any = torch
+_random: Any = torch.random
+
+
+def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers: dropout with p=0 does not."""
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    named: Any = op
+    schema = named._schema
+    said = {argument.name: argument.default_value for argument in schema.arguments}
+    said |= dict(zip(said, args, strict=False)) | kwargs
+    return said.get("dropout_p") != 0.0 and said.get("training") is not False and said.get("train") is not False
+
+
+def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
+    """Numbers that follow from something else than the key, or are drawn in a backward.
+
+    `forward` is how many of the calls are the function's own.
+    """
+    for at, node in enumerate(calls):
+        if draws(node.target, node.args, dict(node.kwargs)):
+            if at >= forward:
+                raise Untraceable(f"its backward draws random numbers ({node.target}), as a checkpoint inside it does")
+            if node.kwargs.get("generator") is not None:
+                raise Untraceable(f"it draws from a generator of its own ({node.target})")
+
+
+class Unseeded:
+    """Whether torch's own random numbers go on as they do by themselves, which is all that a trace can tell of them.
+
+    Fake tensors draw nothing, so a generator that starts anew was seeded; others that draw only move it on. And
+    a state that is put back leaves it as it was: that is seen by watching torch's functions for it.
+    """
+
+    def __init__(self) -> None:
+        self.generators: list[torch.Generator] = [TORCHS_GENERATOR]
+        if torch.cuda.is_initialized():
+            self.generators += torch.cuda.default_generators
+        with _disable_current_modes():
+            self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
+        self.drew = self.again = False
+
+    def __enter__(self) -> Unseeded:
+        """`torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other,
+        which might hand it to an op."""
+        watched, self.others = WatchedGenerator(TORCHS_GENERATOR, self._asked), vars(torch)["__getattr__"]
+        self.found = _random.default_generator, vars(torch).get(_NAME)  # none where one outline is in another
+
+        def found(name: str) -> Any:
+            if name != _NAME:
+                return self.others(name)
+            return watched if threading.get_ident() == watched.thread else TORCHS_GENERATOR
+
+        _random.default_generator, _torch.__getattr__ = watched, found
+        _torch.__dict__.pop(_NAME, None)  # other threads find it all the while
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Undo what was seeded."""
+        _random.default_generator, own = self.found
+        if own is not None:
+            setattr(torch, _NAME, own)
+        _torch.__getattr__ = self.others
+        try:
+            self.check()
+        except Untraceable:
+            for generator, (_, state) in zip(self.generators, self.before, strict=True):
+                generator.set_state(state)
+
+    def _asked(self, method: str) -> None:
+        if method == "initial_seed":
+            raise Untraceable("it reads the seed of torch's random numbers")
+        self.again = self.again or (method == "set_state" and self.drew)
+
+    def draw(self) -> None:
+        """Raise Untraceable if what is drawn now does not come after what was drawn before."""
+        self.check()
+        if self.again:
+            raise Untraceable("it draws once more from a state of torch's random numbers that it put back")
+        self.drew = True
+
+    def check(self) -> None:
+        """Raise Untraceable if one was seeded."""
+        with _disable_current_modes():
+            for generator, (seed, state) in zip(self.generators, self.before, strict=True):
+                if generator.initial_seed() != seed or (
+                    not torch.equal(now := generator.get_state(), state)
+                    and torch.equal(now, torch.Generator(generator.device).manual_seed(seed).get_state())
+                ):
+                    raise Untraceable("it seeds torch's random numbers itself")
+
+
+_NAME = "default_generator"
+
+
+class WatchedGenerator:
+    """The generator by which `torch.random` does what it does, and which of its methods this thread asks for."""
+
+    def __init__(self, generator: torch.Generator, asked: Callable[[str], None]) -> None:
+        self.generator = generator
+        self.asked = asked
+        self.thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() == self.thread:
+            self.asked(name)
+        return getattr(self.generator, name)
+
+
+class Streams(TorchDispatchMode):
+    """Notes for each op that draws which stream of random numbers it draws from, and hands it no generator.
+
+    `known` are the seeds that follow from the stage's key. Fake tensors draw nothing; so this mode draws from
+    the generator, and knows by its state whether a stage goes on with it or has seeded it anew.
+    """
+
+    def __init__(self, known: Mapping[int, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.known = known
+        self.found: list[Stream | None] = []
+        self.generators: dict[int, tuple[torch.Generator, Tensor, Stream]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if of_sharded(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            generator = kwargs.get("generator")
+            self.found.append(None if generator is None else self._of(func, generator))
+            kwargs = {word: None if word == "generator" else arg for word, arg in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _of(self, func: Any, generator: torch.Generator) -> Stream:
+        path = self.known.get(generator.initial_seed())
+        if path is None:
+            raise Untraceable(f"it draws from a generator of its own ({func}), which its key did not seed")
+        with _disable_current_modes():
+            now, device = generator.get_state(), generator.device
+            _, before, stream = self.generators.get(id(generator), (None, None, None))
+            if before is None or stream is None or not torch.equal(now, before):
+                fresh = torch.Generator(device).manual_seed(generator.initial_seed())
+                if not torch.equal(now, fresh.get_state()):
+                    raise Untraceable(f"it draws from a generator that was not only seeded ({func})")
+                count = len({stream for stream in self.found if stream is not None})
+                stream = Stream(str(device), 1 + count, path)
+            torch.rand(1, generator=generator, device=device)
+            self.generators[id(generator)] = generator, generator.get_state(), stream
+        return stream
+
+
+def drawn(graph: Graph) -> list[Node]:
+    """The ops of a graph that draw random numbers, those that are handed a generator already too."""
+    handed = set(graph.reads.get(GENERATORS, ()))
+    return [
+        node
+        for node in graph.nodes
+        if node.kwargs.get("generator") in handed or draws(node.op, node.args, dict(node.kwargs))
+    ]
+
+
+# Tensors that a random op has filled in place, as a new tensor in the same order in memory. The op without its `_`
+# would write another order, and so give each number to another element: a mask of transposed data shows it.
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define("filled(Tensor like, str name, float[] numbers) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_FILLED: Any = torch.ops.fpipe.filled.default
+_aten: Any = torch.ops.aten
+# Those whose arguments are floats, which is what `filled` takes.
+_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
+
+
+def fill(like: Tensor, name: str, numbers: list[float], generator: torch.Generator | None = None) -> Tensor:
+    """An empty tensor, filled by one of its random methods."""
+    return getattr(like, name)(*numbers, generator=generator)
+
+
+def _filled(like: Tensor, name: str, numbers: list[float]) -> Tensor:
+    return fill(_empty(like, name, numbers), name, numbers)
+
+
+def _empty(like: Tensor, name: str, numbers: list[float]) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+_LIBRARY.impl("filled", _filled, "CompositeExplicitAutograd")
+torch.library.register_fake("fpipe::filled", _empty, lib=_LIBRARY)
+
+
+def without_fills(traced: fx.GraphModule) -> None:
+    """Replace what fills an empty tensor, and nothing else does, by an op that makes it."""
+    for node in traced.graph.nodes:
+        filling = _filling(node)
+        if filling is not None:
+            like, name, numbers = filling
+            with traced.graph.inserting_after(node):
+                new = traced.graph.call_function(_FILLED, (like, name, numbers))
+            new.meta = node.meta
+            with node.meta["val"].fake_mode:  # what is filled is another tensor than the empty one
+                like.meta["val"] = _empty(node.meta["val"], "", [])
+            node.replace_all_uses_with(new)
+            for user in [user for user in like.users if user not in (new, node)]:
+                user.replace_input_with(like, new)
+            traced.graph.erase_node(node)
+
+
+def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
+    """The empty tensor that a node fills with random numbers before anybody reads it, by which method, with what."""
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if name not in _FILLS or node.kwargs.get("generator") is not None:
+        return None
+    like, *numbers = node.args
+    if not isinstance(like, fx.Node) or like.target not in _EMPTY or next(iter(like.users)) is not node:
+        return None
+    plain = [float(number) for number in numbers if isinstance(number, int | float)]
+    return (like, name, plain) if len(plain) == len(numbers) else None
+
+
+def keyed(graph: Graph, streams: Sequence[Stream | None] | None = None) -> Graph:
+    """The graph with generators as an input, if it draws: from the stage's own stream, or each op from that said."""
+    drawing = drawn(graph)
+    if not drawing:
+        return graph
+    if streams is not None and len(streams) != len(drawing):
+        raise Untraceable("torch draws random numbers by other ops while it is traced")
+    said = dict(zip((node.name for node in drawing), streams or [None] * len(drawing), strict=True))
+    names: dict[Stream, Name] = {}
+
+    def given(node: Node) -> Node:
+        if node.name not in said:
+            return node
+        fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
+        stream = said[node.name] or Stream(str(fact.aval.device))
+        word = "_".join([GENERATORS, stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
+        name = names.setdefault(stream, Name(word))
+        return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
+
+    nodes = tuple(map(given, graph.nodes))
+    return replace(graph, nodes=nodes, reads={**graph.reads, GENERATORS: tuple(names.values())}, streams=tuple(names))
+
+
+@lru_cache
+def _with_generator(op: Any) -> Callable[..., Any]:
+    """An op, or its overload, that takes a generator; where there is none, torch's own stands in for it."""
+    if op is _FILLED:
+        return fill
+    if any(argument.name == "generator" for argument in op._schema.arguments):
+        return op
+    packet = op.overloadpacket
+    wanted = [argument.name for argument in op._schema.arguments]
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        words = [argument.name for argument in other._schema.arguments]
+        if "generator" in words and [word for word in words if word != "generator"] == wanted:
+            return other
+    return GeneratorAdapter(op)
+
+
+class GeneratorAdapter:
+    """Lets an op that draws from torch's own generator only take another: it draws from that one's state."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.__name__: str = op.__name__
+        self.tags: Any = op.tags
+        self._schema: Any = op._schema
+
+    def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
+        """The op, on the numbers that the generator would give."""
+        device = generator.device
+        torchs = TORCHS_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        with seeded(0, ""):
+            torchs.set_state(generator.get_state())
+            made = self.op(*args, **kwargs)
+            generator.set_state(torchs.get_state())
+        return made

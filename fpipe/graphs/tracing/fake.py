@@ -1,0 +1,207 @@
+"""Tensors without data that lie in memory as real ones would, so that a trace meets the views and copies of a real run.
+
+torch tells what an op will write by a Python retelling of it, and some retell another order in memory: `hardtanh` of
+transposed data, whose gradient then is viewed where plain autograd copies. Who does not rely on it asks the op itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.graphs.purity.ambient import Untraceable, kernels
+from fpipe.graphs.purity.sharded import is_collective
+from fpipe.graphs.tracing.keys import seeded
+
+_aten: Any = torch.ops.aten
+# Their results are contiguous, whatever they are handed, and they are the ones that take long.
+_CONTIGUOUS = tuple(getattr(_aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"))
+
+
+def fake_mode() -> Any:
+    """Within it tensors have no data; what it rests on is imported when it is first needed, which takes a second."""
+    return _mode()(allow_non_fake_inputs=True)
+
+
+class LeakedTensor(RuntimeError):
+    """A fake tensor outlives the run that made it: real runs would find it."""
+
+
+@contextmanager
+def no_leaks(mode: Any) -> Generator[None]:
+    """While it lasts a function runs on fake tensors, and leaves none behind, as under `jax.checking_leaks`.
+
+    Raises:
+        LeakedTensor: one of those that ops made is still there.
+    """
+    mode.made = made = list[weakref.ref[Tensor]]()
+    yield
+    mode.made = None
+    if any(one() is not None for one in made):
+        gc.collect()  # some may be gone but for references to themselves
+    left = next((one for one in (each() for each in made) if one is not None), None)
+    if left is not None:
+        kinds = {type(holder).__name__ for holder in gc.get_referrers(left)} & {"dict", "list", "tuple", "set", "cell"}
+        raise LeakedTensor(
+            f"a tensor of shape {tuple(left.shape)} that was made of fake tensors, and so has no data, is left behind"
+            f"{f' in a {min(kinds)}' if kinds else ''}, where real runs would find it. Clear it there, and run the "
+            "stage on real data first, as a step does, so that what it caches is real; or let it keep no tensors."
+        )
+
+
+class _Switch(threading.local):
+    on = False
+
+
+_QUIET, _WATCHED = _Switch(), _Switch()
+
+
+@contextmanager
+def watched_memory() -> Generator[None]:
+    """Meanwhile a tensor without data that is given another's memory, by `one.data = other`, ends the trace: it is no
+    op, and what is computed from the tensor would be what was computed from it before.
+
+    Raises:
+        Untraceable: one is.
+    """
+    _watch()
+    before, _WATCHED.on = _WATCHED.on, True
+    try:
+        yield
+    finally:
+        _WATCHED.on = before
+
+
+@cache
+def _watch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    whole: Any = Tensor.data
+
+    def assign(tensor: Any, other: Any) -> None:
+        if _WATCHED.on:
+            raise Untraceable("it assigns the .data of a tensor, which no trace sees")
+        whole.__set__(tensor, other)
+
+    # torch calls no mode that would see it but one that makes modules take other ways.
+    FakeTensor.data = property(whole.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@cache
+def _mode() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # A mistake in a stage is raised; torch would print it too, with its own stack.
+    logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
+
+    class Mode(FakeTensorMode):
+        """torch's own, whose tensors are put into the order that the ops really write.
+
+        Attributes:
+            made: takes what ops make, if somebody wants to know.
+        """
+
+        made: list[Any] | None = None
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before, _QUIET.on = _QUIET.on, True
+            try:
+                results = super().__torch_dispatch__(func, types, args, kwargs or {})
+            finally:
+                _QUIET.on = before
+            if self.made is not None:
+                self.made += map(weakref.ref, _tensors(results if isinstance(results, list | tuple) else [results]))
+            return results
+
+        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made: Any = super().dispatch(func, types, args, kwargs or {})
+            if not _writes_its_own(func) or _told_truly(func, args):
+                return made
+            strides = _strides(func, args, kwargs or {})
+            if isinstance(made, Tensor):
+                return self._reordered(made, *strides) if len(strides) == 1 else made
+            if not isinstance(made, list | tuple) or len(made) != len(strides):
+                return made
+            return (list if isinstance(made, list) else tuple)(map(self._reordered, made, strides))
+
+        def _reordered(self, made: Any, strides: Any) -> Any:
+            if not isinstance(made, Tensor) or strides is None or strides == made.stride():
+                return made
+            with self:
+                return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+
+    return Mode
+
+
+@cache
+def _writes_its_own(op: Any) -> bool:
+    """Whether an op writes tensors of its own, whose order in memory it chooses."""
+    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS or is_collective(op):
+        return False
+    schema: Any = vars(op)["_schema"]
+    return bool(schema.returns) and all(result.alias_info is None for result in schema.returns)
+
+
+def _told_truly(op: Any, args: Any) -> bool:
+    """Whether torch is trusted, or has to be: an op that is handed numbers made up for an index reads anywhere."""
+    tensors = [*_tensors(args)]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
+    numbers = (torch.bool, *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()))
+    odd = any(tensor.dtype not in numbers for tensor in tensors)
+    seeded = torch.Tag.nondeterministic_seeded in op.tags  # rrelu of transposed data writes another order than told
+    return odd or (alike and torch.Tag.pointwise in op.tags and not seeded)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+_KNOWN: dict[Any, list[tuple[int, ...] | None]] = {}
+_MOST = 4096
+
+
+def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
+    """The strides of what an op writes, by running it once on zeros; nothing where it cannot run on those."""
+    key = (op, kernels(), _described(args), _described(kwargs.items()))
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        with _disable_current_modes(), torch.no_grad(), seeded(0, ""):
+            try:
+                made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
+            except Exception:  # zeros may be no matrix to invert
+                made = []
+            each = made if isinstance(made, list | tuple) else [made]
+            _KNOWN[key] = [result.stride() if isinstance(result, Tensor) else None for result in each]
+    return _KNOWN[key]
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return tuple(arg.shape), arg.stride(), arg.dtype, arg.device
+    return tuple(map(_described, arg)) if not isinstance(arg, str) and hasattr(arg, "__iter__") else repr(arg)
+
+
+def _zeros(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        size = 1 + sum((n - 1) * step for n, step in zip(arg.shape, arg.stride(), strict=True))
+        whole = torch.zeros(0 if 0 in arg.shape else size, dtype=arg.dtype, device=arg.device)
+        return whole.as_strided(arg.shape, arg.stride())
+    return type(arg)(map(_zeros, arg)) if isinstance(arg, list | tuple) else arg

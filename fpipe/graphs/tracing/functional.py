@@ -1,0 +1,51 @@
+"""Rewrite the ops of a trace that mutate a tensor: one of its own becomes a new tensor, any other is refused.
+
+y = exp(x); y.add_(1)        --> functional -->        y = exp(x); z = add(y, 1)
+x.add_(1)                    --> refused: x was given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.language.graph import storage_of
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.in_place import keep_layouts, mutated_by, rename_writes
+from fpipe.graphs.purity.schema import BATCH_NORMS
+
+_aten: Any = torch.ops.aten
+
+
+def refuse_mutation(traced: Any) -> None:
+    """A function that writes what it was given, or what it holds on to, is not pure."""
+    nodes = traced.graph.nodes
+    given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+    storages = {storage_of(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
+    for node in nodes:
+        for changed in mutated_by(node) if node.op == "call_function" else ():
+            if changed in given or storage_of(changed.meta["val"]) in storages:
+                raise Untraceable(f"it changes what it is given in place ({node.target})")
+
+
+def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
+    """The same ops with none that changes a tensor: what autograd did in place, on tensors of its own, is a new one."""
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    rename_writes(traced, keep_layouts(traced))
+    calls = [node for node in traced.graph.nodes if node.op == "call_function" and mutated_by(node)]
+    for node in calls:
+        if node.target in BATCH_NORMS:
+            node.target = _aten._native_batch_norm_legit.default
+    if not calls:
+        return traced
+    traced.recompile()
+    again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
+    if left is not None:
+        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
+    return again

@@ -1,0 +1,413 @@
+"""Trace what plain autograd does: a function and its gradient, run once on fake tensors, op by op.
+
+    y = f(params, x)        --> trace -->        y = ops(params, x);  dx, g = more ops(params, x, dy)
+
+The gradient is `torch.autograd.grad`'s own, so the ops are those that run without us, in their order. (Tracing
+`torch.func.vjp` instead takes ops apart: GroupNorm, SiLU, LSTM and weight norm then differ in their last bits.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.in_place import is_view_in_place, mutated_by
+from fpipe.graphs.purity.pure import Impure
+from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
+from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
+from fpipe.graphs.tracing.functional import functional, refuse_mutation
+from fpipe.graphs.tracing.keys import exclusive_generator
+from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
+from fpipe.graphs.tracing.rows import of_each_row, rows_of
+
+Leaves = Sequence[Any]
+Groups = Mapping[str, Leaves]
+Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
+"""A function of leaves by label (`params`, `x`, `x:1`, ...) to leaves by label (`y`, `loss`, ...)."""
+
+Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
+
+Keys = Mapping[int, tuple[int, ...]]
+"""Of a function that asks for its key: the numbers that follow from it so far, each with what was folded into it."""
+
+_aten = torch.ops.aten
+
+
+def outline(
+    function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+    """What a function reads and writes, by running it on fake tensors.
+
+    Returns:
+        A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
+        storage number share their memory. The ops that ran, by name. And whether its gradient is partly Python, which
+        may ask what is wanted of it.
+
+    >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
+    >>> reads, writes, ran, _ = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
+    float32[3, 2] True
+    >>> ran
+    ('aten.t.default',)
+    """
+    with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
+        return _outline(function, reads, keys, apart)
+
+
+def _outline(
+    function: Flat, reads: Groups, keys: Keys | None, apart: bool
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+    numbers: dict[int, int] = {}
+    cached = torch.is_autocast_cache_enabled()
+    with _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
+        given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
+        with Unseeded() as unseeded:
+            with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
+                made = function(_handed(_apart(given) if apart else given, reads))
+            unseeded.check()
+        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), partly_python(chain(*made.values()))
+
+
+def partly_python(made: Iterable[Any]) -> bool:
+    """Whether a `torch.autograd.Function` of somebody's own, or a module's hook, is on the way back from results;
+    torch's own ask for nothing."""
+    todo = [leaf.grad_fn for leaf in made if isinstance(leaf, Tensor)]
+    seen: set[Any] = {None}
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [behind for behind, _ in node.next_functions]
+        module = str(getattr(getattr(node, "_forward_cls", None), "__module__", "torch."))
+        if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
+            return True
+    return False
+
+
+class _Heard(TorchDispatchMode):
+    """Notes which ops run, and refuses those that draw after the function has seeded torch's generator, or put it
+    back, and those whose gradient is another on fake tensors: a later write through a view that has been turned in
+    place goes to where it would have gone before."""
+
+    def __init__(self, unseeded: Unseeded) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.unseeded = unseeded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if _has_kernel(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inside torch.func such an op comes whole, while make_fx sees its parts
+                return func.decompose(*args, **(kwargs or {}))
+        if func not in _NOT_HEARD:
+            self.ops.append(str(func))
+        if draws(func, args, kwargs or {}):
+            self.unseeded.draw()
+        if is_view_in_place(func) and args[0]._is_view():
+            raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
+        return func(*args, **(kwargs or {}))
+
+
+def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str, list[Any]]:
+    return {
+        label: [fact(leaf, numbers) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for label, leaves in groups.items()
+    }
+
+
+def trace(
+    function: Flat,
+    reads: Groups,
+    cotangents: Groups,
+    keys: Keys | None = None,
+    around: Around | None = None,
+    apart: bool = False,
+) -> Graph:
+    """The function and its gradient as one graph.
+
+    Args:
+        function: it depends on nothing but what it reads, and constants.
+        reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
+            `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
+        cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
+        keys: where the function asks for its key.
+        around: does something while what is read is where the function has it, as its gradient needs it where it calls
+            parts of the function again.
+        apart: whether each row is handed parameters of its own.
+
+    Raises:
+        Untraceable: the function looks at data, draws random numbers, or changes what it reads.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    groups: Groups = {**reads, **cotangents}
+    places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
+    shown: list[tuple[str, list[Any]]] = []
+    before: list[int] = []
+    cached = torch.is_autocast_cache_enabled()
+    streams = None if keys is None else Streams(keys)
+
+    def joint(*tensors: Tensor) -> list[Tensor]:
+        given = {label: list(leaves) for label, leaves in groups.items()}
+        for (label, at), tensor in zip(places, tensors, strict=True):
+            given[label][at] = tensor.detach()
+        given = _apart(given) if apart else given
+        for label, at in places:
+            given[label][at].requires_grad_(groups[label][at].wants)
+        with _autocast_cache(cached), streams or nullcontext(), watched_memory():
+            shown[:] = _with_gradient(function, given, reads, cotangents, before, around or _just)
+        return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
+
+    with _reasons():
+        with fake_mode():
+            fakes = [_empty(groups[label][at]).detach() for label, at in places]
+        traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+        ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
+        refuse_hidden(calls, before[0])
+        without_fills(traced)
+        rewrite_max_gradients(traced)
+        calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+        if any(map(mutated_by, calls)):
+            refuse_mutation(traced)
+            layouts = _rrelu_layouts(traced)
+            traced = functional(traced, fakes)
+            if _rrelu_layouts(traced) != layouts:
+                raise Untraceable("rrelu of transposed data draws in another order once nothing is changed in place")
+        graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
+        return keyed(graph, streams and streams.found)
+
+
+def _with_gradient(
+    function: Flat,
+    given: Mapping[str, list[Any]],
+    reads: Groups,
+    cotangents: Groups,
+    before: list[int],
+    around: Around,
+) -> Iterator[tuple[str, list[Any]]]:
+    """What the function writes, then the gradients of what wants one; `before` is told how many calls come first."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    with _in_this_thread():
+        with _as_if_it_ran():
+            handed = _handed(given, reads)
+            made = function(handed)
+        mode: Any = get_proxy_mode()
+        before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
+        yield from made.items()
+        pairs = [
+            (root, start)
+            for label in cotangents
+            for root, start in zip(made[result_of(label)], given[label], strict=True)
+            if isinstance(root, Tensor) and root.requires_grad and start is not None
+        ]
+        gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
+        wanted = [leaf for label in gradients for leaf in given[label] if _wants(leaf)]
+        found: Iterator[Any] = iter([None] * len(wanted))
+        if pairs and wanted:
+            roots, starts = zip(*pairs, strict=True)
+            gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
+            found = iter(around(handed, gradient))
+        for label, written in gradients.items():
+            yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
+
+
+def _apart(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """What a function reads, with parameters of its own for each row of its input."""
+    rows = rows_of(leaf for label in given if is_input(label) for leaf in given[label])
+    return {label: of_each_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in given.items()}
+
+
+@contextmanager
+def _in_this_thread() -> Generator[None]:
+    """With autograd, whose backward on a device goes on in a thread of its own, under none of our modes: the whole one,
+    and one that a stage takes within."""
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _handed(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
+    """What a function is handed: DTensors in the place of their shards."""
+
+    def whole(leaf: Any, known: Any) -> Any:
+        return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)
+
+    return {label: [*map(whole, given[label], known)] for label, known in reads.items()}
+
+
+def _just(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
+    return what()
+
+
+def _wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _empty(leaf: Any) -> Any:
+    if not isinstance(leaf, Aval):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.wants)
+
+
+def _rrelu_layouts(traced: Any) -> list[tuple[int, ...]]:
+    """The strides of what each rrelu writes, in whose order the next op may draw: `rrelu_with_noise` writes its own
+    order, `rrelu_with_noise_functional` that of its input."""
+    nodes = [node for node in traced.graph.nodes if "rrelu_with_noise" in str(node.target)]
+    values = [node.meta.get("val") for node in nodes if "backward" not in str(node.target)]
+    firsts = [value[0] if isinstance(value, tuple | list) else value for value in values]
+    return [tuple(value.stride()) for value in firsts if isinstance(value, Tensor)]
+
+
+@contextmanager
+def _autocast_cache(enabled: bool) -> Generator[None]:
+    """Autocast casts a weight once for all its uses, so their gradients are added in the lower precision.
+
+    make_fx switches that off. What is cast here has no data and must not be found later.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _as_if_it_ran() -> Generator[None]:
+    """Without what tells Python that make_fx watches: attention that wants no gradient runs as one op of its own, and
+    would write its steps out instead. What make_fx's mode for functions notes is only for people to read."""
+    from torch.fx.experimental import proxy_tensor
+    from torch.nn.modules import activation
+
+    watching: Any = proxy_tensor
+    attention: Any = activation
+    before, attention._is_make_fx_tracing = attention._is_make_fx_tracing, lambda: False
+    try:
+        with watching._temp_remove_metadata_torch_function_mode():
+            yield
+    finally:
+        attention._is_make_fx_tracing = before
+
+
+@contextmanager
+def _no_compiled_functions() -> Generator[None]:
+    """A function of torch.compile refuses to run, as in make_fx: its kernels would read memory that is not there."""
+    from torch.fx import _symbolic_trace
+
+    # The flag is a module's up to torch 2.13, a thread's in 2.15.
+    place = getattr(_symbolic_trace, "_is_fx_tracing_tls", _symbolic_trace)
+    name = "_is_fx_tracing_flag" if place is _symbolic_trace else "flag"
+    before = getattr(place, name, False)
+    setattr(place, name, True)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+_TRACING = threading.RLock()  # torch traces for one thread at a time
+
+
+@contextmanager
+def _reasons() -> Generator[None]:
+    """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
+    those of a step and not these."""
+    try:
+        with _TRACING, _disable_current_modes():
+            yield
+    except (Untraceable, LeakedTensor):
+        raise
+    except Impure as error:
+        raise Untraceable(str(error)) from error
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise Untraceable(f"{type(error).__name__}: {reason}") from error
+
+
+def _graph(
+    traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
+) -> Graph:
+    """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    names: dict[fx.Node, Any] = {}
+    facts: dict[Name, Fact] = {}
+    constants: dict[Name, Tensor] = {}
+    nodes: list[Node] = []
+    numbers: dict[int, int] = {}
+    taken: set[str] = set()
+    reads: dict[str, list[Any]] = {label: [None] * len(leaves) for label, leaves in groups.items()}
+    given = iter(places)
+    results: list[Any] = []
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            results = list(node.args[0])
+            continue
+        name = _unused(node.name, taken)
+        if node.op == "placeholder":
+            label, at = next(given)
+            name = _unused(variable(label, at), taken)
+            reads[label][at] = name
+        elif node.op == "get_attr":
+            constants[name] = getattr(traced, node.target)
+            if isinstance(constants[name], FakeTensor):
+                raise Untraceable("it holds on to a tensor that was made while it was traced")
+        elif node.target in _NOTHING:
+            names[node] = names[node.args[0]]
+            continue
+        else:
+            args, kwargs = _plain(node.args, names), {word: _plain(arg, names) for word, arg in node.kwargs.items()}
+            nodes.append(Node(name, node.target, args, kwargs))
+        names[node] = name
+        value = node.meta.get("val", constants.get(name))
+        if isinstance(value, Tensor):
+            known = fact(value, numbers)
+            facts[name] = known._replace(aval=known.aval._replace(wants=False))
+    writes: dict[str, list[Any]] = {}
+    found = iter(results)
+    for label, leaves in shown:
+        writes[label] = [names[next(found)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tuples = [{label: tuple(leaves) for label, leaves in side.items()} for side in (reads, writes)]
+    return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
+
+
+_has_kernel: Callable[[str, str], bool] = cast("Any", torch)._C._dispatch_has_kernel_for_dispatch_key
+_NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_NOT_HEARD = (*_NOTHING, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
+
+
+def _unused(name: str, taken: set[str]) -> Name:
+    found = next(new for new in chain([name], (f"{name}_{k}" for k in count(1))) if new not in taken)
+    taken.add(found)
+    return Name(found)
+
+
+def _plain(arg: Any, names: Mapping[fx.Node, Any]) -> Any:
+    """An argument with our names, in plain lists and tuples."""
+    if isinstance(arg, fx.Node):
+        return names[arg]
+    if isinstance(arg, list | tuple):
+        return (list if isinstance(arg, list) else tuple)(_plain(one, names) for one in arg)
+    return arg

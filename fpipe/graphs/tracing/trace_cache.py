@@ -1,0 +1,306 @@
+"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, in_own_storage, inlined, same
+from fpipe.graphs.language.labels import variable
+from fpipe.graphs.purity.alike import alike
+from fpipe.graphs.purity.ambient import Untraceable, ambient
+from fpipe.graphs.tracing.chain import Chain, NoChain, PieceCall, chain_of
+from fpipe.graphs.tracing.keys import TracedKey, fold_in, unseeding
+from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
+from fpipe.graphs.tracing.trace import Around, outline, trace
+from fpipe.model import Model, PositionalStage, of_net
+
+Cotangents = Mapping[str, tuple[Any, ...]]
+"""By label the avals of the cotangents of a call, None where there is none."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, its ops, and
+    whether its gradient is partly Python."""
+
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    specs: Mapping[str, Spec]
+    ran: tuple[str, ...]
+    python: bool
+
+    def avals(self, label: str) -> tuple[Any, ...]:
+        """The avals of what is written under a label, other leaves as they are."""
+        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
+
+
+class Store:
+    """What has been traced of one function, by the way it was called; what was not used for long is forgotten."""
+
+    def __init__(self) -> None:
+        self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
+        self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
+        self._versions: LRUCache[Any, int] = LRUCache(_MOST)
+
+    def version(self, function: Any) -> int:
+        """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
+        now = alike(function)
+        if now not in self._versions:
+            self._versions[now] = next(_NUMBERS)
+        return self._versions[now]
+
+
+_MOST = 512
+_NUMBERS = count()
+
+
+# A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
+# nothing can refer to weakly.
+_OF_FUNCTIONS: WeakKeyDictionary[Any, Store] = WeakKeyDictionary()
+_OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
+
+
+class Traces:
+    """A model's stages as graphs, each traced once for each way it is called, whoever asks.
+
+    Stages that compute the same function share their traces: those of one Python function, modules that are equal in
+    class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op. So do
+    blocks inside of such graphs.
+    """
+
+    def __init__(self, model: Model, known_only: bool = False) -> None:
+        self.model, self.known_only = model, known_only
+        self._entries: dict[StageCall, tuple[Store, Any]] = {}
+        self._outlines: dict[StageCall, Outline] = {}
+        self._graphs: dict[Any, Graph] = {}
+        self._shared: dict[StageCall, StageCall] = {}
+        self._chains: dict[StageCall, Chain | None] = {}
+        self._twins: dict[int, Any] = {}
+        self._stores: dict[int, tuple[Store, int]] = {}
+
+    def outline(self, call: StageCall) -> Outline:
+        """What a call writes, by running it once on fake tensors."""
+        if call not in self._outlines:
+            store, key = self._entry(call)
+            made = store.outlines.get(key)
+            if made is None:
+                made = store.outlines[key] = self._outlined(call)
+            self._outlines[call] = made
+        return self._outlines[call]
+
+    def _outlined(self, call: StageCall) -> Outline:
+        chain = self._chain(call)
+        if chain is not None:
+            with suppress(NoChain):
+                reads, writes, ran, python = chain.outline(self._piece_outline)
+                return Outline(reads, writes, chain.specs, ran, python)
+        self._refuse_new()
+        specs, root = dict[str, Spec](), TracedKey(0)
+        function = flat(self.model, call, specs, root)
+        reads, writes, ran, python = outline(function, dict(call.reads), root.known, self._apart(call))
+        return Outline(reads, writes, specs, ran, python)
+
+    def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        known = (call, *cotangents.items())
+        if known not in self._graphs:
+            self._graphs[known] = self._traced(call, cotangents)
+        return self._graphs[known]
+
+    def graphs(self) -> dict[int | None, list[Graph]]:
+        """Those that were asked for, by the stage (None: the loss)."""
+        found: dict[int | None, list[Graph]] = {}
+        for (call, *_), graph in self._graphs.items():
+            found.setdefault(call.stage, []).append(graph)
+        return found
+
+    def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        if call.stage is None and self.model.loss is None and self.model.reduction != "count":
+            return _the_loss_itself(call, cotangents)
+        store, own = self._entry(call)
+        key = (own, *cotangents.items())
+        found = store.graphs.get(key)
+        if found is None:
+            found = store.graphs[key] = self._joined(call, cotangents) or self._whole(call, cotangents)
+        return found
+
+    def _whole(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        self._refuse_new()
+        found = self._trace(call, cotangents)
+        # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
+        if not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
+            _refuse_others(found, self.outline(call))
+        return found
+
+    def _joined(self, call: StageCall, cotangents: Cotangents) -> Graph | None:
+        """The graph of a call, put together of those of its pieces; None where it is traced as a whole."""
+        chain = self._chain(call)
+        with suppress(NoChain):
+            return None if chain is None else chain.graph(self._piece_outline, self._piece_graph, cotangents)
+        return None
+
+    def _piece_outline(self, call: PieceCall) -> Outline:
+        """What a piece writes."""
+        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, ambient())
+        made = store.outlines.get(key)
+        if made is None:
+            self._refuse_new()
+            reads, writes, ran, python = outline(call, call.reads)
+            made = store.outlines[key] = Outline(reads, writes, {}, ran, python)
+        return made
+
+    def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
+        """A piece and its gradient as a graph."""
+        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, *cotangents.items(), ambient())
+        found = store.graphs.get(key)
+        if found is None:
+            self._refuse_new()
+            found = trace(call, call.reads, cotangents)
+            _refuse_others(found, self._piece_outline(call))
+            store.graphs[key] = found
+        return found
+
+    def _chain(self, call: StageCall) -> Chain | None:
+        """A call in pieces, if it is traced so."""
+        if call not in self._chains:
+            self._chains[call] = chain_of(self.model, call)
+        return self._chains[call]
+
+    def _trace(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
+        of one are others for the next."""
+        if call.stage is None or "key" not in self.model.stages[call.stage].asks:
+            function, around = flat(self.model, call, {}), self._around(call)
+            return trace(function, dict(call.reads), cotangents, None, around, self._apart(call))
+        keys = [TracedKey(fold_in(0, which)) for which in range(2)]
+        with unseeding():
+            one, other = (
+                trace(flat(self.model, call, {}, key), dict(call.reads), cotangents, key.known) for key in keys
+            )
+        if not same(one, other):
+            raise Untraceable("it does something else with its key than seed a torch.Generator")
+        return one
+
+    def _apart(self, call: StageCall) -> bool:
+        """Whether each row is handed parameters of its own, of which the loss has none."""
+        return self.model.per_example and call.stage is not None
+
+    def _refuse_new(self) -> None:
+        if self.known_only:
+            raise Untraceable("it is not traced yet")
+
+    def shared(self, call: StageCall) -> StageCall:
+        """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
+
+        So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
+        A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
+        """
+        if call not in self._shared:
+            self._shared[call] = call
+            other = call.differentiable()
+            with suppress(Untraceable):  # what autograd would keep may be changed in place while nobody wants it
+                same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
+                self._shared[call] = other if same_ops else call
+        return self._shared[call]
+
+    def with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
+        """The last stage and the loss, each traced apart, as one graph."""
+        top = self.graph(loss, {"dloss": (weight,)})
+        dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
+        stage = self.graph(call, {**cotangents, "dy": dy})
+        return stage.once(("with loss", top), lambda: inlined(stage, top))
+
+    def _entry(self, call: StageCall) -> tuple[Store, Any]:
+        """Where the traces of a call are, and under which key."""
+        try:
+            if call not in self._entries:
+                self._entries[call] = self._find_entry(call)
+        except TypeError as error:
+            raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
+        return self._entries[call]
+
+    def _find_entry(self, call: StageCall) -> tuple[Store, Any]:
+        odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
+        if odd is not None:
+            raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
+        around = (call.odd, call.reads, call.starts, ambient())
+        if call.stage is None:
+            store, own = self._store(self.model.loss)
+            return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
+        stage = self.model.stages[call.stage]
+        by_place = isinstance(stage.forward, PositionalStage)
+        names = tuple("" if by_place else leaf.name for leaf in self.model.tied(call.stage))
+        how = (
+            frozenset(stage.asks),
+            stage.aux_loss,
+            names,
+            self.model.ports(call.stage),
+            isinstance(self.model.inputs[call.stage], tuple),
+            call.microbatch,
+        )
+        if isinstance(stage.forward, PositionalStage):
+            specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
+            if call.stage not in self._twins:
+                self._twins[call.stage] = stage.forward.twin()
+            twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
+            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
+        store, own = self._store(stage.forward)
+        wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
+        held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
+        return store, (own, how, held, call.specs, *around)
+
+    def _store(self, function: Any) -> tuple[Store, int]:
+        """The traces of a function, and which of those are of the function as it is."""
+        if id(function) not in self._stores:
+            store = None
+            if type(function).__eq__ is object.__eq__:
+                with suppress(TypeError):
+                    store = _OF_FUNCTIONS.setdefault(function, Store())
+            store = _OF_MODELS.setdefault(self.model, Store()) if store is None else store
+            self._stores[id(function)] = store, store.version(function)
+        return self._stores[id(function)]
+
+    def _around(self, call: StageCall) -> Around | None:
+        """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
+        module = None if call.stage is None else self.model.stages[call.stage].forward
+        if not isinstance(module, PositionalStage):
+            return None
+        order = positions(self.model, module)
+
+        def around(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
+            return module.during([given[label][at] for label, at in order], given.get("const", []), what)
+
+        return around
+
+
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+
+
+def _refuse_others(graph: Graph, outline: Outline) -> None:
+    if graph.ran[: len(outline.ran)] != outline.ran:
+        raise Untraceable("torch runs other ops for it while it is traced")
+
+
+def _leaves(call: StageCall) -> list[Any]:
+    return [leaf for _, leaves in call.reads for leaf in leaves]
+
+
+def _the_loss_itself(call: StageCall, cotangents: Cotangents) -> Graph:
+    """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
+    reads = {label: tuple(Name(variable(label, at)) for at in range(len(leaves))) for label, leaves in call.reads}
+    cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
+    avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
+    avals[cotangent] = cotangents["dloss"][0]
+    facts = {name: in_own_storage(known) for name, known in avals.items() if isinstance(known, Aval)}
+    named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
+    writes = {"loss": named["x"], "dx": (cotangent if leaf.wants else None,)}
+    return Graph((), facts, {}, {**named, "dloss": (cotangent,)}, writes)

@@ -1,0 +1,309 @@
+"""Make a model from a Pipe of torch.distributed.pipelining: the graphs that torch has split are the stages.
+
+    submod_pp_0(ids)    submod_pp_1(y0[0], mask)    -->    f0(params, ids)    f1(params, ((ids, mask), y0[0]))
+
+Torch has traced the net on a microbatch of one shape, with the mode that its modules had: a stage takes no other, and
+`train()` and `eval()` change nothing. Parameters have the names of the net's state_dict; one that torch has copied into
+several stages is tied again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import Pipe
+from torch.export.unflatten import InterpreterModule
+
+from fpipe.graphs.purity.alike import Same
+from fpipe.model import Model, Names, Reduction, Source, same_keys
+from fpipe.models.from_functions import from_functions
+from fpipe.models.modules.stage_module import How, StageModule
+from fpipe.models.modules.state import written_buffers
+from fpipe.models.parameters.handed_out import HandedOut
+
+Params = tuple[dict[str, Tensor], ...]
+
+
+def from_pipe(
+    pipe: Pipe,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    reduction: Reduction = "mean",
+    aux: bool = False,
+    example: Any = None,
+) -> tuple[Model, Params, Params]:
+    """Take the stages that torch's `pipeline(module, mb_args, split_spec=...)` has made.
+
+    Args:
+        pipe: torch's split of a net. Nothing in it is changed.
+        loss: `loss(y, target)`, where y is what the last of torch's stages returns: a tensor, or a tuple of them.
+        reduction, aux: as in `from_functions`.
+        example: the inputs of a microbatch, for a net that mutates buffers, such as a batch norm's: each stage runs
+            once on fake tensors like these, which may be on the meta device.
+
+    Returns:
+        The model; per stage its trainable parameters by their names in the net's state_dict; per stage its module
+        state: the buffers that it mutates, of a batch norm in the order of the forwards, since torch's graph does not
+        say which these are. The inputs of a batch are one tensor, or a dict by the names of the net's arguments as
+        torch's graph has them, or a tuple in their order. A microbatch has as many rows as the one that torch traced.
+
+    Raises:
+        ValueError: the net returns what an earlier stage makes, or torch has put a backward into the graph.
+
+    Source: torch.distributed.pipelining, `pipeline` and `Pipe`.
+
+    >>> import fpipe, torch
+    >>> from torch.distributed.pipelining import SplitPoint, pipeline
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> pipe = pipeline(net, (torch.ones(4, 2),), split_spec={"2": SplitPoint.BEGINNING})
+    >>> model, params, state = fpipe.from_pipe(pipe, loss=torch.nn.functional.mse_loss)
+    >>> [list(stage) for stage in params], model.inputs
+    ([['0.weight', '0.bias'], ['2.weight', '2.bias']], ('batch', 0))
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    >>> fpipe.verify(program, model, params, (torch.randn(8, 2), torch.randn(8, 1))).bitwise
+    True
+    """
+    if not isinstance(pipe, Pipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"from_pipe takes what torch.distributed.pipelining.pipeline returns, found {type(pipe).__name__}."
+        )
+    if pipe.has_loss_and_backward:
+        raise ValueError(
+            "this Pipe has a loss and its backward in its graph (output_loss_value_spec=); split the net without, and "
+            "say loss= here."
+        )
+    taken = [*_taken(pipe.split_gm.graph)]
+    modules = [pipe.get_stage_module(number) for number in range(pipe.num_stages)]
+    together = _together(pipe)
+    _refuse_lost_ties(modules, together)
+    leaves = _leaves(modules, together)
+    names: list[Names] = [tuple(leaf[number] for leaf in leaves if number in leaf) for number in range(len(modules))]
+    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in leaves if len(leaf) > 1)
+
+    def stages_with(found: Sequence[Mapping[str, How]]) -> list[PipeStage]:
+        each = enumerate(zip(modules, taken, names, found, strict=True))
+        return [PipeStage(number, *more) for number, more in each]
+
+    runs = stages_with([{}] * len(modules))
+    inputs: list[Source | tuple[Source, ...]] = [one.sources if one.many else one.sources[0] for one in taken]
+    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
+    if example is not None:
+        runs = stages_with(written_buffers(runs, model, example))
+    params: list[dict[str, Tensor]] = []
+    for run in runs:
+        own = {leaf[run.number][0]: _tensor(modules, leaf) for leaf in leaves if min(leaf) == run.number}
+        run.handed_out = HandedOut(own, [module for _, module in run.modules])
+        params.append({name: leaf.detach() for name, leaf in own.items()})
+    stages = tuple(
+        replace(stage, forward=run, name=run.called, names=run.names, within=run.within, **run.remembering())
+        for stage, run in zip(model.stages, runs, strict=True)
+    )
+    return replace(model, stages=stages), tuple(params), tuple(run.state() for run in runs)
+
+
+class Taken(NamedTuple):
+    """What a stage of torch's takes.
+
+    Attributes:
+        called: its name in torch's graph.
+        sources: where its arguments come from, each source once.
+        many: whether x is a tuple of what these give; one of several outputs alone is in one, too.
+        places: for each argument which of the sources it is, and for the batch which of its leaves.
+        root: for each leaf of the batch its name and the shape that torch has traced.
+    """
+
+    called: str
+    sources: tuple[Source, ...]
+    many: bool
+    places: tuple[tuple[int, int | None], ...]
+    root: tuple[tuple[str, tuple[int, ...] | None], ...]
+
+
+def _taken(graph: fx.Graph) -> Iterator[Taken]:
+    """What each stage takes, in order."""
+    calls = {node: number for number, node in enumerate(node for node in graph.nodes if node.op == "call_module")}
+    leaves = [node for node in graph.nodes if node.op == "placeholder"]
+    root = tuple((str(node.target), _shape(node.meta.get("val"))) for node in leaves)
+
+    def source(node: fx.Node) -> tuple[Source, int | None]:
+        if node in leaves:
+            return "batch", leaves.index(node)
+        if node.target is operator.getitem:
+            return (calls[node.args[0]], node.args[1]), None  # pyright: ignore[reportArgumentType, reportReturnType]
+        return calls[node], None
+
+    for node in calls:
+        found = [source(arg) for arg in node.all_input_nodes]
+        sources: tuple[Source, ...] = tuple(dict.fromkeys(one for one, _ in found))
+        many = len(sources) != 1 or isinstance(sources[0], tuple)
+        yield Taken(str(node.target), sources, many, tuple((sources.index(one), leaf) for one, leaf in found), root)
+    last = len(calls) - 1
+    for node in graph.output_node().all_input_nodes:
+        home, _ = source(node)
+        if (home[0] if isinstance(home, tuple) else home) != last:
+            made = "is handed" if home == "batch" else f"makes in stage {home[0] if isinstance(home, tuple) else home}"
+            raise ValueError(
+                f"the net returns {node.name!r}, which it {made}; the outputs of a pipeline are those of its last "
+                f"stage, {last}. Return it no more, or split the net behind it."
+            )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+class PipeStage(StageModule):
+    """The function of a stage of torch's: its graph runs on what it is handed instead of what it holds.
+
+    Args:
+        number: which stage it is.
+        module: torch's graph of it, or a module of such graphs.
+        taken: what it takes.
+        names: what its parameters are called.
+        state: the buffers that it writes.
+    """
+
+    def __init__(self, number: int, module: nn.Module, taken: Taken, names: Names, state: Mapping[str, How]) -> None:
+        self.module, self.taken, self.called = module, taken, taken.called
+        super().__init__(number, {taken.called: _Call(module, taken)}, names, state=state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PipeStage, (self.number, self.module, self.taken, self.names, self.state_of)
+
+    def bind(self) -> nn.Module:
+        """The parameters and buffers under the names that they have in torch's graph."""
+        return _Own(self.module)
+
+    def twin(self) -> Any:
+        """Equal to no other: graphs are not compared."""
+        return Same(self)
+
+
+class _Own(nn.Module):
+    """What a module holds is held by this one too; called, it does what it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        held = vars(module)
+        vars(self).update({name: held[name] for name in ("_parameters", "_buffers", "_modules")})
+
+    def __call__(self, what: Callable[[], Any]) -> Any:
+        """What it is given."""
+        return what()
+
+
+class _Call(nn.Module):
+    """Torch's graph of a stage, on one pytree."""
+
+    def __init__(self, module: nn.Module, taken: Taken) -> None:
+        super().__init__()
+        self.module, self.taken = module, taken
+
+    def forward(self, x: Any) -> Any:
+        """Its output."""
+        sources = x if self.taken.many else (x,)
+        found = [leaf_of(sources[at], leaf, self.taken) for at, leaf in self.taken.places]
+        with _generated_code(self.module):
+            return self.module(*found)
+
+
+@contextmanager
+def _generated_code(module: nn.Module) -> Generator[None]:
+    """Graphs run as the code that torch has generated of them, and not node by node, each with a progress bar."""
+    found = [vars(one) for one in module.modules() if isinstance(one, InterpreterModule)]
+    kept = [attributes["_run_with_interpreter"] for attributes in found]
+    try:
+        for attributes in found:
+            attributes["_run_with_interpreter"] = False
+        yield
+    finally:
+        for attributes, was in zip(found, kept, strict=True):
+            attributes["_run_with_interpreter"] = was
+
+
+def leaf_of(source: Any, leaf: int | None, taken: Taken) -> Any:
+    """An argument: all of what a stage gives, or a leaf of the batch, as torch has traced it.
+
+    Raises:
+        ValueError: a batch of other leaves, or another shape.
+    """
+    if leaf is None:
+        return source
+    name, shape = taken.root[leaf]
+    names = [name for name, _ in taken.root]
+    if isinstance(source, Mapping):
+        same_keys(source, names, "the inputs", "an argument of the net as torch's pipeline() traced it")  # pyright: ignore[reportUnknownArgumentType]
+        found: Any = source[name]
+    else:
+        each: Sequence[Any] = source if isinstance(source, tuple | list) else (source,)
+        if len(each) != len(names):
+            raise ValueError(f"the net was traced for the inputs {', '.join(names)}; found {len(each)} of them.")
+        found = each[leaf]
+    if shape is not None and (not isinstance(found, Tensor) or found.shape != shape):
+        other = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            f"{name} was {shape} when torch's pipeline() traced the net, found {other}: a Pipe takes microbatches of "
+            f"one shape. Split batches so that each has {shape[0] if shape else 'one'} rows, or trace the net again."
+        )
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+Leaf = dict[int, tuple[str, ...]]
+"""The names of one parameter in each stage that reads it."""
+
+
+def _leaves(modules: Sequence[nn.Module], together: Mapping[tuple[int, str], int]) -> list[Leaf]:
+    """The parameters that train and that some graph reads."""
+    found: dict[Any, Leaf] = {}
+    for number, module in enumerate(modules):
+        read = _read(module)
+        for name, one in module.named_parameters(remove_duplicate=False):
+            if one.requires_grad and name in read:
+                leaf = found.setdefault(together.get((number, name), one), {})
+                leaf[number] = (*leaf.get(number, ()), name)
+    return [*found.values()]
+
+
+def _together(pipe: Pipe) -> dict[tuple[int, str], int]:
+    """Of the parameters that torch has copied into several stages which are one."""
+    calls = [str(node.target) for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    return {
+        (calls.index(stage), name): number
+        for number, uses in enumerate(pipe.replicated_params)
+        for stage, name in uses.items()
+    }
+
+
+def _refuse_lost_ties(modules: Sequence[nn.Module], together: Mapping[tuple[int, str], int]) -> None:
+    """A ValueError where torch has copied a parameter under one of the two names that a stage reads it by."""
+    for stage, copied in together:
+        one = modules[stage].get_parameter(copied)
+        for name, other in modules[stage].named_parameters(remove_duplicate=False):
+            if (stage, name) in together or name not in _read(modules[stage]) or one.is_meta:
+                continue
+            if one.shape == other.shape and torch.equal(one, other) and one.numel() > 1 and one.unique().numel() > 1:
+                raise ValueError(
+                    f"{copied!r} and {name!r} of stage {stage} have the same numbers: torch's pipeline() copies a "
+                    "parameter that several stages read, and one that a stage reads by two names it makes two. Read it "
+                    "by one name there, or cut the net by fpipe.from_loss."
+                )
+
+
+def _read(module: nn.Module) -> set[str]:
+    """The attributes that the graphs of a stage read; torch leaves others behind."""
+    return {
+        f"{path}.{node.target}" if path else str(node.target)
+        for path, one in module.named_modules(remove_duplicate=False)
+        if isinstance(graph := getattr(one, "graph", None), fx.Graph)
+        for node in graph.find_nodes(op="get_attr")
+    }
+
+
+def _tensor(modules: Sequence[nn.Module], leaf: Leaf) -> torch.nn.Parameter:
+    return modules[min(leaf)].get_parameter(leaf[min(leaf)][0])

@@ -1,0 +1,1 @@
+"""(Program, Model, batch) -> Costs, Sizes: one run or one trace, read as seconds and bytes."""

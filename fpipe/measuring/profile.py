@@ -1,0 +1,182 @@
+"""Measure what a program's ops cost: seconds for each stage and kind, and the bytes of its values.
+
+The ops run one after the other in this process, as often as asked; of each the least time counts, since whatever else
+the machine does can only add to it. Or the ranks run together, as they will: then of each the median counts, since what
+they take from one another is part of it. What the program has no op of is measured all the same: its backward whole and
+cut in two, its residuals recomputed. So the costs serve schedules that it was not made with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from fpipe.measuring.sizes import Sizes, sizes
+from fpipe.model import Model
+from fpipe.program import Op, Program, parts_of, the_program
+from fpipe.runtimes.build import build
+from fpipe.timing.costs import Costs
+from fpipe.timing.measured import Moving, kept, moving
+from fpipe.timing.timeline import Timeline
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.communicate import communicate, without_frees
+from fpipe.transforms.split_backward import split_backward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Runs = dict[tuple[str, int], dict[tuple[int | None, int | None], list[float]]]
+"""For a kind and a stage, the seconds of each microbatch (and slice), run by run."""
+
+
+def profile(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    *,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+    repeats: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+    runtime: Literal["local", "threads", "distributed"] = "local",
+    mesh: DeviceMesh | None = None,
+) -> Costs:
+    """What the ops of a program take, measured here, and what its values weigh.
+
+    Parameters, buffers, random numbers and modes are as they were afterwards.
+
+    Args:
+        program: how the batch is split; its ranks and order matter only where they run together.
+        model, params, batch, state, key: as a step takes them.
+        repeats: how often each op is timed, after a first run that is not.
+        progress: called as `progress(done, all)` before the first and after each run of the whole program.
+        runtime: "local" runs one op at a time, and the least time of each counts: a machine that the op has for itself.
+            "threads" and "distributed" run the ranks together, as `build` does, and the median counts, with what an
+            op's rank does until its next: add up, and whatever the other ranks and the runtime take. So one schedule
+            tells the times of others with the same stages. Say `one_f_one_b`, which takes forwards and backwards in
+            turn, as most do: forwards in a row, as in `gpipe`, find their weights in the processor's cache.
+        mesh: of runtime="distributed", as `build` takes it. All processes call this alike and get the same costs.
+            params are those of all ranks; meta tensors will do for stages of others.
+
+    Returns:
+        Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on
+        one rank; 0 where there is no such op. A W takes the time of adding its gradients up, where it does that. The
+        bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a stage cannot be
+        traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs, transfer=...,
+        bandwidth=...)`. Ranks that run together tell `send`, `transfer` and `receive`, the median over all values.
+
+    Raises:
+        ValueError: repeats below 1, or what `build` and its step refuse.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    >>> model, params, _ = fpipe.from_sequential(net, stages=4, loss=torch.nn.functional.mse_loss)
+    >>> start = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    >>> costs = fpipe.profile(start, model, params, (torch.ones(8, 8), torch.ones(8, 8)))
+    >>> len(costs.forward), all(seconds > 0 for seconds in costs.recompute)
+    (4, True)
+    >>> timeline = fpipe.simulate(fpipe.schedules.zbv(2, costs=costs)(start), costs)  # seconds and bytes
+    >>> timeline.makespan < 1, timeline.peak[0] > 0
+    (True, True)
+    """
+    if type(repeats) is not int or repeats < 1:
+        raise ValueError(f"repeats is how often each op is timed, at least 1; found {repeats!r}.")
+    if progress is not None and not callable(progress):  # pyright: ignore[reportUnnecessaryComparison]
+        raise TypeError(f"progress is called as progress(done, all), found {progress!r}.")
+    alone = runtime == "local"
+    halves = split_backward()((_alone if alone else _together)(the_program(program)))
+    plain = _plain(halves)
+    variants = [*dict.fromkeys((_joined(plain), checkpoint()(plain)))]
+    runs: Runs = {}
+    timelines: list[Timeline] = []
+    done, every = 0, len(variants) * (repeats + 1)
+    if progress:
+        progress(done, every)
+    for variant in variants:
+        told = variant if alone else communicate()(variant)
+        how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": _example(params, batch, state)}
+        step = build(told, model, record=True, **how)
+        found: Runs = defaultdict(lambda: defaultdict(list))
+        for turn in range(repeats + 1):
+            timeline = step(params, batch, state=state, key=key).timeline
+            if turn:
+                timelines.append(timeline)
+                for op, took in _lasting(timeline) if alone else kept(timeline):
+                    found[op.kind, op.stage or 0][op.microbatch, op.slice].append(took)
+            done += 1
+            if progress:
+                progress(done, every)
+        runs = {**found, **runs}  # a forward that leaves residuals comes before one that does not
+    typical = min if alone else statistics.median
+    moved = Moving(0, 0, 0) if alone else moving(timelines)
+
+    def seconds(kind: str) -> list[float]:
+        found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
+        return [sum(times) / max(1, len(times)) for times in found]
+
+    whole = any(("B", stage) in runs for stage in range(program.stages))
+    return Costs(
+        forward=seconds("F"),
+        backward_input=seconds("I"),
+        backward_weight=seconds("W"),
+        recompute=seconds("R"),
+        backward=seconds("B") if whole else None,
+        **moved._asdict(),
+        bytes=_bytes(halves, model, params, batch, state),
+    )
+
+
+def _lasting(timeline: Timeline) -> Iterable[tuple[Op, float]]:
+    return ((op, end - start) for op, start, end in timeline.events)
+
+
+def _example(params: Any, batch: Any, state: Any) -> tuple[Any, ...]:
+    return (params, batch) if state is None else (params, batch, state)
+
+
+def _bytes(program: Program, model: Model, params: Any, batch: Any, state: Any) -> Sizes | None:
+    try:
+        return sizes(program, model, params, batch, state=state)
+    except ValueError as error:
+        warnings.warn(f"these costs have no bytes: {error}", stacklevel=3)
+        return None
+
+
+def _alone(program: Program) -> Program:
+    """The same ops in their order, each by itself and without transfers: what one process has to do."""
+    moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
+    ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
+    outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
+    return Program.trusted(program.inputs, tuple(ops), outputs)
+
+
+def _together(program: Program) -> Program:
+    """The same ops on the same ranks, each by itself."""
+    return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
+
+
+def _at_home(op: Op) -> Op:
+    return op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
+
+
+def _plain(program: Program) -> Program:
+    """The same without a backward that computes its stage again itself: that is R's time."""
+    ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
+
+
+def _joined(program: Program) -> Program:
+    """Every I and W as one B, in the place of I."""
+    weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.kind == "I":
+            *cotangents, handed = op.writes
+            ops.append(op._replace(kind="B", writes=(*cotangents, *weights[handed].writes)))
+        elif op.kind != "W":
+            ops.append(op)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)

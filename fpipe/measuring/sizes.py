@@ -1,0 +1,174 @@
+"""Read a program as memory: the bytes of every value, and the most each rank holds, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from fpipe.graphs.language.graph import Fact
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.model import Model
+from fpipe.program import Op, Program, Value
+from fpipe.runtimes.definition.match import check_match
+from fpipe.runtimes.definition.recorder import Storages
+from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.processes.message import Layout
+from fpipe.timing.memory import Account
+from fpipe.transforms.communicate import with_transfers
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a program's values for one model and one batch.
+
+    Attributes:
+        bytes: for each value the bytes of the distinct storages it lies in, those of params and batch aside.
+        peak: for each rank the most bytes it holds: values from where they are written to where they are read last,
+            copies of other ranks' from just before they are read first, whether their transfers are ops or not.
+    """
+
+    bytes: Mapping[Value, int]
+    peak: tuple[int, ...]
+    where: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
+    wire: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
+
+    def storages(self, value: Value) -> Storages:
+        """The storages that a value lies in, params and batch aside. Values that share memory share a storage; a
+        gradient that its backward adds in place to a sum is in none of its own."""
+        return self.where[self._known(value)]
+
+    def size(self, value: Value) -> int:
+        """Bytes of a value's tensors when they travel, those of params and batch too."""
+        return self.wire[self._known(value)]
+
+    def _known(self, value: Value) -> Value:
+        """A value, or for a copy that another program makes the value it is of."""
+        found = value if value in self.wire else value._replace(at="")
+        if found not in self.wire:
+            raise ValueError(f"the bytes of {value} are not known: these are the sizes of a program without it.")
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"rank {rank}: {size / 2**20:.2f} MiB at most" for rank, size in enumerate(self.peak)]
+        largest = sorted(self.bytes.items(), key=lambda item: -item[1])[:8]
+        return "\n".join([*lines, *(f"{value}: {size / 2**20:.2f} MiB" for value, size in largest)])
+
+
+def sizes(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    *,
+    state: Sequence[Any] | None = None,
+    runtime: Literal["local", "threads", "distributed"] = "local",
+) -> Sizes:
+    """What a step would hold, from shapes alone: nothing is computed.
+
+    Args:
+        program: what to do, in which order.
+        model: the stages it is about.
+        params, batch, state: as a step takes them; tensors may be on the meta device.
+        runtime: in one process ("local", "threads") a copy on another rank is the memory of its value. In processes
+            ("distributed") peaks count messages: one that is sent, beside its value, until the op that receives it, and
+            one that is received for as long as a value lies in it.
+
+    Returns:
+        `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
+
+    Raises:
+        ValueError: a stage that cannot be traced, with the reason; a program that is not one of this model; a runtime
+            that is not known.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    >>> model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> batch = torch.empty(1024, 256, device="meta"), torch.empty(1024, 1, device="meta")
+    >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    >>> found = fpipe.sizes(program, model, params, batch)
+    >>> found.bytes[fpipe.Value("y", 0, 0)]  # 256 rows, 256 wide, 4 bytes each
+    262144
+    """
+    if runtime not in ("local", "threads", "distributed"):
+        raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
+    check_match(program, model)
+    try:
+        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced())
+    except Untraceable as error:
+        raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
+    trees = lowered.trees
+    largest: Storages = {}  # a reader knows of a storage only the part that it sees
+    for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
+        largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
+    own = {value: _storages(abstract.leaves, lowered.given, largest) for value, abstract in trees.items()}
+    account = Account(program.ranks)
+    where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
+    travelled = _Travelled() if runtime == "distributed" else None
+    for instruction in lowered.instructions:
+        written = {value: own[value] for value in instruction.written}
+        where.update(written)
+        if travelled:
+            known = {value: trees[value].leaves for value in written}
+            written = {
+                value: travelled.storages(instruction.ops[0], leaves, own[value]) for value, leaves in known.items()
+            }
+        account.note(instruction.ops[0].rank, written.items(), instruction.dead)
+    known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
+    wire = dict.fromkeys(where, 0)  # what has no leaves, too
+    wire.update((value, sum(map(_travelling, abstract.leaves))) for value, abstract in trees.items())
+    sent = (op for op in program.ops if op.kind == "SEND" and op.how)
+    wire.update((op.writes[0], _cast(op, trees[op.reads[0]].leaves)) for op in sent)
+    return Sizes(known, tuple(account.peak), where, wire)
+
+
+class _Travelled:
+    """What lies in messages that a process has received, or in copies of what it cannot leave in them."""
+
+    def __init__(self) -> None:
+        self.received: dict[tuple[int, Hashable], tuple[Hashable, int]] = {}
+
+    def storages(self, op: Op, leaves: Sequence[Any], own: Storages) -> Storages:
+        """The storages on its rank of a value that an op writes."""
+        if op.kind == "SEND":
+            return {op.writes: _layout(leaves).size}
+        facts = [leaf for leaf in leaves if isinstance(leaf, Fact)]
+        if op.kind == "RECV":
+            layout = _layout(leaves)
+            for leaf in facts:
+                copied = layout.copied(leaf)
+                place = (op.writes, leaf.storage) if copied else op.writes
+                self.received[op.rank, leaf.storage] = place, copied or layout.size
+        here = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]
+        kept = {storage: size for storage, size in own.items() if (op.rank, storage) not in self.received}
+        return kept | dict(here)
+
+
+def _layout(leaves: Sequence[Any]) -> Layout:
+    """How a value travels, from whatever device it is on."""
+    return Layout(leaves, next((leaf.aval.device for leaf in leaves if isinstance(leaf, Fact)), _HOST))
+
+
+_HOST = torch.device("cpu")
+
+
+def _storages(leaves: Iterable[Any], given: Collection[int], largest: Storages) -> Storages:
+    found = (leaf for leaf in leaves if isinstance(leaf, Fact) and leaf.storage not in given)
+    return {leaf.storage: largest[leaf.storage] for leaf in found}
+
+
+def _cast(send: Op, leaves: Iterable[Any]) -> int:
+    """Bytes of what a SEND casts, on its way."""
+    return sum(_travelling(leaf, getattr(torch, dict(send.how)["cast"]).itemsize) for leaf in leaves)
+
+
+def _travelling(leaf: Any, most: float = math.inf) -> int:
+    """Bytes of a leaf, of a floating number no more than `most`."""
+    if not isinstance(leaf, Fact):
+        return 0
+    dtype = leaf.aval.dtype
+    return math.prod(leaf.aval.shape) * int(min(dtype.itemsize, most) if dtype.is_floating_point else dtype.itemsize)

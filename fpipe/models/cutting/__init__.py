@@ -1,0 +1,1 @@
+"""(flat graph, places to cut) -> stages with their parameters, buffers and ties."""

@@ -1,0 +1,298 @@
+"""Cut a graph of operations into stages at its marks: which operation runs where, and what it needs from whom.
+
+    embed  MARK  block  MARK  head        -->        [embed]  [block]  [head]
+
+An operation belongs to the stage that the marks before it say. What it reads of an earlier stage is an edge of the
+dataflow; what is computed from no tensor that was given (a mask, a size) each stage computes again for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import floordiv
+from typing import Any
+
+import torch
+from torch import fx
+
+from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.model import Source
+from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
+from fpipe.models.tracing.contexts import OUTSIDE, ContextWriter
+from fpipe.models.tracing.open_sizes import expr_of, follows, is_size, open_sizes
+from fpipe.models.tracing.places import place_of
+
+_SIZE: Any = torch.ops.aten.sym_size.int
+_CLONE: Any = torch.ops.aten.clone.default
+
+
+class Part:
+    """The operations that one stage runs, or a loss, and what they read that others compute.
+
+    Args:
+        marked: the whole graph.
+        results: what the part hands on.
+        is_own: whether an operation may run in this part.
+        params: the parameters that it may read, by placeholder their names.
+        batch: the leaves of the batch that it may read, by placeholder their places.
+
+    Attributes:
+        nodes: what it runs, in order.
+        params: by name the placeholders that it reads, and `batch`, by placeholder the place.
+        received: what it reads of other parts.
+        sizes: those that it computes from the sizes of what it reads.
+    """
+
+    def __init__(
+        self,
+        marked: MarkedGraph,
+        results: Iterable[fx.Node],
+        is_own: Callable[[fx.Node], bool],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+    ) -> None:
+        self.marked = marked
+        self.params: dict[str, fx.Node] = {}
+        self.batch: dict[fx.Node, int] = {}
+        self.received: dict[fx.Node, None] = {}
+        self.sizes: dict[fx.Node, None] = {}
+        found = self._find(results, is_own, params, batch)
+        self.nodes = [node for node in marked.graph.nodes if node in found]
+
+    def _find(
+        self,
+        results: Iterable[fx.Node],
+        is_own: Callable[[fx.Node], bool],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+    ) -> dict[fx.Node, None]:
+        """All that its results and its own operations with effects are computed from, back to what others compute."""
+        found: dict[fx.Node, None] = {}
+        todo = [*results, *(node for node in self.marked.stage_of if is_own(node) and has_effect(node))]
+        while todo or (todo := self._uncomputed()):
+            node = todo.pop()
+            if node in found:
+                continue
+            found[node] = None
+            if is_size(node):
+                self.sizes[node] = None
+            elif node in params:
+                self.params[params[node]] = node
+            elif node in batch:
+                self.batch[node] = batch[node]
+            elif node in self.marked.replicated or is_own(node):
+                todo += self.marked.reads(node)
+            else:
+                self.received[node] = None
+        return found
+
+    def _uncomputed(self) -> list[fx.Node]:
+        """What the sizes read that do not follow from those of what is read: these stay as the function has them."""
+        known = self._known()
+        rest = [size for size in self.sizes if not follows(expr_of(size), known)]
+        for size in rest:
+            del self.sizes[size]
+        return [read for size in rest for read in self.marked.reads(size)]
+
+    def _known(self) -> dict[Any, tuple[fx.Node, int, int]]:
+        """For each size of what is read a tensor that has it, in which dimension and how many times over."""
+        found: dict[Any, tuple[fx.Node, int, int]] = {}
+        for tensor in (*self.received, *self.batch):
+            for dim, size in open_sizes(tensor).items():
+                factor, rest = size.as_coeff_Mul()
+                for one, times in {size: 1, rest: factor}.items():
+                    if times == int(times) and (one not in found or times < found[one][2]):
+                        found[one] = tensor, dim, int(times)
+        return found
+
+    def module(self, results: Any) -> fx.GraphModule:
+        """The part as a graph of its own that returns a pytree of nodes: its placeholders are the parameters, then the
+        leaves of the batch, then what it receives."""
+        graph = fx.Graph()
+        given = (*self.params.values(), *self.batch, *self.received)
+        own: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in given}
+        for node, copy in own.items():
+            copy.meta = dict(node.meta)
+        # Each size once and first, so that equal stages have equal graphs.
+        own |= self._computed_sizes(graph, own)
+
+        def copied(node: fx.Node) -> fx.Node:
+            return own[self.marked.value(node)]
+
+        for node in self._mutated():  # what another stage has made stays as it is
+            own[node] = graph.call_function(_CLONE, (own[node],))
+        writer = ContextWriter(graph)
+        for node in self.nodes:
+            if node not in own:
+                writer.switch(self.marked.contexts.get(node, writer.context))
+                own[node] = graph.node_copy(node, copied)
+        writer.switch(OUTSIDE)
+        graph.output(fx.map_arg(results, copied))
+        return fx.GraphModule(self.marked.module, graph)
+
+    def _mutated(self) -> list[fx.Node]:
+        """What it receives and mutates."""
+        ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
+        found = {value for one in ops for value in self.marked.viewed_by(one)}
+        return [node for node in self.received if node in found]
+
+    def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+        """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        known, made = self._known(), dict[Any, Any]()
+        asked = {node: expr_of(node) for node in self.nodes if node in self.sizes}
+        for expr in asked.values():
+            for one in (expr,) if expr in known else sorted(expr.free_symbols, key=str):
+                if one not in made:
+                    tensor, dim, times = known[one]
+                    size = graph.call_function(_SIZE, (own[tensor], dim))
+                    made[one] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
+            if expr not in made:
+                made[expr] = sympy_interp(PythonReferenceAnalysis, made, expr)
+        return {node: getattr(made[expr], "node", made[expr]) for node, expr in asked.items()}
+
+
+class StageGraphs:
+    """A marked graph, cut: each stage as a graph of its own, and who reads what of whom.
+
+    Args:
+        marked: the whole graph.
+        results: what the last stage hands on, values of earlier stages among them.
+        params: the parameters, by placeholder their names.
+        batch: the leaves of the batch, by placeholder their places.
+        excluded: operations of no stage, such as those of a loss behind the last.
+        given: what else a stage may read that no stage computes, by placeholder its name.
+        beside: of each stage what it returns beside what it hands on.
+
+    Attributes:
+        parts: of each stage what it runs and reads.
+        outputs: of each stage its outputs, each the values that the same stages read.
+    """
+
+    def __init__(
+        self,
+        marked: MarkedGraph,
+        results: Iterable[fx.Node],
+        params: Mapping[fx.Node, str],
+        batch: Mapping[fx.Node, int],
+        excluded: Collection[fx.Node] = (),
+        given: Mapping[fx.Node, str] | None = None,
+        beside: Sequence[Sequence[fx.Node]] = (),
+    ) -> None:
+        self.marked, self.params, self.batch, self.excluded = marked, params, batch, excluded
+        self.given, self.beside = {**params, **(given or {})}, beside or [()] * marked.stages
+        self.parts, handed_on = self._parts(results)
+        self.outputs = [*(self._by_readers(values) for values in handed_on[:-1]), [handed_on[-1]]]
+        self.port = {
+            node: port
+            for stage, groups in enumerate(self.outputs)
+            for port, group in enumerate(groups)
+            for node in group
+            if marked.stage_of.get(node) == stage  # the last stage hands on values of earlier ones too
+        }
+
+    def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Part], list[list[fx.Node]]]:
+        """The stages, found from the last one back, since an earlier one hands on what a later one receives; and what
+        each hands on, in the order of the graph."""
+        handed_on: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stages)]
+        handed_on[-1] = dict.fromkeys(results)
+        parts: list[Part] = []
+        for stage in reversed(range(self.marked.stages)):
+            wanted = (*handed_on[stage], *self.beside[stage])
+            part = Part(self.marked, wanted, self._is_of(stage), self.given, self.batch)
+            for node in part.received:
+                if node not in self.marked.stage_of:
+                    raise ValueError(
+                        f"stage {stage} asks for a size of the target, which only the loss has; ask the inputs for it, "
+                        f"as in x.shape[0].{place_of(next(iter(node.users), node))}"
+                    )
+                self._refuse_mutated_between(node, stage)
+                handed_on[self.marked.stage_of[node]][node] = None
+            parts.insert(0, part)
+        order = {node: number for number, node in enumerate(self.marked.graph.nodes)}
+        return parts, [sorted(values, key=order.__getitem__) for values in handed_on]
+
+    def _refuse_mutated_between(self, node: fx.Node, stage: int) -> None:
+        """A stage mutates a value of its own: a later one would read what was there before."""
+        home, mutator = self.marked.stage_of[node], self.marked.mutators.get(node)
+        if mutator is not None and home < self.marked.stage_of[mutator] < stage:
+            raise ValueError(
+                f"stage {stage} reads what stage {home} computes ({node.name}) and stage "
+                f"{self.marked.stage_of[mutator]} writes in place ({mutator.target}). Compute a new tensor instead."
+                f"{place_of(mutator)}"
+            )
+
+    def _is_of(self, stage: int) -> Callable[[fx.Node], bool]:
+        """Whether an operation runs in a stage."""
+        return lambda node: self.marked.stage_of.get(node) == stage and node not in self.excluded
+
+    def _by_readers(self, values: Sequence[fx.Node]) -> list[list[fx.Node]]:
+        """What a stage hands on, grouped by the stages that read it; what the next one reads comes first."""
+        groups: dict[tuple[int, ...], list[fx.Node]] = {}
+        for node in values:
+            readers = tuple(stage for stage, part in enumerate(self.parts) if node in part.received)
+            groups.setdefault(readers, []).append(node)
+        return [groups[readers] for readers in sorted(groups)]
+
+    @property
+    def inputs(self) -> tuple[tuple[Source, ...], ...]:
+        """What each stage takes: the batch, and outputs of earlier stages."""
+        return tuple(map(self._inputs_of, self.parts))
+
+    def _inputs_of(self, part: Part) -> tuple[Source, ...]:
+        earlier = sorted({self._output_of(node) for node in part.received})
+        batch: list[Source] = ["batch"] if part.batch or not earlier else []
+        return (*batch, *((stage, port) if port else stage for stage, port in earlier))
+
+    def _output_of(self, node: fx.Node) -> tuple[int, int]:
+        """The stage that hands a value on, and in which of its outputs."""
+        return self.marked.stage_of[node], self.port[node]
+
+    @property
+    def readers(self) -> dict[str, list[int]]:
+        """The stages that read each parameter."""
+        return {
+            name: [stage for stage, part in enumerate(self.parts) if name in part.params]
+            for name in self.params.values()
+        }
+
+    @property
+    def owned(self) -> list[list[str]]:
+        """Of each stage the parameters that it is the first to read; those that nobody reads are the first stage's."""
+        first = {name: min(stages, default=0) for name, stages in self.readers.items()}
+        return [[name for name in first if first[name] == stage] for stage in range(self.marked.stages)]
+
+    @property
+    def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """The parameters that several stages read, each as its (stage, name)."""
+        return tuple(
+            tuple((stage, name) for stage in stages) for name, stages in self.readers.items() if len(stages) > 1
+        )
+
+    def module(self, stage: int) -> fx.GraphModule:
+        """A stage as a graph of its own; one that has something to return beside its output returns both."""
+        output = _one_or_all([_one_or_all(group) for group in self.outputs[stage]])
+        return self.parts[stage].module((output, list(self.beside[stage])) if self.beside[stage] else output)
+
+    def places(self, stage: int) -> list[tuple[int, int]]:
+        """For each tensor that the graph of a stage takes beside parameters, which of its inputs it is in, and at which
+        leaf."""
+        part = self.parts[stage]
+        inputs = self._inputs_of(part)
+        found = [(0, leaf) for leaf in part.batch.values()]
+        for node in part.received:
+            home, port = self._output_of(node)
+            found.append((inputs.index((home, port) if port else home), self.outputs[home][port].index(node)))
+        return found
+
+
+def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
+    """What a stage takes as `from_functions` has it, where one of several outputs of a stage is a tuple of its own."""
+    first, *others = sources
+    return tuple(sources) if others or isinstance(first, tuple) else first
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return tuple(values) if len(values) > 1 else values[0]

@@ -1,0 +1,278 @@
+"""Read an exported program as one flat graph: which placeholder is which parameter, buffer or leaf of the inputs.
+
+wrap_with_set_grad_enabled(False, submod)        -->        set_grad_enabled(False)  ...  set_grad_enabled(True)
+
+What a net assigns to a buffer is written at the end of an export; here it is written once nobody reads the old value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.models.tracing.places import place_of, traced_with_grad
+from fpipe.models.tracing.traced_graph import asked_of_sizes, make_literals_pure
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_AMP: Any = torch.amp.autocast_mode
+_COPY: Any = torch.ops.aten.copy_.default
+
+
+class Held(NamedTuple):
+    """The tensors of a net by name, as it has them now.
+
+    Attributes:
+        first: for each name the first name of the same tensor; its keys are all names.
+        now: what is under a name now.
+        trains: the first names of the parameters that require gradients.
+        buffers: the names of the buffers.
+    """
+
+    first: Mapping[str, str]
+    now: Callable[[str], Tensor]
+    trains: frozenset[str]
+    buffers: frozenset[str]
+
+    def names(self, first: str) -> tuple[str, ...]:
+        """All names of a tensor, the first one first."""
+        return (first, *(name for name, other in self.first.items() if other == first and name != first))
+
+
+class NetGraph(NamedTuple):
+    """A net as a graph.
+
+    Attributes:
+        module: the graph, without calls of other graphs.
+        params: by placeholder the first names of the parameters that train.
+        constants: the same of frozen parameters, of buffers, and of literal tensors.
+        literals: the literal tensors by name.
+        inputs: the arguments and keywords of the call, of placeholders.
+        output: what the net returns, of nodes.
+        guards: what was decided by open sizes.
+    """
+
+    module: fx.GraphModule
+    params: dict[fx.Node, str]
+    constants: dict[fx.Node, str]
+    literals: dict[str, Tensor]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    output: Any
+    guards: tuple[Any, ...]
+
+
+def held_by(net: nn.Module | ExportedProgram) -> Held:
+    """The tensors of a module, or of an exported program."""
+    if isinstance(net, nn.Module):
+        params = dict(net.named_parameters(remove_duplicate=False))
+        buffers = dict(net.named_buffers(remove_duplicate=False))
+        now = _attribute_of(net)
+    else:
+        tensors: dict[str, Any] = {**net.constants, **net.state_dict}
+        params = {name: tensors[name] for name in net.graph_signature.parameters}
+        buffers = {name: tensors[name] for name in net.graph_signature.buffers}
+        now = tensors.__getitem__
+    known: dict[int, str] = {}
+    first = {name: known.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())}
+    trains = frozenset(first[name] for name, tensor in params.items() if tensor.requires_grad)
+    return Held(first, now, trains, frozenset(buffers))
+
+
+def _attribute_of(net: nn.Module) -> Callable[[str], Tensor]:
+    places = {
+        name: (net.get_submodule(path), attribute)
+        for name, _ in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False))
+        for path, _, attribute in [name.rpartition(".")]
+    }
+    return partial(_attribute, places)
+
+
+def _attribute(places: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
+    return getattr(*places[name])
+
+
+def read_graph(exported: ExportedProgram, held: Held) -> NetGraph:
+    """The flat graph of an exported program.
+
+    Raises:
+        ValueError: it takes something that is no tensor and no plain value, or mutates its inputs.
+    """
+    flat = _Flat(exported)
+    first: dict[str, fx.Node] = {}
+    found: dict[InputKind, dict[fx.Node, str]] = {}
+    for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True):
+        name = held.first.get(spec.target or "", spec.target or "")
+        if spec.kind == InputKind.USER_INPUT:
+            continue
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            place = next((place_of(user) for user in node.users), "")
+            raise ValueError(
+                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
+            )
+        if name in first:
+            node.replace_all_uses_with(first[name])
+        else:
+            first[name] = node
+            found.setdefault(spec.kind, {})[node] = name
+    tensors = {node: name for nodes in found.values() for node, name in nodes.items()}
+    constants: dict[str, Any] = exported.constants
+    literals = {name: constants[name] for name in found.get(InputKind.CONSTANT_TENSOR, {}).values()}
+    _write_assigned(flat, {node for node, name in tensors.items() if name in held.buffers})
+    make_literals_pure(flat.graph)
+    given = [
+        node
+        for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True)
+        if spec.kind == InputKind.USER_INPUT
+    ]
+    in_spec: Any = exported.call_spec.in_spec
+    out_spec: Any = exported.call_spec.out_spec
+    return NetGraph(
+        fx.GraphModule(flat.attributes, flat.graph),
+        {node: name for node, name in tensors.items() if name in held.trains},
+        {node: name for node, name in tensors.items() if name not in held.trains},
+        literals,
+        _pytree.tree_unflatten(given, in_spec),
+        _pytree.tree_unflatten(flat.results, out_spec),
+        _guards(flat.placeholders),
+    )
+
+
+def _guards(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
+    for node in placeholders:
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                return asked_of_sizes(size.node.shape_env)
+    return ()
+
+
+class _Flat:
+    """Copies a graph, and the graphs that it calls in other contexts into it.
+
+    Attributes:
+        placeholders: those of the new graph, in order.
+        results: what the net returns, and `assigned`, the new values of buffers, by their placeholders.
+    """
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.grad = self.inside = True  # whether gradients are on in what is written, and in the graph that is copied
+        self.placeholders: list[fx.Node] = []
+        source: Any = exported.graph_module
+        own: dict[fx.Node, Any] = {}
+        for node in source.graph.find_nodes(op="placeholder"):
+            own[node] = self.graph.node_copy(node)
+            self.placeholders.append(own[node])
+        made = self._copied(source, own)
+        signature = exported.graph_signature
+        by_target = {spec.target: node for spec, node in zip(signature.input_specs, self.placeholders, strict=True)}
+        self.results: list[Any] = []
+        self.assigned: list[tuple[fx.Node, fx.Node]] = []
+        for spec, value in zip(signature.output_specs, made, strict=True):
+            if spec.kind == OutputKind.BUFFER_MUTATION:
+                self.assigned.append((by_target[spec.target], value))
+            elif spec.kind == OutputKind.USER_OUTPUT:
+                self.results.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
+            else:
+                raise ValueError(
+                    f"the net writes its input {spec.target!r}; a stage is a pure function. Work on a copy."
+                    f"{place_of(value)}"
+                )
+        self.graph.output(tuple(one for one in self.results if isinstance(one, fx.Node)))
+
+    def _copied(self, source: Any, own: dict[fx.Node, Any]) -> Any:
+        """Copy the nodes of a graph; what it returns, of new nodes."""
+
+        def new(node: fx.Node) -> Any:
+            return own[node]
+
+        for node in source.graph.nodes:
+            if node in own:
+                continue
+            if node.op == "output":
+                return fx.map_arg(node.args[0], new)
+            if node.op == "get_attr":
+                own[node] = self._constant(node, getattr(source, str(node.target)))
+            elif node.target in _WRAPPERS:
+                own[node] = self._inlined(node, [own.get(one, one) for one in node.args])
+            elif _is_functorchs(node):
+                inside = next((one for one in node.users if not _is_functorchs(one)), None)
+                if inside is not None:
+                    raise ValueError(
+                        "the net calls torch.vmap, whose operations on single rows are no graph that can be cut; write "
+                        f"them for batches, as torch.einsum does, or use from_functions.{place_of(inside)}"
+                    )
+            elif node.target is getitem and isinstance(own[node.args[0]], tuple | list):
+                own[node] = own[node.args[0]][node.args[1]]
+            else:
+                self._turn_grad(self.inside and traced_with_grad(node))
+                own[node] = self.graph.node_copy(node, new)
+        return None
+
+    def _constant(self, node: fx.Node, value: Any) -> Any:
+        """A graph that is called as it is, anything else as an attribute."""
+        if isinstance(value, fx.GraphModule):
+            return value
+        name = f"held_{len(self.attributes)}"
+        self.attributes[name] = value
+        made = self.graph.get_attr(name)
+        made.meta = dict(node.meta)
+        return made
+
+    def _inlined(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """What a graph that is called with gradients off, say, or under autocast returns, its nodes copied."""
+        count = _WRAPPERS[node.target]
+        settings, body, given = args[:count], args[count], args[count + 1 :]
+        inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+        if count == 1:
+            before, self.inside = self.inside, bool(settings[0])
+            made = self._copied(body, inner)
+            self.inside = before
+            return made
+        enter = self._switch(_AMP._enter_autocast, tuple(settings))
+        made = self._copied(body, inner)
+        self._switch(_AMP._exit_autocast, (enter,))
+        return made
+
+    def _turn_grad(self, on: bool) -> None:
+        if on != self.grad:
+            self._switch(_C._set_grad_enabled, (on,))
+            self.grad = on
+
+    def _switch(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        return self.graph.call_function(target, args)
+
+
+def _is_functorchs(node: fx.Node) -> bool:
+    """Whether a node enters or leaves torch.vmap."""
+    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
+
+
+_HIGHER: Any = torch.ops.higher_order
+_WRAPPERS: dict[Any, int] = {_HIGHER.wrap_with_set_grad_enabled: 1, _HIGHER.wrap_with_autocast: 4}
+"""The operations that call a graph in another context, each with the number of its settings."""
+
+
+def _write_assigned(flat: _Flat, buffers: set[fx.Node]) -> None:
+    """Write what is assigned to a buffer right behind who reads its old value last, so in the stage that does."""
+    order = {node: at for at, node in enumerate(flat.graph.nodes)}
+    for node in flat.graph.find_nodes(op="call_function", target=_COPY):
+        if node.args[0] in buffers and not node.users and isinstance(node.args[1], fx.Node):
+            flat.assigned.append((node.args[0], node.args[1]))
+            flat.graph.erase_node(node)
+    for buffer, value in flat.assigned:
+        if buffer in mutated_by(value) or value is buffer:
+            continue  # it was written in place
+        last = max((value, *buffer.users), key=order.__getitem__)
+        with flat.graph.inserting_after(last):
+            copy = flat.graph.call_function(_COPY, (buffer, value))
+        copy.meta = dict(value.meta)
+        order[copy] = order[last]

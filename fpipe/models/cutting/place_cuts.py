@@ -1,0 +1,128 @@
+"""Say where the stages of a net end: after the modules that were named, or so that the blocks cost as even as they can.
+
+stages=2:  h.0 h.1 h.2 h.3        -->        h.0 h.1  MARK  h.2 h.3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from fpipe.models.cutting.node_costs import costs_of
+from fpipe.models.cutting.pieces import BLOCK
+from fpipe.models.tracing.boundary import MARK
+from fpipe.models.tracing.module_calls import Call, blocks_of, calls_of, ends_of, in_words
+from fpipe.program import Op
+from fpipe.timing.balance import balance
+from fpipe.timing.costs import Costs
+
+
+class Placed(NamedTuple):
+    """Where a net was cut: the calls after which stages end, and in words what each stage runs."""
+
+    ends: list[Call]
+    words: list[str]
+
+
+def place_cuts(
+    graph: fx.Graph,
+    params: Mapping[fx.Node, str],
+    stages: int | None,
+    cuts: Sequence[str] | None,
+    costs: Mapping[str, float] | Costs | None,
+) -> Placed:
+    """Put marks into a graph that may have some, and say of its nodes which block they are in.
+
+    Args:
+        graph: of a net.
+        params: its parameters, by placeholder.
+        stages: how many stages.
+        cuts: instead, the paths of the modules after which stages end.
+        costs: of blocks by path, or measured with a stage for each block, instead of floating-point operations.
+
+    Raises:
+        ValueError: no such stages, modules or blocks.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    root = calls_of(nodes, params.values())
+    for number, block in enumerate(blocks_of(root, 2)):
+        for node in nodes[block.start : block.end + 1]:
+            node.meta[BLOCK] = number
+    own = [at for at, node in enumerate(nodes) if node.target is MARK]
+    if cuts is not None or own:
+        ends = ends_of(root, cuts or ())
+        _check_count(stages, len(ends) + len(own), cuts)
+    else:
+        ends = _balanced(nodes, params, root, stages or 1, costs)
+    ends.sort(key=lambda call: call.end)
+    for call in ends:
+        with graph.inserting_after(nodes[call.end]):
+            graph.call_function(MARK, ([],))
+    bounds = sorted([*(call.end + 1 for call in ends), *own])
+    parts = zip([0, *bounds], [*bounds, len(nodes)], strict=True)
+    return Placed(ends, [in_words(root, start, end - 1) for start, end in parts])
+
+
+def _check_count(stages: int | None, marks: int, cuts: Sequence[str] | None) -> None:
+    if stages not in (None, marks + 1):
+        what = "cuts= and the boundaries in forward" if cuts is not None else "the boundaries in forward"
+        raise ValueError(f"stages={stages}, but {what} make {marks + 1} stages; leave one of the two out.")
+
+
+def _balanced(
+    nodes: Sequence[fx.Node],
+    params: Mapping[fx.Node, str],
+    root: Call,
+    stages: int,
+    costs: Mapping[str, float] | Costs | None,
+) -> list[Call]:
+    """The blocks after which stages end, so that the largest costs as little as can be."""
+    blocks = blocks_of(root, stages)
+    if stages > len(blocks):
+        raise ValueError(f"the net has {len(blocks)} modules to cut after, which make as many stages; found {stages=}.")
+    ends = [*(call.end + 1 for call in blocks[:-1]), len(nodes)]
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if costs is None:
+        # Bytes of parameters count where operations do not.
+        sizes = [_bytes(nodes[part], params) for part in parts]
+        operations = costs_of(nodes)
+        row: list[float] = [
+            sum(operations[part]) * (1 + sum(sizes)) + size for part, size in zip(parts, sizes, strict=True)
+        ]
+    elif isinstance(costs, Costs):
+        row = _measured(costs, len(blocks))
+    else:
+        row = _said(costs, blocks)
+    last = [*accumulate(balance(row, stages))][:-1]
+    return [blocks[end - 1] for end in last]
+
+
+def _said(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
+    """What is said of each block."""
+    paths = dict.fromkeys(call.path for call in blocks)
+    missing = next((path for path in paths if path not in costs), None)
+    odd = next((path for path in costs if path not in paths), None)
+    if missing is not None or odd is not None:
+        found = f"says nothing of block {missing!r}" if odd is None else f"names {odd!r}, which is no block"
+        raise ValueError(f"costs= {found}; the blocks are {', '.join(paths)}.")
+    return [costs[call.path] for call in blocks]
+
+
+def _measured(costs: Costs, blocks: int) -> list[float]:
+    """What the forward and the backward of each block cost."""
+    found = len(costs.forward) if isinstance(costs.forward, Sequence) else 1
+    if found != blocks:
+        raise ValueError(
+            f"costs= has been measured for {found} stages, and the net has {blocks} blocks; profile the model that "
+            f"from_module(net, {blocks}, ...) makes, a stage for each block."
+        )
+    return [sum(costs.seconds(Op(kind, stage, 0, None, 0, (), ())) for kind in "FB") for stage in range(blocks)]
+
+
+def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
+    """The bytes of the parameters that some nodes read."""
+    read: dict[Any, Any] = {one: one.meta["val"] for node in nodes for one in node.all_input_nodes if one in params}
+    return sum(int(value.numel()) * value.element_size() for value in read.values() if isinstance(value, Tensor))

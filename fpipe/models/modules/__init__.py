@@ -1,0 +1,1 @@
+"""nn.Module -> Stage: a module as a pure function of its parameters, buffers and inputs."""

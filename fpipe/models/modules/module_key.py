@@ -1,0 +1,25 @@
+"""A key that is equal for modules that compute the same function of their parameters, so that they share a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fpipe.graphs.purity.alike import alike
+
+
+def module_key(module: nn.Module, odd: list[Any]) -> Any:
+    """What a module computes, as a value to compare: class, plain attributes, mode, and the keys of its children.
+
+    Args:
+        odd: takes what cannot be compared, such as a tensor among the attributes.
+    """
+    attributes = vars(module)
+    plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    children = tuple((name, child and module_key(child, odd)) for name, child in attributes["_modules"].items())
+    forward = alike(type(module).forward, odd)
+    return type(module), forward, plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
+
+
+_NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")

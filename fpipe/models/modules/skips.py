@@ -1,0 +1,183 @@
+"""Skips in an nn.Sequential: a value put aside by one child and taken up by a later one, named where it happens.
+
+    Sequential(down, Stash("a"), inner, Pop("a", join), up)        -->        a goes from its stage to Pop's, past inner
+
+`from_sequential` makes the value an output of its stage, which only the stages that take it up read. So it travels
+once, from its rank to theirs. Nothing is kept on the side: the modules hold their names, and no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fpipe.graphs.tracing.keep import keep
+from fpipe.model import Source
+
+
+class Stash(nn.Module):
+    """Put the value that passes aside under a name; it passes on as it is.
+
+    >>> Stash("early")
+    Stash('early')
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def extra_repr(self) -> str:
+        """The name."""
+        return repr(self.name)
+
+    def forward(self, x: Any) -> Any:
+        """Only a stage puts values aside."""
+        raise RuntimeError(
+            f"{self} puts a value aside inside a stage of fpipe.from_sequential; for the whole net in one, "
+            "stages=1 and fpipe.reference."
+        )
+
+
+class Pop(nn.Module):
+    """Take a value up again: `join(x, value)` goes on, by default the pair `(x, value)`. Several may take one value up.
+
+    Args:
+        name: of the `Stash`.
+        join: say `torch.add`, or a function that concatenates. It has no parameters; put a module behind it.
+
+    >>> Pop("early")
+    Pop('early')
+    """
+
+    def __init__(self, name: str, join: Callable[[Any, Any], Any] | None = None) -> None:
+        super().__init__()
+        if isinstance(join, nn.Module):
+            raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
+        given: object = join
+        if given is not None and not callable(given):
+            raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {given!r}.")
+        self.name, self.join = name, join
+
+    def extra_repr(self) -> str:
+        """The name."""
+        return repr(self.name)
+
+    def joined(self, x: Any, value: Any) -> Any:
+        """What goes on."""
+        return (x, value) if self.join is None else self.join(x, value)
+
+    def forward(self, x: Any) -> Any:
+        """Only a stage has the value."""
+        raise RuntimeError(
+            f"{self} takes a value up inside a stage of fpipe.from_sequential; for the whole net in one, stages=1 and "
+            "fpipe.reference."
+        )
+
+
+class Skips(NamedTuple):
+    """The skips of one stage: the names of its further inputs, those that its own input is too, and those of its
+    further outputs. `keywords`: its first child takes its input, a dict, as keywords."""
+
+    takes: tuple[str, ...] = ()
+    same: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    keywords: bool = False
+
+
+def run_children(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
+    """Children one after the other, with what the stage takes up and puts aside."""
+    aside: dict[str, Any] = {}
+    if skips.takes:
+        x, *taken = x
+        aside = dict(zip(skips.takes, taken, strict=True))
+    aside |= dict.fromkeys(skips.same, x)
+    keywords = skips.keywords
+    for at, child in enumerate(children.values()):
+        if isinstance(child, Stash):
+            aside[child.name] = x
+            continue
+        x = keep(x) if at else x  # what enters a layer
+        if isinstance(child, Pop):
+            x = child.joined(x, aside[child.name])
+        elif keywords:
+            x, keywords = child(**_by_name(child, x)), False
+        else:
+            x = child(x)
+    return (x, *(aside[name] for name in skips.gives)) if skips.gives else x
+
+
+def _by_name(child: nn.Module, x: Any) -> Mapping[str, Any]:
+    """The inputs of a batch, if they can be keywords."""
+    if isinstance(x, Mapping) and all(isinstance(name, str) for name in x):  # pyright: ignore[reportUnknownVariableType]
+        return x  # pyright: ignore[reportUnknownVariableType]
+    raise TypeError(
+        f"with keywords=True the inputs are a dict of what {type(child).__name__}.forward takes by name, found "
+        f"{type(x).__name__}."
+    )
+
+
+def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
+    """The skips of each stage, and what each stage takes.
+
+    Raises:
+        ValueError: a value that is put aside twice, taken up before that, or never; or a module inside another.
+    """
+    made: dict[str, tuple[int, Source | None]] = {}  # the stage that puts it aside, and the value if it has one anyway
+    gives: list[list[str]] = [[] for _ in groups]
+    wants: list[list[str]] = [[] for _ in groups]
+    taken: set[str] = set()
+    for number, children in enumerate(groups):
+        modules = [*children.values()]
+        for at, (path, child) in enumerate(children.items()):
+            _refuse_inside(path, child)
+            if isinstance(child, Stash):
+                if child.name in made:
+                    raise ValueError(f"Stash({child.name!r}) stands twice; a name is put aside once.")
+                first = all(isinstance(other, Stash) for other in modules[:at])
+                last = all(isinstance(other, Stash) for other in modules[at:])
+                before: Source = number - 1 if number else "batch"
+                made[child.name] = number, before if first else number if last else None
+            elif isinstance(child, Pop):
+                if child.name not in made:
+                    raise ValueError(
+                        f"Pop({child.name!r}) takes up what no Stash({child.name!r}) before it puts aside."
+                    )
+                taken.add(child.name)
+                if made[child.name][0] != number and child.name not in wants[number]:
+                    wants[number].append(child.name)
+    unread = next((name for name in made if name not in taken), None)
+    if unread is not None:
+        raise ValueError(f"nobody takes up what Stash({unread!r}) puts aside; leave it out, or add Pop({unread!r}).")
+    for name in made:
+        home, value = made[name]
+        if value is None and any(name in each for each in wants):
+            gives[home].append(name)
+    return _wired(made, gives, wants)
+
+
+def _wired(
+    made: Mapping[str, tuple[int, Source | None]], gives: list[list[str]], wants: list[list[str]]
+) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
+    skips: list[Skips] = []
+    inputs: list[Source | tuple[Source, ...]] = []
+    for number, names in enumerate(wants):
+        before: Source = number - 1 if number else "batch"
+        found: dict[str, Source] = {}
+        for name in names:
+            home, value = made[name]
+            found[name] = (home, 1 + gives[home].index(name)) if value is None else value
+        same = tuple(name for name, source in found.items() if source == before)
+        takes = tuple(name for name in found if name not in same)
+        skips.append(Skips(takes, same, tuple(gives[number])))
+        inputs.append((before, *(found[name] for name in takes)) if takes else before)
+    return skips, inputs
+
+
+def _refuse_inside(path: str, child: nn.Module) -> None:
+    for name, module in child.named_modules():
+        if name and isinstance(module, Stash | Pop):
+            raise ValueError(
+                f"{module} is inside {path!r} as {name!r}; it stands among the children of the Sequential itself."
+            )

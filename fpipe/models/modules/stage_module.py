@@ -1,0 +1,402 @@
+"""The function of a stage made of modules: they run on what they are handed instead of what they hold.
+
+f(params, x) = modules(x)                         while `params` are in the place of the modules' own
+f(params, x, state=s) = modules(x), s'            and buffers too, where an output reads what the modules write
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fpipe import tree
+from fpipe.graphs.purity.alike import Same
+from fpipe.graphs.purity.attributes import Attributes
+from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
+from fpipe.graphs.purity.pure import Impure, reads_update
+from fpipe.graphs.tracing.keys import random_states, replaying
+from fpipe.model import Names, PositionalStage, same_keys
+from fpipe.models.modules.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
+from fpipe.models.modules.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
+from fpipe.models.modules.module_key import module_key
+from fpipe.models.modules.skips import Skips, run_children
+from fpipe.models.parameters.handed_out import HandedOut
+
+How = Literal["update", "ordered"]
+"""Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
+Place = tuple[str, nn.Module, str]
+"""A tensor of a module: its path in the net, the module that has it, its name there."""
+
+
+class StageModule(PositionalStage):
+    """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
+
+    The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
+
+    Args:
+        number: which stage it is.
+        children: its modules by their names in the net.
+        names: what its parameters are called.
+        skips: what it takes of earlier stages, and puts aside for later ones.
+        deferred: whether batch norms update their statistics once a step.
+        state: the buffers that its modules write, besides those of torch's norms, which are known by class.
+
+    Attributes:
+        norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
+        updates: the other buffers that are written and that no output reads: their updates are apart too.
+        held: where an output reads what its modules write: these are the stage's state, and a forward reads it.
+        handed_out: the parameters that live in it, as they were then.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        children: Mapping[str, nn.Module],
+        names: Names,
+        skips: Skips | None = None,
+        deferred: bool = False,
+        state: Mapping[str, How] | None = None,
+    ) -> None:
+        self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
+        self.skips, self.state_of = skips or Skips(), dict[str, How](state or {})
+        self.who = f"stage {number}"
+        self.bound = self.bind()
+        self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
+        self.caching = [
+            m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
+        ]
+        self.lock = threading.RLock()
+        self.handed_out = HandedOut({}, ())
+        self._place_buffers()
+        trained = {name for leaf in names for name in leaf}
+        frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
+        gone = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        taken = {place[1:] for place in self.held} | gone
+        self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
+        self.swapped = [[path for path, _, _ in self.places(leaf)] for leaf in names]
+
+    def bind(self) -> nn.Module:
+        """What is called in place of the modules, and has them under the names they have in the whole net."""
+        return _Bound(self.children)
+
+    def _place_buffers(self) -> None:
+        """Sort the buffers by who writes and reads them."""
+        self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
+        known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
+        for _, module in self.modules:
+            odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
+            for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
+                known[module, name] = "ordered"
+        self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
+        own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
+        self.updates: list[Place] = []
+        self.held: list[Place] = []
+        if "ordered" in known.values():
+            self.held, self.norms = self.remembered, []
+        else:
+            self.updates = [place for place in self.buffers if place[1:] in known and place[1:] not in own]
+        self.holds = [path for path, _, _ in self.held]
+        self.update_only = [path for path, _, _ in self.updates]
+        self.writes = [path for path, _, _ in self.remembered]
+        self.moody = [(path, module) for path, module in self.modules if isinstance(module, DEPEND_ON_MODE)]
+        # What is written may depend on the mode of any module.
+        self.turning = [(path, m, m.training) for path, m in self.modules] if self.held or self.updates else []
+
+    def places(self, paths: Iterable[str]) -> list[Place]:
+        """Each place where a tensor is, under the first of its paths.
+
+        A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.
+        """
+        first: dict[tuple[nn.Module, str], str] = {}
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            first.setdefault((self.bound.get_submodule(owner), name), path)
+        return [(path, *place) for place, path in first.items()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageModule, (self.number, self.children, self.names, self.skips, self.deferred, self.state_of)
+
+    def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
+        """The stage's output; with updates that are apart, also what they need; with a state, also the new."""
+        own = self._by_path(params)
+        if self.held:
+            given = state or {}
+            same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
+            y, _, new = self._run(own | {path: given[path] for path in self.holds}, x)
+            return y, {name: new[name] for name in given}
+        if self.updates:
+            copies, again = self._copies(self.updates), _Again(self, own, x)
+            with Followed(copies) as followed:
+                y, notes, _ = self._run(own | copies, x)
+            read = followed.branched or followed.behind(tree.leaves(y))
+            if read is not None:
+                raise Impure(reads_update(self.who, read))
+            return y, (notes, again)
+        y, notes, _ = self._run(own, x)
+        return (y, notes) if self.norms else y
+
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
+    ) -> tuple[Any, dict[str, Any]]:
+        """The stage's output, and by name its state, what its norms note, and its other buffers as they are then."""
+        own = self._own(params, constants)
+        own |= {path: own[path].clone() for path in self.update_only} | dict(zip(self.holds, buffers, strict=True))
+        y, notes, new = self._run(own, x)
+        if self.held:
+            return y, {"state": [new[path] for path in self.holds]}
+        beside: dict[str, Any] = {"seen": notes} if self.norms or self.updates else {}
+        return y, beside | ({"update": [new[path].detach() for path in self.update_only]} if self.updates else {})
+
+    def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The output where these are in the place of parameters and buffers, and the buffers afterwards."""
+        y, _, now = self._run(dict(own), x)
+        new = {path: now[path] for path in own if path in now}
+        self._refuse_one_memory(new)
+        return y, new
+
+    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
+        """Do something, such as the backward of the output, while `params` are in the modules' place.
+
+        torch.utils.checkpoint recomputes with whatever parameters the modules hold by then.
+        """
+        return self._again(self._by_path(params), what)
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """The same by position."""
+        attributes = Attributes(self.modules, self.who)
+        try:
+            return self._again(self._own(params, constants), what)
+        finally:
+            attributes.put_back()
+
+    def _again(self, own: dict[str, Tensor], what: Callable[[], Any]) -> Any:
+        def refuse(tensor: Tensor, op: Any) -> None:
+            name = next((path for path, one in self.named_tensors() if memory(one) == memory(tensor)), None)
+            raise Impure(
+                f"{self.who} writes buffer {name!r} once more as its backward computes it again: "
+                "torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
+            )
+
+        mine = [tensor for _, tensor in self.named_tensors()]
+        with self._swapping(), noted(self.norms, self.deferred, self.who), OwnMemory(refuse, mine):
+            return torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+
+    def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+        """The output, what the norms noted, and the buffers afterwards."""
+
+        def run() -> tuple[Any, dict[str, Any]]:
+            y = run_children(self.children, self.skips, x)
+            return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
+
+        with self._swapping(), noted(self.norms, self.deferred, self.who) as notes:
+            # A copy, since functional_call notes in it what is bound anew.
+            y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
+        odd = next((path for path in self.writes if path in own and not isinstance(new[path], Tensor)), None)
+        if odd is not None:
+            raise Impure(f"{self.who} left no tensor in buffer {odd!r}, which is its module state.")
+        self._refuse_one_memory({path: new[path] for path in self.writes if path in own})
+        return y, notes, new
+
+    @contextmanager
+    def _swapping(self) -> Generator[None]:
+        """Tensors are in the place of the modules' own, one thread at a time.
+
+        functional_call leaves behind the weight that pruning or old-style weight norm keeps as an attribute, and an
+        RNN's list of its weights, which would go on computing with another's.
+        """
+        with self.lock:
+            self._refuse_changed()
+            kept = [_kept(module) for module in self.caching]
+            try:
+                yield
+            finally:
+                for module, attributes in zip(self.caching, kept, strict=True):
+                    vars(module).update(attributes)
+
+    def _refuse_one_memory(self, new: Mapping[str, Tensor]) -> None:
+        """As state they are apart from then on, while in the module what is written into one shows in the other."""
+        first: dict[Any, str] = {}
+        for name, one in new.items():
+            other = first.setdefault(memory(one), name)
+            if other != name and memory(one) is not None:
+                raise Impure(
+                    f"{self.who} left buffers {other!r} and {name!r} in one storage; module state is a tensor of its "
+                    "own for each: assign a .clone()."
+                )
+
+    def _refuse_changed(self) -> None:
+        """The mode may have changed since the stage was made."""
+        norms = {path for path, _ in self.norms}
+        for path, module in self.moody:
+            refuse_impure(path, module)
+            if not self.held and updates_apart(module) != (path in norms):
+                self._refuse_turned(path, module, path in norms)
+        for path, module, was in self.turning:
+            if module.training != was:
+                self._refuse_turned(path, module, was)
+
+    def _refuse_turned(self, path: str, module: nn.Module, training: bool) -> None:
+        was, now = ("training", "eval") if training else ("eval", "training")
+        raise ValueError(
+            f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is in {now} "
+            "now: what it remembers is part of the program. Call from_sequential again."
+        )
+
+    def constants(self) -> list[Tensor]:
+        """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
+        with self.lock:
+            return [getattr(owner, name) for _, owner, name in self.fixed]
+
+    def moved(self) -> Mapping[str, int]:
+        """The parameters that its modules have elsewhere than when they were handed out."""
+        with self.lock:
+            return self.handed_out.moved()
+
+    def update_only_positions(self) -> list[int]:
+        """The positions of the `update_only` buffers among the constants."""
+        paths = [path for path, _, _ in self.fixed]
+        return [paths.index(path) for path in self.update_only]
+
+    def modes(self) -> tuple[Any, ...]:
+        """What its traces depend on: the modes of its modules, and which norms have a momentum."""
+        return (*(module.training for _, module in self.modules), *(norm.momentum is None for _, norm in self.norms))
+
+    def momenta(self) -> list[Any]:
+        """How much a batch weighs in the running statistics of each norm."""
+        return [norm.momentum for _, norm in self.norms]
+
+    def batch_norms(self) -> list[str] | None:
+        """The paths of its batch norms, if they alone remember, at once, and every batch weighs the same."""
+        alone = bool(self.norms) and not self.updates and not self.deferred
+        plain = all(isinstance(norm, _BatchNorm) and norm.momentum is not None for _, norm in self.norms)
+        return [path for path, _ in self.norms] if alone and plain else None
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of its modules by their paths."""
+        yield from (*self.bound.named_buffers(), *self.bound.named_parameters())
+
+    def unreadable(self) -> Iterator[tuple[str, Tensor]]:
+        """The running statistics of norms that update them apart: a forward has them not."""
+        for path, norm in self.norms:
+            yield from ((f"{path}.{name}", held) for name, held in norm.named_buffers(recurse=False))
+
+    def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
+        return {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
+
+    def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What a stage reads, under all its names."""
+        own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
+        return own | {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
+
+    def _copies(self, places: Sequence[Place]) -> dict[str, Tensor]:
+        with self.lock:
+            return {path: getattr(owner, name).detach().clone() for path, owner, name in places}
+
+    def state(self) -> dict[str, Tensor]:
+        """The buffers that the stage writes, by name, as they are now."""
+        return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}
+
+    def remembering(self) -> dict[str, Any]:
+        """What a `Stage` says about its state: nothing if it writes no buffer."""
+        said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
+        if not self.norms and not self.updates:
+            return said
+        return said | {"update": self.update, "notes": True, "counts": self.deferred}
+
+    def update(self, state: Mapping[str, Any], seen: Any, **counted: int) -> dict[str, Any]:
+        """The module state after a forward, from the state before and what the forward noted."""
+        notes, again = seen if self.updates else (seen, None)
+        rest = {name: held for name, held in state.items() if name not in self.update_only}
+        new = (updated_at_the_end if self.deferred else updated)(self.norms, rest, notes, **counted)
+        if again is not None:
+            new |= again({name: state[name] for name in self.update_only})
+        return {name: new[name] for name in dict.fromkeys((*state, *new)) if name in new}
+
+    def drawing(self) -> list[str]:
+        """The modules that draw random numbers as they are now."""
+        return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
+
+    def twin(self) -> Any:
+        """Equal for stages that compute the same function of their parameters and constants, in their order.
+
+        A stage that holds on to an object which cannot be compared (a tensor, another module) is like no other.
+        """
+        place = {name: str(at) for at, name in enumerate(self.children)}
+        short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
+        fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
+        odd: list[Any] = []
+        keys = tuple(module_key(module, odd) for module in self.children.values())
+        written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))
+        return tuple(short), fixed, written, keys, self.skips, self.deferred, Same(self) if odd else None
+
+
+def spectral_buffers(module: nn.Module) -> list[str]:
+    """The buffers that torch's spectral norm of a module writes now, new style and old."""
+    if not module.training:
+        return []
+    if isinstance(module, _SpectralNorm):
+        return [name for name, _ in module.named_buffers(recurse=False)]
+    hooks = [hook for hook in _hooks(module) if isinstance(hook, SpectralNorm)]
+    return [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return list(vars(module)["_forward_pre_hooks"].values())
+
+
+class _Again:
+    """Runs a forward once more for what it writes, on other buffers: what an update needs of a stage under autograd."""
+
+    def __init__(self, stage: StageModule, own: Mapping[str, Tensor], x: Any) -> None:
+        self.stage, self.own, self.x = stage, dict(own), tree.tree_map(_detached, x)
+        self.states = random_states()
+
+    def __repr__(self) -> str:
+        return "_Again()"
+
+    def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers afterwards."""
+        copies = {name: held.clone() for name, held in state.items()}
+        with torch.enable_grad(), replaying(self.states):
+            _, _, new = self.stage._run(self.own | copies, self.x)  # pyright: ignore[reportPrivateUsage]
+        return {name: new[name].detach() for name in state}
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _short(path: str, place: Mapping[str, str]) -> str:
+    """A leaf's name with its child's place in the stage instead of the child's name."""
+    child, dot, rest = path.partition(".")
+    return place[child] + dot + rest
+
+
+class _Bound(nn.Module):
+    """A stage's modules under the names they have in the whole net; called, it does what it is given."""
+
+    def __init__(self, children: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in children.items():
+            self.add_module(name, module)
+
+    def __call__(self, what: Callable[[], Any]) -> Any:
+        """What it is given, without the hooks on all modules: this is none of theirs."""
+        return what()
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that functional_call leaves changed, as they are."""
+    attributes = vars(module).items()
+    tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
+    return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}

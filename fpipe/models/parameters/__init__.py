@@ -1,0 +1,1 @@
+"""whole pytrees, or a net's named tensors <-> one pytree per stage."""

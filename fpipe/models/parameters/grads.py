@@ -1,0 +1,168 @@
+"""Hand the gradients of a step to an optimizer, add those of several steps, take their norm.
+
+({"w": dw}, {"w": dv})        --> assign_grads -->        params[0]["w"].grad = dw, params[1]["w"].grad = dv
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe import tree
+from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.single_device.result import Result, are_gradients
+
+
+def assign_grads(params: Any, grads: Any) -> None:
+    """Set `.grad` of each parameter, as an optimizer reads it.
+
+    Args:
+        params: as a step takes them, for an optimizer over their leaves; or the net that they are of, for one over
+            `net.parameters()`.
+        grads: `Result.grads`.
+
+    Raises:
+        ValueError: gradients of another structure or shape, or of a name that the net has not; the first is named. Or
+            the gradients of a result came first.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    >>> model, params, state = fpipe.from_sequential(net, stages=1)
+    >>> optimizer = torch.optim.SGD((leaf for stage in params for leaf in stage.values()), lr=1.0)
+    >>> before = net[0].bias.item()
+    >>> fpipe.assign_grads(params, ({"0.weight": torch.zeros(1, 2), "0.bias": torch.tensor([2.0])},))
+    >>> optimizer.step()
+    >>> round(before - net[0].bias.item(), 4)
+    2.0
+    """
+    if are_gradients(params):
+        raise ValueError("the first argument is a result's gradients: assign_grads(params, grads) takes params first.")
+    if isinstance(params, nn.Module):
+        params, grads = _of_net(params, grads)
+    place = tree.difference(params, grads)
+    if place is not None:
+        raise ValueError(
+            f"params and grads differ in structure: only one of them has a leaf at {place or 'the top'}. Gradients are "
+            "Result.grads of a merged program."
+        )
+    pairs = list(zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True))
+    for (place, param), grad in pairs:
+        if getattr(param, "shape", None) != getattr(grad, "shape", None) and grad is not None:
+            raise ValueError(
+                f"the gradient at {place} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+            )
+    for (_, param), grad in pairs:
+        if isinstance(param, Tensor):
+            param.grad = grad
+
+
+def _of_net(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters of a net that have gradients, and these, by name."""
+    grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
+    if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
+        raise ValueError(
+            f"of a net the gradients are those of a model made from it, a dict per stage; found {type(grads).__name__}."
+        )
+    named = {str(name): grad for stage in grads for name, grad in stage.items()}
+    own = dict(net.named_parameters(remove_duplicate=False))
+    odd = next((name for name in named if name not in own), None)
+    if odd is not None:
+        raise ValueError(f"there is a gradient of {odd!r}, which is no parameter of this {type(net).__name__}.")
+    return {name: own[name] for name in named}, named
+
+
+def add_grads(one: Any, other: Any) -> Any:
+    """The gradients of two steps added, for an optimizer step after several of them.
+
+    Nothing is scaled: twice one step is exactly two times its gradients, and a mean over steps is yours to take.
+
+    Raises:
+        TypeError: something that is no gradient, such as a `Result`.
+        ValueError: gradients of another structure; the first such place is named.
+
+    >>> import torch
+    >>> add_grads(({"w": torch.ones(2), "frozen": None},), ({"w": torch.ones(2), "frozen": None},))
+    ({'w': tensor([2., 2.]), 'frozen': None},)
+    """
+    odd = next((leaf for grads in (one, other) for leaf in tree.leaves(grads) if not _is_grad(leaf)), None)
+    if odd is not None:
+        raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(odd).__name__}.")
+    place = tree.difference(one, other)
+    if place is not None:
+        raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
+    other = tree.like(one, other)
+    for (place, a), b in zip(tree.paths(one), tree.leaves(other), strict=True):
+        shapes = [tuple(leaf.shape) for leaf in (a, b) if isinstance(leaf, Tensor)]
+        if len({*shapes}) > 1:
+            raise ValueError(
+                f"gradients of two models: at {place or 'the top'} they are of shapes {shapes[0]} and {shapes[1]}."
+            )
+
+    def added(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else a + b
+
+    return tree.tree_map(added, one, other)
+
+
+def _is_grad(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, Tensor | int | float)
+
+
+def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None = None) -> Tensor:
+    """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
+
+    To clip: multiply each gradient by `min(1, limit / norm)`.
+
+    Args:
+        grads: any pytree of gradients, dense, sparse or nested; None has none. Of a DTensor the norm is that of the
+            whole: then all processes of its mesh call it.
+        norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+        mesh: of processes whose dimension "pp" has the ranks of a program: then `grads` has an entry for each stage,
+            None for those of other ranks, and each process gets the norm over all stages. All call it.
+
+    Returns:
+        A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
+
+    Raises:
+        TypeError: what is no gradient: a whole `Result`, say, has no norm.
+
+    >>> import torch
+    >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
+    tensor(5.)
+    """
+    for place, leaf in tree.paths(grads):
+        if not isinstance(leaf, Tensor) and (leaf is not None or not place):
+            hint = " Hand in result.grads." if isinstance(leaf, Result) else ""
+            hint = " Hand in a list of them." if isinstance(leaf, Iterator) else hint
+            where = f" at {place}" if place else ""
+            raise TypeError(
+                f"global_norm takes a pytree of gradients, each a tensor or None; found {type(leaf).__name__}{where}."
+                f"{hint}"
+            )
+    if mesh is None:
+        found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
+        return torch.nn.utils.get_total_norm(found, norm_type)
+    own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
+    group = mesh.get_group("pp")
+    every: list[dict[int, list[Tensor]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(every, own, group=group)
+    norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
+    return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
+
+
+def _numbers(grad: Any, norm_type: float) -> Tensor:
+    """The numbers of a gradient: of a sparse one those that are not zero, of a nested one those of its parts; of a
+    DTensor, whose numbers are on several processes, its norm."""
+    if is_sharded(grad):
+        return torch.linalg.vector_norm(grad, norm_type).full_tensor()
+    if grad.is_nested:
+        return torch.cat([part.flatten() for part in grad.unbind()])
+    if grad.layout == torch.strided:
+        return grad
+    values = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.values()
+    return values if values.numel() else values.new_zeros(1)  # of no numbers there is no largest

@@ -1,0 +1,85 @@
+"""Mark where a stage ends, inside a function that is cut: while it is traced, a mark is an operation of the graph.
+
+x = embed(inputs);  x = boundary(x);  y = block(x)        -->        embed  MARK  block
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.tracing.keys import seed_of, seeded
+
+_TRACING = threading.local()
+_SEEDING = threading.local()
+KEY = 0
+"""The key that the example is computed with; a step has its own."""
+
+_LIBRARY = torch.library.Library("fpipe", "DEF")
+_LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
+
+
+def _aliases(values: list[Tensor]) -> list[Tensor]:
+    return [torch.ops.aten.alias.default(value) for value in values]
+
+
+_LIBRARY.impl("boundary", _aliases, "CompositeImplicitAutograd")
+MARK: Any = torch.ops.fpipe.boundary.default
+"""The operation that a mark is in a graph: it returns what it is given."""
+
+
+def boundary(values: Any) -> Any:
+    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
+
+    Args:
+        values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
+
+    Returns:
+        The same pytree.
+
+    >>> boundary({"x": torch.ones(2)})
+    {'x': tensor([1., 1.])}
+    """
+    next_stage()
+    if not hasattr(_TRACING, "on"):
+        return values
+    leaves, containers = tree.flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("boundary() marks a pytree of tensors, found none in it.")
+    marked = iter(MARK(tensors))
+    return tree.unflatten(containers, [next(marked) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def next_stage() -> None:
+    """Where a function runs as a whole, draw from here on what the next stage draws."""
+    if hasattr(_SEEDING, "stage"):
+        _SEEDING.stage += 1
+        torch.manual_seed(seed_of(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
+
+
+@contextmanager
+def marking() -> Generator[None]:
+    """While a function is traced, its marks become operations."""
+    _TRACING.on = True
+    try:
+        yield
+    finally:
+        del _TRACING.on
+
+
+@contextmanager
+def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
+    """While a function runs as a whole, it draws in each stage the random numbers of a step's microbatch."""
+    _SEEDING.stage, _SEEDING.key, _SEEDING.microbatch = 0, key, microbatch
+    try:
+        with seeded(seed_of(key, 0, microbatch), "loss_fn"):
+            yield
+    finally:
+        del _SEEDING.stage

@@ -1,0 +1,247 @@
+"""Export a module as one graph of torch's operations above autograd, whose nodes say which module they come from.
+
+net(**inputs)        --> torch.export -->        wte  add  h.0: layer_norm, linear, ...  h.1: ...  lm_head: linear
+
+Rows stay symbolic, and so does the second dimension of integers, the length of a sequence, where the net allows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from fpipe import tree
+from fpipe.graphs.language.symbols import in_words
+from fpipe.graphs.purity.attributes import Attributes
+from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.models.modules.batch_norm import tracks
+from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
+from fpipe.models.tracing.boundary import marking
+from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
+from fpipe.models.tracing.traced_graph import NoGenerators, without_checkpoints
+
+
+def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
+    """The module as an exported program, in the mode that it is in; it stays as it is.
+
+    Args:
+        net: any module that torch.export takes.
+        inputs: an example: a dict of keywords, a tuple or list of arguments, or the one argument.
+
+    Raises:
+        ValueError: what cannot be exported, by module and line.
+    """
+    refuse_unexportable(net)
+    args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
+    signature = _signature(net, args, kwargs)
+    shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
+    attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
+    assigned: list[str] = []
+    try:
+        with (
+            torch.enable_grad(),
+            NoGenerators("the net"),
+            _NoDerivatives(),
+            marking(),
+            without_cache(net),
+            _quiet(),
+            _noting_attributes(net, assigned),
+            noting_places(),
+            without_checkpoints(),
+        ):
+            if signature != inspect.signature(net.forward):
+                net.forward = _with_signature(net.forward, signature)
+            exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
+            _name_modules_of_slices(exported, net)
+            return exported
+    except Exception as error:
+        at_end = isinstance(error, UserWarning) and assigned
+        place = assigned[-1] if at_end else place_of_error(error, net.named_modules())
+        raise ValueError(_reason(net, error, place)) from error
+    finally:
+        attributes.put_back()
+
+
+def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """What a net takes, a parameter for each keyword that it takes by **kwargs: torch.export takes no open sizes of
+    such a dict."""
+    signature = inspect.signature(net.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
+    named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = {one.name for one in named if one.kind is not inspect.Parameter.VAR_POSITIONAL}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
+    return signature.replace(parameters=[*named, *more])
+
+
+def _with_signature(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    @wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    called.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+    return called
+
+
+_SLICE = re.compile(r"slice\(([-\w]+), ([-\w]+), ([-\w]+)\)")
+
+
+def _name_modules_of_slices(exported: ExportedProgram, net: nn.Module) -> None:
+    """A module that is called out of a part of a list, as in `self.layers[:n]`, has its own path, without the slice."""
+    for graph in (one for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            stack: dict[str, tuple[str, str]] = node.meta.get("nn_module_stack") or {}
+            node.meta["nn_module_stack"] = {key: (_path_in(net, path), kind) for key, (path, kind) in stack.items()}
+
+
+def _path_in(net: nn.Module, path: str) -> str:
+    while (found := _SLICE.search(path)) is not None:
+        above, below = path[: found.start()].rstrip("."), path[found.end() + 1 :].split(".")
+        every = net.get_submodule(above).named_modules(remove_duplicate=False)  # a block may be in a list several times
+        names = [name for name, _ in every if name and "." not in name]
+        part = names[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
+        path = ".".join(word for word in (above, part[int(below[0])], *below[1:]) if word)
+    return path
+
+
+def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keywords of a call on inputs.
+
+    >>> call_of({"ids": 1}), call_of((1, 2)), call_of(1)
+    (((), {'ids': 1}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), {str(name): one for name, one in inputs.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}  # pyright: ignore[reportUnknownArgumentType]
+
+
+@contextmanager
+def without_cache(net: nn.Module) -> Generator[None]:
+    """Meanwhile models of transformers make no cache of keys and values, which is for generating text."""
+    configs = {id(one): one for module in net.modules() if (one := getattr(module, "config", None)) is not None}
+    caching = [one for one in configs.values() if getattr(one, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def refuse_unexportable(net: nn.Module) -> None:
+    """A ValueError for a module whose graph would not be what it does."""
+    for path, module in net.named_modules():
+        refuse_wrapped(path, module)
+        refuse_impure(path, module)
+        if tracks(module) and getattr(module, "momentum", None) is None:
+            raise ValueError(
+                f"module {path!r} ({type(module).__name__}) weighs batches by how many there were (momentum=None), a "
+                "number that it reads from a buffer, which an export cannot; give it a momentum, or cut by "
+                "from_sequential."
+            )
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_sharded(tensor):
+            raise ValueError(
+                f"{name!r} is a DTensor, which torch.export does not take. from_sequential and from_functions do."
+            )
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
+
+
+def _at_least_two(inputs: Any) -> Any:
+    """Doubles the rows of an example of one row: its trace would hold for one row only."""
+    leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    single = all(len(leaf) == 1 for leaf in leaves)
+
+    def doubled(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if single and isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+    return doubled
+
+
+def _open_dims(leaf: Any) -> Any:
+    """Which sizes of a leaf may be others later."""
+    if not isinstance(leaf, Tensor):
+        return None
+    sequence = leaf.ndim == 2 and not leaf.is_floating_point() and not leaf.is_complex()
+    return dict.fromkeys(range(min(leaf.ndim, 2 if sequence else 1)), torch.export.Dim.AUTO)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the graph that torch prints where an export ends in an error. A tensor that a module remembers in a plain
+    attribute is an error, but for the lists that an RNN has of its weights."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.filterwarnings("error", "The tensor attributes? .* assigned during export", UserWarning)
+            warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights", UserWarning)
+            yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
+    """Meanwhile note where a tensor is assigned to a plain attribute of a module, and refuse a new module or
+    parameter: what the net computes the next time is not what it does now."""
+    assign: Any = nn.Module.__setattr__
+    own = {id(vars(module)) for module in net.modules()}
+
+    def is_new(value: Any) -> bool:
+        if isinstance(value, nn.Parameter):
+            return all(value is not one for one in net.parameters())
+        return isinstance(value, nn.Module) and id(vars(value)) not in own
+
+    def noted(module: nn.Module, name: str, value: Any) -> None:
+        if id(vars(module)) in own and is_new(value):
+            raise ValueError(
+                f"the net changes itself as it runs: it assigns a new module or parameter to {name!r}, and computes "
+                "something else the next time. Run it on the example once before, so that it is what it will be"
+            )
+        assign(module, name, value)
+        if isinstance(value, Tensor) and name in vars(module):
+            places.append(place_of_caller(module, net.named_modules()))
+
+    nn.Module.__setattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign
+
+
+class _NoDerivatives(TorchFunctionMode):
+    """Refuses derivatives that the net takes itself, whose operations are below what torch.export sees."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise ValueError("the net calls torch.autograd.grad or torch.func, which only from_functions can trace")
+        return func(*args, **(kwargs or {}))
+
+
+def _reason(net: nn.Module, error: Exception, place: str) -> str:
+    """Why a net cannot be exported, in torch's words, and where."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
+    return (
+        f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
+        f"{in_words(said)}. {'Change the line below, or use' if place else 'Use'} from_loss with fpipe.boundary, or "
+        f"from_functions.{place}"
+    )

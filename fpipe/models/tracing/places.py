@@ -1,0 +1,146 @@
+"""Say where in a net something happens: the module that is called, and the line of the user's code.
+
+ValueError: the net writes 'x' in place (aten.relu_), which is no buffer of its own; ...
+  in module 'blocks.1' (Block), at net.py:12, in forward: return x.relu_()
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from fpipe.graphs.purity.user_lines import TORCH, is_users, line_at
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def place_of(node: fx.Node) -> str:
+    """Where an operation of a trace is from, as a line to put below an error; nothing if the trace does not say."""
+    frames = [_LINE.match(line.strip()) for line in (node.stack_trace or "").splitlines()]
+    found = [one for one in frames if one and is_users(one["file"])]
+    lines = [line_at(one["file"], int(one["line"]), one["function"]) for one in found[-1:]]
+    stack: Iterable[tuple[str, Any]] = (node.meta.get("nn_module_stack") or {}).values()
+    modules = [(path, str(kind).rpartition(".")[2]) for path, kind in stack]
+    return _words(modules, lines)
+
+
+def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, by
+    their paths, and the innermost line of the user's code. Where that calls a module of torch's, a line of that too,
+    for what it takes, such as the word `tgt_is_causal` beside a mask."""
+    names = _names(modules)
+    called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [at for at, one in enumerate(frames) if is_users(one.filename)]
+    if not users:
+        return _words(inside, [])
+    home = TORCH / "nn" / "modules"
+    torchs = [one for one in frames[users[-1] :] if one.name == "forward" and Path(one.filename).parent == home]
+    return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in (frames[users[-1]], *torchs[-1:])])
+
+
+def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Where the user's code is now that does something to one of these modules, as a line."""
+    names = _names(modules)
+    frame = _users(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    lines = [] if frame is None else [line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+    return _words([names[id(vars(module))]] if id(vars(module)) in names else [], lines)
+
+
+@contextmanager
+def noting_places(modules: Mapping[nn.Module, str] | None = None) -> Generator[None]:
+    """Meanwhile the nodes that are traced say which line of the user's code they are from, and which of these modules,
+    with their paths; without modules that is left to the tracer."""
+    with preserve_node_meta(), _Lines(), nullcontext() if modules is None else _noting_modules(modules):
+        yield
+
+
+def traced_with_grad(node: fx.Node) -> bool:
+    """Whether gradients were on where an operation was traced; torch.export says so too, but not inside autocast."""
+    return node.meta.get("custom", {}).get(_GRAD, True)
+
+
+_GRAD = "fpipe_grad"
+
+
+class _Lines(TorchFunctionMode):
+    """Notes for each call of torch the line of the user's code that it is made in, and whether gradients are on. They
+    are in the forward of a custom autograd.Function, where only torch has turned them off."""
+
+    def __enter__(self) -> Any:
+        self.grad = True
+        self.outermost = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, noted = _users(sys._getframe(1), self.outermost), get_current_meta()  # pyright: ignore[reportPrivateUsage]
+        if found is None:
+            noted.pop("stack_trace", None)
+        else:
+            code = found.f_code
+            noted["stack_trace"] = f'File "{code.co_filename}", line {found.f_lineno}, in {code.co_name}'
+        if func is _C._set_grad_enabled:
+            self.grad = bool(args[0])
+        noted["custom"] = {_GRAD: self.grad or torch.is_grad_enabled()}
+        return func(*args, **(kwargs or {}))
+
+
+def _users(frame: FrameType | None, outermost: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's code."""
+    while frame is not None and frame is not outermost and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is outermost else frame
+
+
+@contextmanager
+def _noting_modules(names: Mapping[nn.Module, str]) -> Generator[None]:
+    stack: list[tuple[str, str]] = []
+    thread = threading.get_ident()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread:
+            stack.append((names.get(module, ""), type(module).__name__))
+            note()
+
+    def leave(*_: Any) -> None:
+        if threading.get_ident() == thread and stack:
+            stack.pop()
+            note()
+
+    def note() -> None:
+        get_current_meta()["nn_module_stack"] = {str(at): one for at, one in enumerate(stack)}
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str]]:
+    """The modules by their attributes, which the proxies that a tracer calls in their place share."""
+    return {id(vars(module)): (path, type(module).__name__) for path, module in modules}
+
+
+def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
+    """The innermost module that has a path, and lines of code."""
+    inside = [f"in module {path!r} ({kind})" for path, kind in modules if path]
+    said = "; which calls torch ".join(lines)
+    said = ", ".join([*inside[-1:], *([said] if said else [])])
+    return f"\n  {said}" if said else ""

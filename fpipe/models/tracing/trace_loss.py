@@ -1,0 +1,132 @@
+"""Trace a loss function into one graph of torch's operations, with a mark where each stage ends.
+
+loss_fn(params, batch)      -->      embed  MARK  block  MARK  head  loss
+
+The function is called once on fake tensors. The operations are those above autograd, and the number of rows stays
+symbolic. What a graph cannot represent is refused: branches on data, gradients taken inside, sizes that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fpipe import tree
+from fpipe.graphs.language.symbols import in_words, symbols_in
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.tracing.fake import watched_memory
+from fpipe.graphs.tracing.keep import written_down
+from fpipe.graphs.tracing.keys import seeded
+from fpipe.models.tracing.boundary import KEY, marking
+from fpipe.models.tracing.places import noting_places, place_of, place_of_error
+from fpipe.models.tracing.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure, without_checkpoints
+
+
+class TracedLoss(NamedTuple):
+    """A loss function as a graph: the module, which of its placeholders are parameters and which the batch (a pair of
+    trees, (inputs, target)), the example batch, and what the function asked of its numbers of rows."""
+
+    module: fx.GraphModule
+    params: list[fx.Node]
+    batch: tuple[Any, Any]
+    example: tuple[Any, Any]
+    guards: tuple[Any, ...]
+
+
+def trace_loss(
+    loss_fn: Callable[[Any, Any], Any], params: Any, batch: tuple[Any, Any], modules: Mapping[nn.Module, str]
+) -> TracedLoss:
+    """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows;
+    `modules` are those that errors name, with their paths."""
+    # Imported when first needed: they would take a third of the time that importing fpipe takes.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    # Each leaf has a symbol of its own: as many rows in the example are no reason to be as many in a step.
+    sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    single = all(len(leaf) == 1 for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
+
+    def fake(leaf: Any, rows: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        each = [DimDynamic.STATIC] * leaf.ndim
+        if rows and leaf.ndim and len(leaf) == 1 and single:  # of one row a trace takes 1 for the rows of all others
+            leaf = leaf.new_empty((2, *leaf.shape[1:]))
+        if rows and leaf.ndim and len(leaf) > 1:
+            each[0] = DimDynamic.DYNAMIC
+        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+        return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
+
+    given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
+    leaves, containers = tree.flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def flat(*tensors: Tensor) -> Any:
+        proxies = iter(tensors)
+        with NoGenerators("loss_fn"), marking(), noting_places(modules), without_checkpoints():
+            return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+
+    explained = _explained(given[1], modules)
+    with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), explained, watched_memory():
+        module = make_fx(flat, pre_dispatch=True)(*tensors)
+    make_literals_pure(module.graph)
+    _refuse_untraced(module)
+    # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
+    rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = [size.node.expr for size in rows if isinstance(size, torch.SymInt)]
+    if rows and not any(expr.free_symbols for expr in rows):
+        raise ValueError(
+            "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
+            "len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic."
+        )
+    nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
+    named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return TracedLoss(module, tree.leaves(named[0]), named[1], batch, asked_of_sizes(sizes))
+
+
+def _refuse_untraced(module: fx.GraphModule) -> None:
+    """A ValueError for a fake tensor that no operation in the graph computes."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, str(node.target))
+        if isinstance(held, FakeTensor):
+            raise ValueError(
+                f"a tensor of shape {in_words(tuple(held.shape))} is computed where no trace sees it: by "
+                "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or in an earlier call. "
+                f"Stages of from_functions may do that.{next((place_of(user) for user in node.users), '')}"
+            )
+
+
+@contextmanager
+def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Generator[None]:
+    """Errors of torch while it traces say that it did, where, and which rows its symbols stand for."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    named = [(path, module) for module, path in modules.items()]
+    try:
+        yield
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            "loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is traced. "
+            f"Use torch.where, or from_functions.{place_of_error(error, named)}"
+        ) from error
+    except Untraceable as error:
+        words = f"loss_fn cannot be cut: {error}. Compute a new tensor in its place."
+        raise ValueError(words + place_of_error(error, named)) from error
+    except Exception as error:
+        note = "loss_fn was called on fake tensors, which have no data, as from_loss does to cut it."
+        error.add_note(note + place_of_error(error, named))
+        halves = zip(("inputs", "target"), batch, strict=True)
+        leaves = [(word + place, leaf) for word, half in halves for place, leaf in tree.paths(half)]
+        rows = {str(leaf.shape[0]): place for place, leaf in reversed(leaves) if isinstance(leaf, Tensor) and leaf.ndim}
+        for symbol in sorted(symbols_in(str(error)) & rows.keys()):
+            error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
+        raise

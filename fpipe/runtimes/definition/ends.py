@@ -1,0 +1,130 @@
+"""Bind the two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fpipe import tree
+from fpipe.graphs.tracing.keys import fold_in
+from fpipe.model import Model, PositionalStage, check_params, check_state, same_keys, trained
+from fpipe.program import Output, Program, Value
+from fpipe.single_device.batches import refuse_spread
+
+_MISSING = "this program reads {}: hand it in as step(..., {}=...)."
+NO_KEY = _MISSING.format("key", "key")
+
+
+def check_call(more: Sequence[Any], key: Any) -> None:
+    """A TypeError for a step that is handed something after the batch, or a key that is no number."""
+    refuse_spread(more, "step(params, {})")
+    if key is not None:
+        fold_in(key)
+
+
+def check_inputs(program: Program, model: Model, params: Any, state: Any) -> None:
+    """A ValueError for params or a state that are not those of the model, before anything is cut."""
+    check_params(model, params)
+    check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
+
+
+def bind_inputs(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    key: int | None,
+) -> dict[Value, Any]:
+    """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
+    in that stage's order from here on, whatever the order of the caller's dict."""
+    params = check_params(model, params)
+    found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
+    for number, stage in enumerate(_in_order(model, params)):
+        tied = model.owned(number)
+        own = found[Value("params", number)] = dict(stage) if tied else stage
+        for leaf in tied:
+            found[Value("params", number, port=leaf.port)] = own.pop(leaf.name)
+        if state is not None:
+            found[Value("state", number)] = state[number]
+    missing = next(
+        (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
+        None,
+    )
+    if missing is not None:
+        raise ValueError(_MISSING.format(missing, missing.name))
+    return {end.value: found[end.value] for end in program.inputs}
+
+
+def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:
+    """The params of each stage, those of stages that know their names in the order of these."""
+    ordered: list[Any] = []
+    for number, (own, stage) in enumerate(zip(params, model.stages, strict=True)):
+        if isinstance(stage.forward, PositionalStage):
+            tied = {leaf.name for leaf in model.tied(number) if leaf.owner != number}
+            names = [names[0] for names in stage.forward.names if names[0] not in tied]
+            same_keys(own, names, f"params of stage {number}")
+            own = {name: own[name] for name in names}
+        ordered.append(own)
+    return ordered
+
+
+def collect_results(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    values: Mapping[Value, Any],
+    own: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """The results by name, `own` of each leaf; a tuple over microbatches (and slices) where they were not merged."""
+    presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
+    whole: dict[str, Any] = {}
+    streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
+    by_name: defaultdict[tuple[str, int | None, int | None], list[Output]] = defaultdict(list)
+    for end in program.outputs:
+        by_name[end.name.name, end.name.microbatch, end.name.slice].append(end)
+    for (name, index, piece), ends in by_name.items():
+        if name == "grads":
+            made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
+        elif name == "input_grads":
+            inputs = batch[0] if index is None or not presplit else batch[0][index]
+            made = tree.tree_map(own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
+        elif name == "state":
+            assert state is not None
+            found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
+            made = tuple(found.get(number, state[number]) for number in range(len(model.stages)))
+        else:
+            made = tree.tree_map(own, values[ends[0].value])
+        if index is None:
+            whole[name] = made
+        else:
+            streams[name][index, piece or 0] = made
+    whole |= {name: tuple(parts[place] for place in sorted(parts)) for name, parts in streams.items()}
+    whole.pop("count", None)
+    return whole
+
+
+def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
+    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen, or has
+    none of any row."""
+    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+    made: list[Any] = []
+    for number, (stage, ordered) in enumerate(zip(params, _in_order(model, params), strict=True)):
+        tied = {
+            leaf.name: tree.unflatten(tree.flatten(ordered[leaf.name])[1], found[number, leaf.port])
+            for leaf in model.owned(number)
+        }
+        own = {name: leaf for name, leaf in ordered.items() if name not in tied} if tied else ordered
+        grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
+        if ordered is not stage or tied:
+            grads = {name: tied[name] if name in tied else grads[name] for name in stage}
+        leaves, spec = tree.flatten(stage)
+        trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
+        each = zip(leaves, tree.leaves(grads), trains, strict=True)
+        made.append(tree.unflatten(spec, [torch.zeros_like(a) if b is None and wants else b for a, b, wants in each]))
+    return tuple(made)

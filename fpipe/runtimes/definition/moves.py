@@ -1,0 +1,43 @@
+"""Move values between the devices of ranks, with their strides.
+
+devices=["cuda:0", "cuda:1"]        y[0,0]>1 = SEND y[0,0] @ 0        -->        y[0,0]>1: cuda:0 to cuda:1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.language.graph import span
+from fpipe.program import Program, Value, parts_of
+
+Moves = Mapping[Value, tuple[torch.device, torch.device]]
+"""Of what is in flight between devices: from which, and to which."""
+
+
+def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
+    """What of a program in which every transfer is an op travels between two devices."""
+    if not devices:
+        return {}
+    ops = [*parts_of(program.ops)]
+    sent = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
+    both = ((value, (sent[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads)
+    return {value: pair for value, pair in both if pair[0] != pair[1]}
+
+
+def brought(leaf: Any, home: torch.device) -> Any:
+    """A leaf of the batch on the device where it is wanted."""
+    return moved(leaf, leaf.device, home) if isinstance(leaf, Tensor) and leaf.device != home else leaf
+
+
+def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
+    """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is. On a CPU
+    it is there at once, unless it is `queued`: then whoever reads it waits for the stream."""
+    if not isinstance(leaf, Tensor) or leaf.device != home:
+        return leaf
+    shape, stride = leaf.shape, leaf.stride()
+    flat = leaf.detach().as_strided((span(shape, stride),), (1,)).to(there, non_blocking=queued or there.type != "cpu")
+    return flat.as_strided(shape, stride).requires_grad_(leaf.requires_grad)

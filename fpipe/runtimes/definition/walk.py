@@ -1,0 +1,136 @@
+"""Run a program by walking down its list, each stage under plain autograd: the definition of what a program means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.purity.ambient import refuse_odd_modes
+from fpipe.model import Model, taken_gradients
+from fpipe.program import Op, Program, Value
+from fpipe.runtimes.definition.by_autograd import Inputs, Residuals, StepContext
+from fpipe.runtimes.definition.devices import check_at_home, homes_of
+from fpipe.runtimes.definition.ends import bind_inputs, check_call, check_inputs, collect_results
+from fpipe.runtimes.definition.meaning import RULES, batch_of
+from fpipe.runtimes.definition.moves import brought, moves_of
+from fpipe.runtimes.definition.recorder import Recorder, Row, storages
+from fpipe.single_device.result import Result
+from fpipe.transforms.free import last_uses
+
+Step = Callable[..., Result]
+
+
+def walk(
+    program: Program,
+    model: Model,
+    *,
+    record: Program | None = None,
+    check_finite: bool = False,
+    see: Callable[[Value, Any], None] | None = None,
+    loss_scale: float = 1.0,
+    devices: Sequence[torch.device] = (),
+) -> Step:
+    """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
+    for op in program.ops:
+        for part in op.parts or (op,):
+            if part.kind not in RULES:
+                raise ValueError(
+                    f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
+                )
+    drops = _drops(program)
+    rows = [Row((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
+    wanted = taken_gradients(model, program.ops)
+    moves, homes = moves_of(program, devices), homes_of(program, devices)
+
+    def step(
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
+    ) -> Result:
+        refuse_odd_modes()
+        check_call(more, key)
+        check_inputs(program, model, params, state)
+        batch, sizes = batch_of(program, batch)
+        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
+        values = bind_inputs(program, model, params, batch, state, key)
+        for value, home in homes.items():
+            check_at_home(value, tree.leaves(values[value]), home)
+            values[value] = tree.tree_map(partial(brought, home=home), values[value])
+        recorder = Recorder(record, rows) if record else None
+        notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
+        for number, (op, dead) in enumerate(zip(program.ops, drops, strict=True)):
+            try:
+                started = time.perf_counter()
+                made = RULES[op.kind](op, [values[value] for value in op.reads], context)
+                if check_finite:
+                    refuse_infinite(op, zip(op.writes, made, strict=True))
+            except Exception as error:
+                error.add_note(f"in {op.cell}: {place_of(op, model)}")
+                raise
+            values.update(zip(op.writes, made, strict=True))
+            if see:
+                for value in op.writes:
+                    see(value, values[value])
+            if notes:
+                notes.note(number, [leaves_of(values[value]) for value in op.writes], started)
+            for value in dead:
+                del values[value]
+        taken = {*storages(tree.leaves((params, batch, state)))}
+        whole = collect_results(program, model, params, batch, state, values, partial(own_leaf, taken))
+        return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
+
+    return step
+
+
+def _drops(program: Program) -> list[list[Value]]:
+    """For each op the values it is the last to read (or that it writes for nobody)."""
+    kept = {end.value for end in program.outputs}
+    drops: list[list[Value]] = [[] for _ in program.ops]
+    for value, position in last_uses(program).items():
+        if value not in kept:
+            drops[position].append(value)
+    return drops
+
+
+def place_of(op: Op, model: Model) -> str:
+    """Where an op stands, in words: stage, microbatch, rank."""
+    words = [] if op.stage is None else [model.who(op.stage)]
+    words += [] if op.microbatch is None else [f"microbatch {op.microbatch}"]
+    return ", ".join([*words, f"rank {op.rank}"])
+
+
+def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:
+    """An error at the first value with NaN or an infinite number in it, residuals aside."""
+    for value, found in written:
+        for leaf in (
+            () if isinstance(found, Residuals | Inputs) or value.name in ("res", "wres") else tree.leaves(found)
+        ):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+                raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
+
+
+def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
+    """A result that shares memory with nothing the caller has: an in-place change of one would change the other."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    leaf = leaf.detach()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
+    if not dense or not taken.isdisjoint(storages([leaf])):
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    taken.update(storages([leaf]))
+    return leaf
+
+
+def leaves_of(found: Any) -> list[Any]:
+    """The leaves of a value, those that autograd keeps for it among them."""
+    if isinstance(found, Inputs):
+        return tree.leaves(list(found.args))
+    return [*found.saved, *found.outputs, found.loss] if isinstance(found, Residuals) else tree.leaves(found)

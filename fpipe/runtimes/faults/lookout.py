@@ -1,0 +1,152 @@
+"""Look at a step from beside it: leave word of where it is, and end a wait that is in vain.
+
+    1F2 ................. 0.1 s                -->        store: rank 1 is in its 1F2 of step 9
+    RECV(y) .. Ctrl-C ... 1 s, or again        -->        its connections are closed, KeyboardInterrupt
+
+Who waits in gloo hears nothing, neither Ctrl-C nor that others have given up; only a closed connection wakes it. And
+who is killed or hangs says nothing. So a thread looks on, ten times a second; the step does nothing for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from fpipe.runtimes.faults.ctrl_c import CtrlC
+from fpipe.runtimes.faults.late import Board, Place, first_told, tell_place, told_lost
+from fpipe.runtimes.faults.rank_error import LostRank
+from fpipe.runtimes.lowering.part import Part
+
+TICK = 0.1
+_LOOK, _GRACE = 0.5, 1.0
+_BRIEFLY, NEVER_SENT = timedelta(milliseconds=1), 2**31 - 1
+
+
+class Lookout:
+    """Where this rank is, and whether it still makes sense to wait there.
+
+    Attributes:
+        ctrl_c: what a step runs under.
+        step: the number of the step that runs, or ran last.
+        runs: whether it does.
+        part: the instructions that run.
+        waits: where this rank waits for others beside its instructions, such as "at the end".
+        sent: the messages that it has sent, by number.
+        ended: why no wait makes sense any longer, in words for all: the connections are closed then.
+    """
+
+    def __init__(self) -> None:
+        self.ctrl_c = CtrlC()
+        self.step, self.runs = 0, False
+        self.part: Part | None = None
+        self.waits: str | None = None
+        self.sent: Mapping[int, Any] = {}
+        self.ended: str | None = None
+        self._stopped = False
+        self._stay: tuple[float, int, str] = 0.0, 0, ""
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self.part, self.waits, self.step, self.runs = None, None, step, True
+
+    def end(self) -> None:
+        """It is over."""
+        self.part, self.waits, self.runs = None, None, False
+
+    def place(self) -> Place:
+        """Where this rank is now."""
+        part, step, sent = self.part, self.step, max([*self.sent], default=-1)
+        if self.waits is not None:
+            return Place(step, sent, True, f"{self.waits} of step {step}")
+        if part is not None and part.instructions:
+            op = part.now().ops[0]
+            return Place(step, sent, op.kind == "RECV", f"in its {op.cell} of step {step}")
+        if self.runs:
+            return Place(step, sent, False, f"at the start of step {step}")
+        return Place(step + 1, -2, False, f"after step {step}")
+
+    def stayed(self, seconds: float) -> str:
+        """What this rank says if it was so long in one place, of its own, that others may have given up on it."""
+        stay, step, words = self._stay
+        if stay < seconds or step < self.step - 1:
+            return ""
+        return f"the others may have given up on this rank, which {words} for {stay:.0f} s"
+
+    def refuse_ended(self) -> None:
+        """An error if no wait makes sense any longer.
+
+        Raises:
+            KeyboardInterrupt: since Ctrl-C came.
+            LostRank: since a rank is lost.
+        """
+        if self.ended is not None:
+            self.ctrl_c.heed()
+            raise LostRank(self.ended)
+
+    def start(self, owner: object, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
+        """Look on until the owner is gone.
+
+        Args:
+            owner: what has this lookout.
+            boards: where ranks leave word, and which one this is there.
+            groups: those with which this rank waits for others.
+        """
+        own = [(Board(board.store, None, board.names), rank) for board, rank in boards]
+        thread = threading.Thread(target=self._look, args=(own, groups), daemon=True, name="fpipe lookout")
+        thread.start()
+        weakref.finalize(owner, self._stop, thread)  # at exit too: Python does not survive a thread in C there
+
+    def _stop(self, thread: threading.Thread) -> None:
+        self._stopped = True
+        self.ctrl_c.wake()
+        if thread is not threading.current_thread():
+            thread.join(1)
+        self.ctrl_c.close()
+
+    def _look(self, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
+        seen = told = self.place()
+        since = looked = last = time.monotonic()
+        while not self._stopped:
+            self.ctrl_c.listen(TICK)
+            place, now = self.place(), time.monotonic()
+            own = (now - since, seen.step, f"was {seen.words}")
+            if seen.waits:  # a process that hangs in C, or is stopped, does not even look
+                own = (now - last, seen.step, "stood still")
+            if own > self._stay or self._stay[1] < seen.step - 1:
+                self._stay = own
+            last = now
+            if place != seen:  # who goes on has nothing to tell
+                seen, since = place, now
+                continue
+            if place != told and now - since > TICK:
+                told = place
+                for board, rank in boards:
+                    tell_place(board, rank, place)
+            if place.waits:
+                pressed = self.ctrl_c.pressed
+                if len(pressed) > 1 or any(now - max(since, one) > _GRACE for one in pressed):
+                    board, rank = boards[0]
+                    said = f"rank {rank} was interrupted by Ctrl-C {place.words}"
+                    return self._close(first_told(board, said), groups)
+                if now - max(since, looked) > _LOOK:
+                    looked = now
+                    for board, _ in boards:
+                        said = told_lost(board)
+                        if said is not None:
+                            return self._close(board.as_heard(said), groups)
+
+    def _close(self, why: str, groups: Sequence[Any]) -> None:
+        """A wait that is over too soon closes its connection, which ends all others there."""
+        self.ended = why
+        for group in groups:
+            for other in range(group.size()):
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], other, NEVER_SENT).wait(_BRIEFLY)

@@ -1,0 +1,73 @@
+"""Find the process that is to blame when replicas cannot add up: torch says of a sum only that it did not come about.
+
+    replicas 0 and 2 notice, and say so        -->        replica 1: rank 0 is gone
+
+Whoever notices leaves a mark in the store, and closes its connections, so that others notice too who would wait for it.
+Ranks of the replica that is to blame know better who it is, and say it first.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe.runtimes.faults.late import LOST, Board, place_of, seen_last, timed_out
+
+_PATIENCE, _TICK = 1.4, 0.02
+
+
+def who_is_lost(board: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str) -> str:
+    """What is said of the replica whose process is gone, or was not heard of in time.
+
+    Args:
+        board: where all processes of all replicas leave what they know.
+        group: those of one rank, by replica.
+        rank: which rank that is, of so many `ranks` of each replica.
+        error: what torch says.
+        what: what this process was waiting for.
+    """
+    late, others = timed_out(error), [number for number in range(group.size()) if number != group.rank()]
+    store = board.store
+
+    def words(numbers: list[int]) -> str:
+        who = " or ".join(f"replica {number}: rank {rank}" for number in numbers or others)
+        return f"{who} did not take part in {what} in time" if late else f"{who} is gone, on the way to {what}"
+
+    def mark(number: int) -> str:
+        return f"noticed/{number}/{rank}"
+
+    def look() -> str:
+        ends = time.monotonic() + (_PATIENCE if late else _PATIENCE / 4)
+        while time.monotonic() < ends and not store.check([LOST]):
+            time.sleep(_TICK)
+        found = [one for one in lost if not store.check([mark(one)])] or lost
+        place = place_of(store, found[0] * ranks + rank) if len(found) == 1 else None
+        return store.compare_set(LOST, "", words(found) + seen_last(place)).decode()
+
+    board.ask(lambda: store.set(mark(group.rank()), ""), _PATIENCE)
+    lost = others if late else _closed(group, others)
+    return board.ask(look, _PATIENCE + 0.2) or board.unanswered(words(lost))
+
+
+def _closed(group: Any, others: list[int]) -> list[int]:
+    """Those whose process has closed its connection. A receive that times out closes those of this one."""
+    found: list[int] = []
+    waiting: list[tuple[int, Tensor, Any]] = []
+    for other in others:
+        buffer = torch.empty(1)
+        try:
+            waiting.append((other, buffer, group.recv([buffer], other, 0)))
+        except RuntimeError:
+            found.append(other)
+    time.sleep(_TICK)  # what is closed is known then
+    for other, _, work in waiting:
+        try:
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            found += [] if timed_out(error) else [other]
+    return found

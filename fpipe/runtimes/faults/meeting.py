@@ -1,0 +1,202 @@
+"""Let the ranks of a step agree on what they are about to do, through the store of their group.
+
+    rank 0: program a     rank 1: program b     rank 2 never comes        -->        rank 2 did not come to building ..
+
+What is left in a store waits for nobody. So a rank that never comes is named, and one that cannot go on says why. One
+that is killed meanwhile says nothing, but its connections close, which gloo knows at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
+
+from fpipe.runtimes.faults.agreement import About, as_sent, first_difference
+from fpipe.runtimes.faults.late import Board, Host, who_is_late
+from fpipe.runtimes.faults.lookout import NEVER_SENT, Lookout
+from fpipe.runtimes.faults.rank_error import LostRank, RankError
+
+_TICKS = 0.001, 0.02
+_BRIEFLY = 0.5
+_LOOK = 0.5
+
+
+class Meeting:
+    """Where the ranks of a step, and its replicas if they come too, leave word for one another.
+
+    Args:
+        processes: of each replica those of its ranks, as torch.distributed numbers them.
+        at: this process's place among all of them.
+        group: one that it is in, of the same timeout.
+        timeout: seconds to wait for another rank; without it the group's own.
+        lookout: who may know that no wait makes sense any longer.
+
+    Attributes:
+        seconds: how long a rank waits for another.
+        board: what of the group's store is of this build alone.
+        at: this process's number there, of `size`.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Sequence[int]],
+        at: int,
+        group: ProcessGroup,
+        timeout: float | None,
+        lookout: Lookout,
+    ) -> None:
+        every, default = [one for each in processes for one in each], _get_default_store()
+        of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
+        self._names = [
+            f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
+        ]
+        self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
+        self.lookout, self.size = lookout, len(every)
+        self.seconds = _default_timeout(group) if timeout is None else timeout
+        # The name tells these from a group that was there before; other groups of a mesh have the same name.
+        name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+        store = PrefixStore(f"fpipe/{name}/{every}", default)
+        replica, rank = divmod(at, len(processes[0]))
+        names = [self._names[at], f"replica {replica}: rank {rank}"]
+        board = Board(store, _host(default, every, self._names), names)
+        built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
+        if built is None:
+            raise LostRank(board.unanswered("the process group cannot be used"))
+        self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
+
+    def agree(self, where: str, about: About, patience: float = 0.0) -> None:
+        """All ranks must be about to do the same, and each come to say so.
+
+        Args:
+            where: what all come to, such as "building the step".
+            about: what is to be the same, by name, as far as another rank says it too.
+            patience: seconds to wait for the others beyond the timeout.
+
+        Raises:
+            ValueError: it is not; who differs from which other rank, and where first.
+            RankError: a rank has said instead why it cannot go on.
+            LostRank: a rank has not come in time.
+        """
+        seconds = self.seconds + patience
+        said = self._gathered(where, as_sent(about), seconds)
+        missing = [at for at in self._all if at not in said]
+        gone = next((at for at in missing if at in self._closed), None)
+        refused = next((of for of in said.values() if isinstance(of, str)), None)
+        if refused is not None:
+            raise RankError(refused)
+        if missing:
+            self.lookout.refuse_ended()
+        if gone is not None:
+            words = f"{self._names[gone]} is gone, on the way to {where}"
+            raise LostRank(who_is_late(self.board, self.at, gone, words, gone=True))
+        if missing:
+            who = " and ".join(self._names[at] for at in missing)
+            words = f"{who} did not come to {where} in {seconds:g} s"
+            raise LostRank(who_is_late(self.board, self.at, missing[0], words))
+        first = dict[str, int]()
+        for at in self._all:
+            for name, of in said[at].items():
+                one = first.setdefault(name, at)
+                if of != said[one][name]:
+                    raise ValueError(
+                        f"{self._names[at]} differs from {self._names[one]} in its {name.partition('|')[0]}"
+                        + self._difference(where, (at, one), (of, said[one][name]), about.get(name, ""))
+                        + f". This is {self._names[self.at]}; all ranks come to {where} with the same."
+                    )
+
+    def _difference(self, where: str, ranks: tuple[int, int], said: tuple[Any, Any], mine: str | Sequence[str]) -> str:
+        """Where two ranks differ first, in words that both say; they leave their lines for all to read."""
+        words: Any = said
+        if not isinstance(said[0], str):
+            store, keys = self.board.store, [f"{_key(where, rank)}/lines" for rank in ranks]
+
+            def exchange() -> Any:
+                if self.at in ranks:
+                    store.set(keys[ranks.index(self.at)], json.dumps(mine))
+                ends = time.monotonic() + _LOOK
+                while not store.check(keys):
+                    if time.monotonic() > ends:
+                        return None
+                    time.sleep(_TICKS[0])
+                return first_difference(*(json.loads(store.get(key)) for key in keys))
+
+            words = self.board.ask(exchange, _LOOK + _BRIEFLY)
+        return f": {words[0]} instead of {words[1]}" if words else ""
+
+    def refuse(self, where: str, words: str) -> None:
+        """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
+        key = _key(where, self.at)
+        self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
+
+    def _gathered(self, where: str, mine: Mapping[str, Any], seconds: float) -> dict[int, Any]:
+        """What each rank that came in time has left; at once if one refuses."""
+        found, store = dict[int, Any](), self.board.store
+
+        def gather() -> bool:
+            store.set(_key(where, self.at), json.dumps(dict(mine)))
+            ends, tick = time.monotonic() + seconds, _TICKS[0]
+            look = time.monotonic() + _LOOK
+            while True:
+                if time.monotonic() > look:
+                    self._look([rank for rank in self._all if rank not in found])
+                    look = time.monotonic() + _LOOK
+                for rank in self._all:
+                    if rank not in found and store.check([_key(where, rank)]):
+                        found[rank] = json.loads(store.get(_key(where, rank)))
+                refused = any(isinstance(said, str) for said in found.values()) or self.lookout.ended
+                if refused or time.monotonic() > ends or not self._closed.issubset(found):
+                    return True
+                if len(found) == len(self._all):
+                    if self._before:  # all have come here, so all have read that
+                        store.delete_key(self._before)
+                    self._before = _key(where, self.at)
+                    return True
+                time.sleep(tick)
+                tick = min(tick * 1.5, _TICKS[1])
+
+        if self.board.ask(gather, seconds + _BRIEFLY) is None:
+            raise LostRank(self.board.unanswered(f"the ranks cannot meet at {where}"))
+        return found
+
+    def _look(self, missing: Sequence[int]) -> None:
+        """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
+        asked for, in some bytes."""
+        with suppress(RuntimeError):  # gloo carries nothing
+            world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+            for at in missing:
+                try:
+                    world.recv([torch.empty(1)], self._processes[at], NEVER_SENT)
+                except RuntimeError:
+                    self._closed.add(at)
+
+
+def _key(where: str, rank: int) -> str:
+    return f"{where}/{rank}"
+
+
+def _default_timeout(group: ProcessGroup) -> float:
+    backend: Any = group._get_backend(group._device_types[0])  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()
+
+
+def _host(store: Any, processes: Sequence[int], names: Sequence[str]) -> Host | None:
+    """Who keeps a store; None where nobody does, or the launcher."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    at = processes.index(0) if 0 in processes else None
+    return Host(at, "process 0" if at is None else names[at])

@@ -1,0 +1,1 @@
+"""(Program, Model) -> step on one process: straight down the list, or a thread a rank."""

@@ -1,0 +1,155 @@
+"""Run a program in this process: prepared once for each signature of a step's arguments, then run."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.purity.ambient import Untraceable, casts, in_fake_mode, refuse_odd_modes
+from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.model import Model, PositionalStage, check_params
+from fpipe.program import Program, Value
+from fpipe.runtimes.definition.devices import on_devices
+from fpipe.runtimes.definition.ends import check_call
+from fpipe.runtimes.definition.walk import Step, walk
+from fpipe.runtimes.in_process.threads import OnThreads, Workers
+from fpipe.runtimes.lowering.instructions import UnexpectedValue
+from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.single_device.result import Result
+from fpipe.transforms.communicate import with_transfers
+
+
+def local(
+    program: Program,
+    model: Model,
+    *,
+    trace: bool = True,
+    example: tuple[Any, Any, Any] | None = None,
+    record: bool = False,
+    check_finite: bool = False,
+    loss_scale: float = 1.0,
+    compile: bool = False,
+    workers: Workers | None = None,
+    devices: Sequence[torch.device] = (),
+    see: Callable[[Value, Any], None] | None = None,
+) -> Step:
+    """A pure `step(params, batch, *, state=None, key=None) -> Result`, in this thread or on workers of the ranks; `see`
+    is handed each value that is written."""
+    told = program if record else None
+    program = on_devices(program, devices) if devices else program
+    program = with_transfers(program) if record or workers else program
+    prepare = Prepared if workers is None else partial(OnThreads, workers, devices=devices)
+    how: Any = {"record": told, "check_finite": check_finite, "loss_scale": loss_scale, "devices": devices}
+    by_hand = walk(program, model, see=see, **how)
+    if not trace:
+        return by_hand
+    signatures = Signatures(model)
+    of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    graphs = model.loss is None and sum(not stage.modules for stage in of_nets) == len(model.stages)
+    known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
+
+    if example is not None:
+        with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
+            made = prepare(program, model, *example, None, Untraced(), loss_scale, compile)
+            made.compile()
+            known[signatures.of(*tree.flatten(example), homes=made.at_home)] = made
+
+    def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
+        def both(value: Value, made: Any) -> None:
+            untraced.see(value, made)
+            if see is not None:
+                see(value, made)
+
+        return walk(program, model, see=both, **how)(*given[:2], state=given[2], key=key)
+
+    def step(
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
+    ) -> Result:
+        refuse_odd_modes()
+        check_call(more, key)
+        if in_fake_mode():  # what is made for tensors of one mode does for no others
+            return by_hand(params, batch, state=state, key=key)
+        if any(stage.moved() for stage in of_nets):
+            check_params(model, params)
+        given = params, batch, state
+        leaves, containers = tree.flatten(given)
+        try:
+            signature = signatures.of(leaves, containers)
+            lowered = known.get(signature, _NEW)
+        except (TypeError, Untraceable) as error:
+            made = by_hand(params, batch, state=state, key=key)
+            why = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
+            warnings.warn(f"this step runs every stage under autograd: {why}", stacklevel=2)
+            return made
+        if lowered is _NEW:
+            with _TRACING:
+                lowered = known.get(signature, _NEW)  # another thread may have come first
+                if lowered is _NEW and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+                    lowered = known[signature] = None  # a step without data has nothing to win
+                if lowered is _NEW:
+                    began = time.perf_counter()
+                    prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale, compile=compile)
+                    result, lowered = _first(partial(first, given, key), prepared, graphs)
+                    if lowered is not None:
+                        lowered.compile()
+                    known[signature] = lowered
+                    signatures.count(signature, given, time.perf_counter() - began)
+                    if result is not None:
+                        return result
+        if not isinstance(lowered, Prepared) or (told and lowered.untraced.stages):
+            return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
+        try:
+            return lowered.run(leaves, state, key, record=told, check_finite=check_finite, see=see)
+        except (UnexpectedValue, RuntimeError) as error:
+            made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
+            known[signature] = None
+            warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
+            return made
+
+    return step
+
+
+_MOST = 128
+_NEW = object()
+_TRACING = threading.RLock()
+
+
+def _first(
+    by_hand: Callable[[Untraced], Result], prepared: Callable[..., Prepared], graphs: bool
+) -> tuple[Result | None, Prepared | None]:
+    """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too.
+    Where all stages are `graphs`, no Python of anybody runs that could be wrong, or cache something."""
+    with suppress(Untraceable):
+        return None, prepared(untraced=Untraced(known_only=not graphs))
+    untraced = Untraced()
+    # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
+    result, wanted = by_hand(untraced), None
+    while True:
+        try:
+            return wanted, prepared(untraced=untraced)
+        except Untraceable as error:
+            wanted = result
+            known = error.stage is None or error.stage in untraced.stages
+            if known or untraced.lost or casts():
+                warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
+                return result, None
+            warnings.warn(
+                f"a stage runs under autograd, without a trace, and its I computes what W hands over: {error}",
+                stacklevel=4,
+            )
+            untraced.stages[error.stage or 0] = str(error)

@@ -1,0 +1,259 @@
+"""Run a program in this process with a thread for each rank: torch computes without the lock that Python holds.
+
+    thread 0: 0F0 SEND(y)          thread 1: RECV(y) 1F0
+
+A transfer is a hand-over: the receiver gets the tensors that were sent, or copies on its own device. The thread that
+calls the step is rank 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from itertools import count, repeat
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.graphs.purity.ambient import raw_ops
+from fpipe.program import Op, Value
+from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
+from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
+from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.lowering.part import Part, Slots, Watch, of_rank
+from fpipe.runtimes.lowering.prepared import Prepared
+
+Leaves = list[Any]
+
+
+class Workers:
+    """A thread for each rank but the first. They end with the step that they work for, or with the process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lock = threading.Lock()  # steps of several threads of the caller's come one after the other
+        self._pools = [ThreadPoolExecutor(1, thread_name_prefix=f"fpipe rank {rank}") for rank in range(1, ranks)]
+        self._stop: Callable[[BaseException], None] | None = None
+
+    def run(
+        self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], around: Surroundings
+    ) -> None:
+        """Each job on its thread, until all are done; `stop` ends them early. A job raises Ctrl-C, and nothing else."""
+        left: list[Future[None]] = []
+        self._stop = stop
+        try:
+            left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
+            jobs[0]()
+            for one in left:
+                one.result()
+        except BaseException as error:  # Ctrl-C
+            stop(error)
+            wait(left)
+        self._stop = None
+
+    def settle(self) -> None:
+        """Wait for what a second Ctrl-C has left behind."""
+        if self._stop is not None:
+            self._stop(KeyboardInterrupt())
+            wait([pool.submit(int) for pool in self._pools])
+            self._stop = None
+
+
+class Surroundings(NamedTuple):
+    """What torch keeps for each thread: a worker computes under what the caller has."""
+
+    threads: int
+    flushes: bool
+    device: torch.device | None
+    stream: torch.Stream | None = None
+
+    @staticmethod
+    def now(on: torch.device | None = None) -> Surroundings:
+        """Those of this thread, the stream of a device among them."""
+        stream = None if on is None else torch.accelerator.current_stream(on)
+        return Surroundings(torch.get_num_threads(), sys.float_info.min * _HALF == 0, _device.CURRENT_DEVICE, stream)
+
+    def call(self, job: Callable[[], None]) -> None:
+        """A job under them."""
+        now = Surroundings.now()
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)
+        if now.threads != self.threads:
+            torch.set_num_threads(self.threads)
+        if now.flushes != self.flushes:
+            torch.set_flush_denormal(self.flushes)
+        with ExitStack() as stack:
+            if self.device is not None:
+                stack.enter_context(self.device)
+            stack.enter_context(raw_ops())
+            job()
+
+
+_HALF = 0.5
+
+
+class Stopped(Exception):
+    """Another rank has failed."""
+
+
+class HandOver:
+    """What is on its way between ranks, in channels of its own between streams, and whether one has failed."""
+
+    def __init__(self, instructions: Iterable[Instruction], streams: Sequence[ComputeStream]) -> None:
+        ops = [one.ops[0] for one in instructions]
+        sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
+        received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
+        pairs = {value: (sent[value], rank) for value, rank in received.items()}
+        channels = channels_between(streams, pairs.values()) if streams else {}
+        self.channels = [*channels.values()]
+        self._channels = {value: channels.get(pair) for value, pair in pairs.items()}
+        self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def clear(self) -> None:
+        """Nothing is on its way, and no rank runs."""
+        self.error = None
+        for queue in self._queues.values():
+            while not queue.empty():
+                queue.get()
+
+    def stop(self, error: BaseException) -> None:
+        """No rank waits any longer."""
+        with self._lock:
+            if self.error is None and not isinstance(error, Stopped):
+                self.error = error
+        for queue in self._queues.values():
+            queue.put(None)
+
+    def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a SEND: what it makes of what it reads goes to the receiver, who empties the lists."""
+        known = map(self._known, op.writes)
+        puts = [partial(_send, queue.put, channel) if channel else queue.put for queue, channel in known]
+
+        def send(*lists: Leaves) -> Sequence[Leaves]:
+            if self.error is not None:
+                raise Stopped
+            for put, leaves in zip(puts, lists if made_of is pass_on else made_of(*lists), strict=True):
+                put(leaves)
+            return ()
+
+        return send
+
+    def receive(self, op: Op) -> Callable[..., Any]:
+        """The function of a RECV, which waits for the sender."""
+        known = map(self._known, op.reads)
+        gets = [partial(_receive, queue.get, channel) if channel else queue.get for queue, channel in known]
+
+        def receive() -> Sequence[Leaves]:
+            lists: list[Any] = [get() for get in gets]
+            if None in lists:
+                raise Stopped
+            return lists
+
+        return receive
+
+    def _known(self, value: Value) -> tuple[SimpleQueue[Any], Channel | None]:
+        return self._queues[value], self._channels.get(value)
+
+
+def _send(put: Callable[[Any], None], channel: Channel, leaves: Leaves) -> None:
+    put(channel.send(leaves))
+
+
+def _receive(get: Callable[[], Any], channel: Channel) -> Leaves | None:
+    sent = get()
+    return None if sent is None else channel.receive(*sent)
+
+
+class OnThreads(Prepared):
+    """A program lowered for one signature, in parts for threads."""
+
+    def __init__(self, workers: Workers, *args: Any, devices: Sequence[torch.device] = (), **how: Any) -> None:
+        super().__init__(*args, devices=devices, **how)
+        if self.lowered.collective:
+            raise ValueError(
+                "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
+                "which threads do not keep to; say runtime='distributed', or 'local'."
+            )
+        self.streams = [ComputeStream(device) for device in devices]
+        self.workers, self.between = workers, HandOver(self.instructions, self.streams)
+        self._under_way = False
+        self._on = None if devices else accelerator_of(self.trees.values())
+        turns = [*map(_in_turn, self.instructions)]
+        both = self.between.send, self.between.receive
+        self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
+        begins = [slot for part in self.parts for slot in part.begins]
+        self._several = {slot for slot in begins if begins.count(slot) > 1}
+        wanted = {leaf.slot for leaf in self.results[1] if hasattr(leaf, "slot")}
+        self._found = [
+            (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
+        ]
+
+    def _execute(self, slots: Slots, watch: Watch | None) -> None:
+        """Each rank's instructions on its thread, and then the results in their slots."""
+        given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
+
+        looks = [watch and watch._replace(device=stream.clock) for stream in self.streams] or [watch] * len(self.parts)
+
+        def job(rank: int, part: Part, own: Slots) -> None:
+            try:
+                with self.streams[rank].entered() if self.streams else nullcontext():
+                    part.run(own, looks[rank])
+            except BaseException as error:
+                self.between.stop(error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise  # from here on the caller waits for the others, and no longer at a second one
+
+        with self.workers.lock:
+            self.workers.settle()
+            if self._under_way:
+                self.between.clear()
+            self._under_way = True
+            jobs = [*map(partial, repeat(job), count(), self.parts, given)]
+            held = [slots[slot][:] for slot, _ in self.homes]  # until the caller's stream waits for who reads it
+            for stream in self.streams:
+                stream.after_caller()
+            try:
+                self.workers.run(jobs, self.between.stop, Surroundings.now(self._on))
+            finally:
+                for own in (*self.streams, *self.between.channels):
+                    own.before_caller()
+                del held
+            error = self.between.error
+            if error is not None:
+                self.between.clear()
+            self._under_way = False
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error
+        slots.extend([None] * (len(self.lowered.slots) - len(slots)))
+        for rank, place, slot in self._found:
+            slots[slot] = given[rank][place]
+
+    def _own(self, leaves: Any, slot: int) -> Any:
+        """A list of its own for each rank that reads one: the last reader empties it."""
+        return [*leaves] if slot in self._several and isinstance(leaves, list) else leaves
+
+
+def _in_turn(one: Instruction) -> Instruction:
+    """One that runs Python of the caller's comes in turn: that may look at random numbers, which all threads share."""
+    if getattr(one.run, "func", None) not in (under_autograd, by_rule):
+        return one
+    run = one.run
+
+    def in_turn(*lists: Leaves) -> Sequence[Leaves]:
+        with _PYTHON:
+            return run(*lists)
+
+    return one._replace(run=in_turn)
+
+
+_PYTHON = threading.RLock()

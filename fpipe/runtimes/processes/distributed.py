@@ -1,0 +1,212 @@
+"""Run one rank of a program in this process: the others run in processes of their own, on `torch.distributed`.
+
+    process 0: 0F0 SEND(y)        -- gloo -->        process 1: RECV(y) 1F0
+
+Each process has the whole program and knows the shapes of all of it, so nothing is asked while a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe import tree
+from fpipe.graphs.language.graph import is_strided
+from fpipe.graphs.purity.ambient import Untraceable, refuse_odd_modes
+from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.graphs.purity.user_lines import line_of
+from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.model import Model, PositionalStage, check_params
+from fpipe.program import Program
+from fpipe.runtimes.definition.ends import check_call
+from fpipe.runtimes.definition.walk import Step
+from fpipe.runtimes.faults.agreement import of_build
+from fpipe.runtimes.faults.lookout import Lookout
+from fpipe.runtimes.faults.meeting import Meeting
+from fpipe.runtimes.faults.rank_error import LostRank
+from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.processes.on_rank import OnRank, end_of
+from fpipe.runtimes.processes.peer_errors import Others
+from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
+from fpipe.runtimes.processes.rendezvous import AHEAD, check_transfers, messages
+from fpipe.runtimes.processes.replicas import reduced_last
+from fpipe.runtimes.processes.transfers import Transfers
+from fpipe.single_device.result import Result
+from fpipe.transforms.communicate import with_transfers
+
+Given = tuple[Any, Any, Any]
+
+
+def distributed(
+    program: Program,
+    model: Model,
+    checked: Callable[[], Given],
+    *,
+    mesh: DeviceMesh | None,
+    example: Any,
+    timeout: float | None,
+    broadcast: bool,
+    record: bool,
+    check_finite: bool,
+    loss_scale: float,
+    compile: bool,
+) -> Step:
+    """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
+
+    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
+    way to tell the other ranks.
+    """
+    group = group_of(program, mesh)
+    rank = group.rank()
+    device = next(
+        (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
+        torch.get_default_device(),
+    )
+    lookout = Lookout()
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, lookout)
+    replicas = replicas_of(program, mesh, group, timeout, device, lookout)
+    others = Others(rank, meeting, replicas)
+    signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
+    lost, numbers = list[str](), count(1)
+
+    def prepared(given: Given, key: int | None) -> OnRank:
+        try:
+            more = loss_scale, compile, device
+            return OnRank(rank, group, transfers, replicas, program, model, *given, key, Untraced(), *more)
+        except Untraceable as error:
+            if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
+                raise error.__cause__ from None
+            place = f"\n  {line}" if (line := line_of(error)) else ""
+            raise ValueError(
+                f"{str(error).rstrip('.')}. What cannot be traced runs where the whole program is: write the stage "
+                f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
+            ) from error
+
+    def agreed(where: str, what: str, made: OnRank, key: int | None) -> OnRank:
+        meeting.agree(where, {what: made.given_as, "key": str(key), **made.stages, "messages": made.messages})
+        if compile:
+            compiled = f"{where}, compiled"
+            try:
+                made.compile()
+            except BaseException as error:
+                others.refuse(error, compiled)
+                raise
+            meeting.agree(compiled, {}, patience=_COMPILING)
+        made.number = made.number or transfers.know(made.layouts)
+        return made
+
+    def one_step(number: int, own: Given, more: Sequence[Any], key: int | None) -> Result:
+        refuse_odd_modes()
+        check_call(more, key)
+        if any(stage.moved() for stage in of_nets):
+            check_params(model, _filled(own[0], shapes[0]))
+        given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
+        leaves, containers = tree.flatten(given)
+        signature = signatures.of(leaves, containers, homes=repeat(device))
+        made = known.get(signature)
+        if made is None or number == 1:  # at the first step the key is new
+            made = made or prepared(given, key)
+            transfers.meet()
+            known[signature] = agreed(f"step {number}", "arguments", made, key)
+            transfers.begin()  # all have met: who fails from here on does so in all messages of the step
+        if number == 1 and replicas is not None:
+            others.everyone.agree("step 1", {"key": str(key)})
+        made.refuse_missing(leaves)
+        made.step, made.step_key = number, key
+        result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
+        return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
+
+    def step(
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *more: Any,
+        state: Sequence[Any] | None = None,
+        key: int | None = None,
+    ) -> Result:
+        if lost:
+            raise LostRank(f"{lost[0]}; start all ranks again.")
+        number = next(numbers)
+        lookout.begin(number)
+        transfers.begin()
+        if replicas is not None:
+            replicas.begin(sums)
+        with lookout.ctrl_c:
+            try:
+                return one_step(number, (params, batch, state), more, key)
+            except BaseException as error:
+                said = others.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
+                if others.lost(error):
+                    lost.append(said)
+                    if isinstance(error, RuntimeError):
+                        raise LostRank(said) from error.__cause__ or error
+                if first.lowered.collective:  # what it did not come to, others would take its next step's for
+                    lost.append(f"{said.rstrip('.')}; collectives inside stages are no longer in step")
+                raise
+            finally:
+                lookout.end()
+
+    try:
+        shapes: Given = tree.tree_map(_without_data, checked())
+        told = program if record else None
+        refuse_other_size(group, program, mesh)
+        program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
+        check_transfers(program, AHEAD)
+        of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
+        options = {"record": record, "check_finite": check_finite, "loss_scale": float(loss_scale), "compile": compile}
+        others.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
+        try:
+            transfers = Transfers(messages(program), rank, group, meeting, device)
+        except RuntimeError:
+            meeting.agree(_TRACED, {})  # who does not come to that either is to blame
+            raise
+        first = agreed(_TRACED, "example", prepared(shapes, None), None)
+        if replicas is not None:
+            others.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
+    except BaseException as error:
+        others.refuse(error, _BUILDING, _TRACED)
+        raise
+    lookout.start(transfers, others.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
+    sums = first.sums
+    known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
+    return step
+
+
+_BUILDING = "building the step"
+_TRACED = "building the step, after the trace"
+_COMPILING = 1800.0
+
+
+_MOST = 128
+
+
+def _everywhere(program: Program) -> Program:
+    """The program whose loss every rank gets."""
+    ranks = tuple(range(program.ranks))
+    ends = tuple(end._replace(homes=ranks) if end.name.name in ("loss", "aux") else end for end in program.outputs)
+    return Program.trusted(program.inputs, program.ops, ends)
+
+
+def _without_data(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
+        return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")  # a shard may be a view
+
+
+def _filled(given: Any, example: Any) -> Any:
+    """What a step is handed, with the example's in place of None: what is at home on other ranks."""
+    if given is None or not isinstance(given, tuple | list) or len(given) != len(example or ()):
+        return example if given is None else given
+    return type(example)(one if mine is None else mine for mine, one in zip(given, example, strict=True))
+
+
+def _own(found: Any, handed: Sequence[Any]) -> Any:
+    """The state, None where this rank was handed none."""
+    return None if found is None else tuple(a if b is not None else None for a, b in zip(found, handed, strict=True))

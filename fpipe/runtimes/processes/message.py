@@ -1,0 +1,136 @@
+"""Lay the leaves of a value out in one message, known before anything is sent: a header, and then each tensor.
+
+    y: float32[8, 4], mask: int64[8]        -->        | header 256 | y 128 | mask 64 |        in bytes
+
+A leaf starts at a multiple of 64 bytes, as fresh memory does, and has its strides on both sides: kernels look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.graphs.language.graph import Aval, Fact
+from fpipe.runtimes.lowering.abstract_tree import fills
+
+_ALIGNED = 64
+HEADER = 256
+TEXT = HEADER - 1
+FAILED, LOST, MEETS, MARKS = range(4)
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies: bytes from `start` to `end`, so many elements. What it repeats (stride 0) is sent once: it is
+    `shape` then."""
+
+    start: int
+    end: int
+    size: int
+    known: Aval
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dense: bool
+
+
+class Layout:
+    """How the leaves of a value lie in a message.
+
+    Args:
+        leaves: what is known of each: a fact, or what is no tensor, which is the same on every rank and not sent.
+        device: where they are.
+
+    Attributes:
+        size: bytes of the message.
+
+    Raises:
+        ValueError: a leaf is on another device.
+
+    >>> cpu = torch.device("cpu")
+    >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, cpu), 0, 12), None], cpu)
+    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], word(MARKS, ""), layout.size))[0].stride()
+    (0, 1)
+    """
+
+    def __init__(self, leaves: Sequence[Any], device: torch.device) -> None:
+        self._leaves, self._places, self.size = [*leaves], list[_Place | None](), HEADER
+        for leaf in leaves:
+            if isinstance(leaf, Fact) and leaf.aval.device != device:
+                raise ValueError(
+                    f"{leaf.aval} is on {leaf.aval.device}, and what this rank is handed first on {device}; what ranks "
+                    "send each other is on one device of each."
+                )
+            place = _placed(leaf.aval, self.size) if isinstance(leaf, Fact) else None
+            self._places.append(place)
+            self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
+
+    def copied(self, leaf: Fact) -> int:
+        """The bytes that a leaf needs beside the message, if it cannot lie in that as it is."""
+        place = _placed(leaf.aval, HEADER)
+        return 0 if place.dense else _extent(place) * leaf.aval.dtype.itemsize
+
+    def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
+        """The message of so many bytes; its header begins with the mark of the step."""
+        parts, end = [head], HEADER
+        for place, leaf in zip(self._places, leaves, strict=True):
+            if place is not None:
+                if place.start > end:
+                    parts.append(head.new_empty(place.start - end))
+                parts.append(_bytes(leaf, place))
+                end = place.end
+        return torch.cat([*parts, head.new_empty(size - end)] if size > end else parts)
+
+    def unpack(self, message: Tensor) -> list[Any]:
+        """The leaves, in the memory of the message where that has their strides."""
+        return [
+            leaf if place is None else _received(message, place)
+            for place, leaf in zip(self._places, self._leaves, strict=True)
+        ]
+
+
+def word(kind: int, text: str) -> Tensor:
+    """A message that has only a header: what takes the place of a value. The text has at most `TEXT` bytes."""
+    return torch.frombuffer(bytearray((bytes([kind]) + text.encode()).ljust(HEADER, b"\0")), dtype=torch.uint8)
+
+
+def kind_of(message: Tensor) -> int:
+    """The first byte: `FAILED`, `LOST`, `MEETS`, or from `MARKS` on the mark of a step."""
+    return int(message[0].item())
+
+
+def text_of(message: Tensor) -> str:
+    """The text of a `word`."""
+    return bytes(message[1:HEADER].tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def _placed(known: Aval, start: int) -> _Place:
+    once = [dim for dim, (n, step) in enumerate(zip(known.shape, known.stride, strict=True)) if step or n < 2]
+    shape, stride = tuple(known.shape[dim] for dim in once), tuple(known.stride[dim] for dim in once)
+    size = torch.Size(shape).numel()
+    return _Place(start, start + size * known.dtype.itemsize, size, known, shape, stride, fills(shape, stride))
+
+
+def _bytes(leaf: Tensor, place: _Place) -> Tensor:
+    """A leaf as it is sent: its memory as it lies there, without gaps and repeats."""
+    shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
+    flat = leaf.as_strided(shape, stride).contiguous().view(-1)
+    if flat.is_conj() or flat.is_neg():  # what is only marked so
+        flat = flat.resolve_conj().resolve_neg()
+    return flat.view(torch.uint8)
+
+
+def _received(message: Tensor, place: _Place) -> Tensor:
+    known = place.known
+    typed, start = message.view(known.dtype), place.start // known.dtype.itemsize
+    if place.dense:
+        return typed.as_strided(known.shape, known.stride, start)
+    memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
+    return memory.copy_(typed[start : start + place.size].view(place.shape)).as_strided(known.shape, known.stride)
+
+
+def _extent(place: _Place) -> int:
+    """How many elements lie between the first and the last of a tensor, with both."""
+    last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+    return 1 + last if all(place.shape) else 0

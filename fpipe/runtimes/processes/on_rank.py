@@ -1,0 +1,135 @@
+"""Lower a program of which this process runs one rank: its part, what it sends and receives, and what it returns.
+
+    0F0 SEND(y) RECV(y) 1F0 1B0 ..        --> rank 1 -->        RECV(y) 1F0 1B0 ..    loss, None for stage 0's gradients
+
+The whole program is lowered, so that each rank knows the shapes of all that travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe import tree
+from fpipe.program import Program, Value
+from fpipe.runtimes.faults.agreement import of_inputs, of_stages
+from fpipe.runtimes.lowering.part import Slots, Watch, of_rank
+from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
+from fpipe.runtimes.processes.message import Layout
+from fpipe.runtimes.processes.replicas import Replicas, Sums
+from fpipe.runtimes.processes.transfers import Transfers
+
+
+class OnRank(Prepared):
+    """A program lowered for one signature, of which this process runs one rank.
+
+    Attributes:
+        given_as, stages, messages: what all ranks agree on: what they are handed, each stage and the loss as they were
+            traced, and the bytes of all that is sent.
+    """
+
+    def __init__(
+        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any
+    ) -> None:
+        self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
+        self.number = self.step = 0
+        self.step_key: int | None = None
+        super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
+        device = transfers.device
+        sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
+        self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
+        self.sums = Sums({}, 0)
+        if replicas is not None:
+            self.instructions, self.sums = replicas.starting(self.instructions, self.trees, self.weighed_rows)
+        both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
+        self.part = of_rank(self.instructions, self.model, rank, *both)
+        of_part = zip(self.part.rows, self.part.instructions, strict=True)
+        self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
+        self.prepare = [one for one in self.prepare if one[2] in self.part.at]
+        self.results = self._here(*self.results)
+        read = {*self.part.begins, *(slot for one in self.prepare for slot in one[1])}
+        values = {slot: value for value, slot in self.lowered.slots.items()}
+        self._read = [(values[slot], places) for slot, places in self.inputs if slot in read]
+        self.given_as = of_inputs(self.program, self.trees)
+        number = 0 if replicas is None else replicas.number
+        self.stages = of_stages(self.model, self.lowered, device, self.given_as, number)
+        self.messages = [f"{value}: {layout.size} bytes" for value, layout in self.layouts.items()]
+
+    def refuse_missing(self, leaves: Sequence[Any]) -> None:
+        """What this rank reads, it is handed.
+
+        Raises:
+            ValueError: it is not; the value, and who passes what.
+        """
+        for value, places in self._read:
+            if any(isinstance(leaves[at], Tensor) and leaves[at].is_meta for at in places):
+                raise ValueError(
+                    f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
+                    "local_params(program, params, rank), and its batch."
+                )
+
+    def _asked(self, program: Program) -> Program:
+        """The program with one output of each name: this rank's, where it has one."""
+        ends = sorted(program.outputs, key=lambda end: self.rank in end.homes)
+        chosen = {end.name: end for end in ends}
+        return Program.trusted(program.inputs, program.ops, tuple(chosen[name] for name in _names(program)))
+
+    def _here(self, containers: Any, found: list[Any], untouched: set[int]) -> tuple[Any, list[Any], set[int]]:
+        """The results, with None for those that are at home on other ranks."""
+        whole: dict[str, Any] = tree.unflatten(containers, found)
+        away = {end.name for end in self._asked(self.program).outputs if self.rank not in end.homes}
+        for name in whole:
+            if name in ("grads", "state"):
+                stages = {one.stage for one in away if one.name == name}
+                whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
+                continue
+            each = sorted((one for one in _names(self.program) if one.name == name), key=_turn)
+            if each[0].microbatch is None:
+                whole[name] = None if each[0] in away else whole[name]
+            else:
+                parts = zip(each, whole[name], strict=True)
+                whole[name] = tuple(None if one in away else part for one, part in parts)
+        leaves, spec = tree.flatten(whole)
+        return spec, leaves, untouched
+
+    def _execute(self, slots: Slots, watch: Watch | None) -> None:
+        """This rank's instructions."""
+        own, lookout = [slots[slot] for slot in self.part.begins], self.transfers.lookout
+        self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
+        if self.replicas is not None:
+            self.replicas.begin(self.sums, self.step_key, at_once=watch is not None and watch.check_finite)
+        lookout.part = self.part
+        self.part.run(own, watch)
+        lookout.waits = "at the end"
+        if watch is not None and watch.notes is not None:
+            for row in self._sends:
+                watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
+        self.transfers.end()
+        if self.replicas is not None:
+            self.replicas.end()
+        if watch is not None and watch.notes is not None and self.recorder is not None:
+            self.transfers.meeting.agree(end_of(self.step), {})  # one that failed does not come to what follows
+            if self.ahead is None:
+                self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
+            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead, self.transfers.carried)
+        slots.extend([None] * (len(self.lowered.slots) - len(slots)))
+        for slot, place in self.part.at.items():
+            slots[slot] = own[place]
+
+
+def _names(program: Program) -> list[Value]:
+    return [*dict.fromkeys(end.name for end in program.outputs)]
+
+
+def _turn(name: Value) -> tuple[int, int]:
+    return name.microbatch or 0, name.slice or 0
+
+
+def end_of(number: int) -> str:
+    """Where ranks meet that have recorded a step."""
+    return f"the end of step {number}"

@@ -1,0 +1,241 @@
+"""Add up over data-parallel replicas while the rest of a step runs, and end all replicas together.
+
+    replica 0, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
+                              | all_reduce          | all_reduce   | all_gather
+    replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
+
+A REDUCE only starts: who reads its result waits, else the end of the step does. At the end each process tells the
+others of its rank whether all went well there. One that failed still takes part in what it owes, with zeros, and says
+why: so nothing stays under way, and the next step works.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe.graphs.language.graph import Fact
+from fpipe.program import Op, Program, Value
+from fpipe.runtimes.faults.late import first_told
+from fpipe.runtimes.faults.lost_replica import who_is_lost
+from fpipe.runtimes.faults.meeting import Meeting
+from fpipe.runtimes.faults.rank_error import LostRank, RankError
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.lower import Instruction
+
+Leaves = list[Any]
+_ALIGNED = 64
+_VOTE = struct.Struct("<qB")  # rows, and what happened; the rest of a vote are words
+_SIZE = 512
+_FINE, _FAILED, _LOST = range(3)
+
+
+class _Bucket(NamedTuple):
+    """The leaves of one dtype and device: for each its place in the list, where it lies in the buffer, its shape."""
+
+    like: tuple[torch.dtype, torch.device]
+    parts: list[tuple[int, int, tuple[int, ...]]]
+    size: int
+
+
+class Sums(NamedTuple):
+    """What one rank adds up over all replicas in a step, in the order of the program, and its rows."""
+
+    buckets: dict[Value, list[_Bucket]]
+    rows: int
+
+
+class Replicas:
+    """The processes that do what this one does in other replicas.
+
+    Args:
+        group: they and this one, by replica.
+        rank: which rank of its replica this is.
+        meeting: where all ranks of all replicas leave word.
+        device: where votes are: on the host, or with NCCL on the GPU.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, meeting: Meeting, device: torch.device) -> None:
+        self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
+        self.meeting, self._device, self._broken = meeting, device, False
+        self._timeout = timedelta(seconds=meeting.seconds)
+        self.begin(Sums({}, 0))
+
+    def begin(self, sums: Sums, key: int | None = None, at_once: bool = False) -> None:
+        """A step with this key starts; `at_once` if somebody looks at each sum where it is made."""
+        self._over, self._sums, self._key, self._at_once = False, sums, key, at_once
+        self._works: dict[Value, list[tuple[Tensor, Any]]] = {value: [] for value in sums.buckets}
+        self._votes: tuple[Tensor, Tensor, Any] | None = None
+
+    def starting(
+        self, instructions: Sequence[Instruction], trees: Mapping[Value, AbstractTree], rows: int
+    ) -> tuple[list[Instruction], Sums]:
+        """Instructions of which each REDUCE of this rank only starts, and those wait that read what it writes."""
+        sums, made = Sums({}, rows), list[Instruction]()
+        for one in instructions:
+            op = one.ops[0]
+            if op.rank == self._rank and op.kind == "REDUCE":
+                (value,) = op.writes
+                sums.buckets[value] = _buckets(trees[value].leaves)
+                one = one._replace(run=partial(self._start, value, sums.buckets[value]))
+            elif op.rank == self._rank:
+                late = [value for part in one.ops for value in part.reads if value in sums.buckets]
+                one = one._replace(run=partial(self._late, late, op, one.run)) if late else one
+            made.append(one)
+        return made, sums
+
+    def _start(self, value: Value, buckets: Sequence[_Bucket], leaves: Leaves) -> Sequence[Leaves]:
+        made, works = [*leaves], self._works[value]
+        leaves.clear()
+        for (dtype, device), parts, size in buckets:
+            buffer = torch.empty(size, dtype=dtype, device=device)
+            for at, start, shape in parts:
+                part = buffer[start : start + torch.Size(shape).numel()].view(shape)
+                made[at] = part.copy_(made[at]) if isinstance(made[at], Tensor) else part.fill_(made[at])
+            works.append(self._posted(buffer))
+        if self._at_once:
+            self._wait_for(value)
+        return [made]
+
+    def _posted(self, buffer: Tensor) -> tuple[Tensor, Any]:
+        try:
+            return buffer, dist.all_reduce(buffer, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error, "a sum") from error
+
+    def _late(self, values: Sequence[Value], op: Op, run: Callable[..., Any], *lists: Leaves) -> Any:
+        for value in values:
+            self._wait_for(value)
+        return run(*lists)
+
+    def _wait_for(self, value: Value) -> None:
+        for _, work in self._works[value]:
+            self._wait(work, f"REDUCE({value})")
+
+    def end(self) -> None:
+        """Wait until all sums are there, and all replicas have ended well.
+
+        Raises:
+            RankError: one has not; with its words.
+            ValueError: their batches have not equally many rows, or they have other keys.
+        """
+        self._vote(_FINE, str(self._key))
+        own, every = self._ended()
+        if bool((every == own).all()):
+            return
+        rows, keys = list[int](), list[str]()
+        for vote in every:
+            told = vote.cpu().numpy().tobytes()
+            size, kind = _VOTE.unpack_from(told)
+            words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
+            if kind:
+                raise (LostRank if kind == _LOST else RankError)(self.meeting.board.whole(words))
+            rows.append(size)
+            keys.append(words)
+        if len({*rows}) == 1:
+            raise ValueError(f"the replicas have keys {', '.join(keys)} in this step; all pass the same.")
+        raise ValueError(
+            f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all have "
+            "equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, and a loss "
+            'that returns (total, count), with reduction="count", takes any.'
+        )
+
+    def fail(self, said: str, broken: bool) -> None:
+        """Take part in what is still owed, and say what went wrong. If a process is `broken`, nothing is waited for."""
+        if self._broken or self._over:
+            return
+        self.owe()
+        with suppress(RuntimeError):  # who is lost meanwhile hides no error; the next step meets it
+            self._vote(_LOST if broken else _FAILED, said)
+            if not broken:
+                self._ended()
+
+    def owe(self) -> None:
+        """Post zeros for each sum that others wait for."""
+        if self._broken or self._over:
+            return
+        with suppress(RuntimeError):
+            for value, buckets in self._sums.buckets.items():
+                works = self._works[value]
+                for (dtype, device), _, size in buckets[len(works) :]:
+                    works.append(self._posted(torch.zeros(size, dtype=dtype, device=device)))
+
+    def named(self, words: str) -> str:
+        """What is said of a process of this replica."""
+        return words if words.startswith("replica ") else f"replica {self.number}: {words}"
+
+    def first_told(self, words: str) -> str:
+        """What was said first of a process that is lost, on any rank of any replica: that, or these words."""
+        return first_told(self.meeting.board, self.named(words))
+
+    def _vote(self, kind: int, words: str) -> None:
+        own = bytearray(_SIZE)
+        said = self.meeting.board.shortened(words, _SIZE - _VOTE.size).encode()
+        own[: _VOTE.size + len(said)] = _VOTE.pack(self._sums.rows, kind) + said
+        mine = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
+        every = torch.empty(self.count, _SIZE, dtype=torch.uint8, device=self._device)
+        try:
+            work = dist.all_gather([*every], mine, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error, "the end of the step") from error
+        self._votes = mine, every, work
+
+    def _ended(self) -> tuple[Tensor, Tensor]:
+        """This process's vote and all, when nothing is under way any longer: the buffers are only the results' then."""
+        assert self._votes is not None
+        own, every, work = self._votes
+        for value in self._works:
+            self._wait_for(value)
+        self._wait(work, "the end of the step")
+        self._works, self._votes, self._over = {}, None, True
+        return own, every
+
+    def _wait(self, work: Any, what: str) -> None:
+        lookout = self.meeting.lookout
+        before, lookout.waits = lookout.waits, "at the end"
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error, what) from error
+        lookout.waits = before
+
+    def _lost(self, error: RuntimeError, what: str) -> LostRank:
+        self._broken = True
+        self.meeting.lookout.refuse_ended()
+        ranks = self.meeting.size // self.count
+        return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, ranks, error, what))
+
+
+def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:
+    """How leaves lie in one buffer of each dtype and device, each in the order of its shape: that is the same on all
+    replicas, whatever the strides were."""
+    found: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, Fact):
+            shape, _, dtype, device, *_ = leaf.aval
+            parts, start = found.get((dtype, device), ((), [], 0))[1:]
+            step = max(1, _ALIGNED // dtype.itemsize)
+            end = -(-(start + torch.Size(shape).numel()) // step) * step
+            found[dtype, device] = _Bucket((dtype, device), [*parts, (at, start, tuple(shape))], end)
+    return [bucket for bucket in found.values() if bucket.size]
+
+
+def reduced_last(program: Program) -> Program:
+    """The program with what reads the result of a REDUCE behind all else, so that nothing else waits for it."""
+    late: set[Value] = set()
+    last: list[Op] = []
+    rest: list[Op] = []
+    for op in program.ops:
+        waits = op.kind != "REDUCE" and not late.isdisjoint(op.reads)
+        (last if waits else rest).append(op)
+        late.update(op.writes if waits or op.kind == "REDUCE" else ())
+    return Program.trusted(program.inputs, (*rest, *last), program.outputs)

@@ -1,0 +1,324 @@
+"""Send and receive the values of a program between processes, all known before the first step.
+
+    rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
+
+No send blocks. A message is dropped when something comes back that the other rank sent after it had it, else at the end
+of the step. Receives from a rank are posted in the order in which that rank sends, ahead of the one that it waits for:
+a few, or as many as are small. A rank that fails says so in what it still owes the others, in place of the values: so
+all of them end, with the reason, and what is under way stays in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe.program import Op, Value
+from fpipe.runtimes.faults.late import Place, timed_out, who_is_late
+from fpipe.runtimes.faults.meeting import Meeting
+from fpipe.runtimes.faults.rank_error import LostRank, RankError
+from fpipe.runtimes.processes.communicators import both_ways, by_nccl, groups_of_two
+from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
+from fpipe.runtimes.processes.rendezvous import Message, posted_until
+
+Leaves = list[Any]
+_SMALL = 2**20
+_TICK = 0.0002
+_LONG = 10**40
+"""A key from which on its hash is compared: a header has no room for more digits."""
+_UNSENT = "did not send what its {} writes"
+
+
+class Transfers:
+    """What one rank sends and receives in a step.
+
+    Args:
+        every: the messages of all ranks.
+        rank: this rank's number in the group.
+        group: whose `send` and `recv` carry them.
+        meeting: where ranks leave whom they wait for, and find who is to blame.
+        device: where the values are, on this rank.
+
+    Raises:
+        RuntimeError: another rank did not connect in time.
+
+    Attributes:
+        carried: where messages are: on the host, or with NCCL on the GPU. Nobody looks at those there before the step
+            is over: that would wait for the GPU. What one says in place of a value is passed on until then.
+    """
+
+    def __init__(
+        self, every: Sequence[Message], rank: int, group: ProcessGroup, meeting: Meeting, device: torch.device
+    ) -> None:
+        self._rank, self.meeting, self.device = rank, meeting, device
+        self._timeout = timedelta(seconds=meeting.seconds)
+        directions = {(one.source, one.target) for one in every}
+        self._apart = by_nccl(group, device)
+        self.carried = device if self._apart else torch.device("cpu")
+        self._near = self.carried == device
+        store = meeting.board.store
+        if self._apart:
+            self._carriers = groups_of_two(directions, rank, store, device, self._timeout)
+        else:
+            self._carriers = both_ways(group, directions, rank, store, self._timeout)
+        self._every, self._by_value = every, {one.value: one for one in every}
+        self._outgoing = [one for one in every if one.source == rank]
+        self._patience = () if self._apart else (self._timeout,)
+        self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
+        self._outgoing_to: defaultdict[int, list[Message]] = defaultdict(list)
+        for one in every:
+            if one.target == rank:
+                self._incoming[one.source].append(one)
+            if one.source == rank:
+                self._outgoing_to[one.target].append(one)
+        self._room = {one.number: HEADER for one in every}
+        self._until = dict[int, int]()
+        self._signatures, self.lookout = 0, meeting.lookout
+        self.ctrl_c = self.lookout.ctrl_c
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing of a step is sent or received."""
+        self._over, self._mark, self._own_key, self._keeps = False, MARKS, "", False
+        self._dropped = dict.fromkeys(self._outgoing_to, 0)
+        self._landed: list[tuple[Message, Any]] = []
+        self._posted = dict.fromkeys(self._incoming, 0)
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}
+        self._sent: dict[int, tuple[Tensor | None, Any]] = {}
+        self.lookout.sent = self._sent
+
+    @property
+    def groups(self) -> list[Any]:
+        """What messages travel in, where closing it ends a wait: with gloo, each way."""
+        return [] if self._apart else list({id(group): group for group, _ in self._carriers.values()}.values())
+
+    def know(self, layouts: Mapping[Value, Layout]) -> int:
+        """Make room for what another signature sends, and number it. A rank that is handed other arguments than the
+        rest then hears of it: a message that is too large for its memory would end the process."""
+        for value, layout in layouts.items():
+            number = self._by_value[value].number
+            self._room[number] = max(self._room[number], layout.size)
+        for row in self._incoming.values():
+            self._until |= posted_until(row, self._room, 0 if self._apart else _SMALL)
+        self._signatures += 1
+        return self._signatures
+
+    def meet(self) -> None:
+        """Tell all neighbours that this rank is about to agree on something, and hear it of them.
+
+        Raises:
+            RankError: one is not, but runs its step.
+        """
+        self.lookout.waits = "at the start"
+        for one in self._outgoing:
+            if not one.place:
+                self._send(one, self._word(one, MEETS, ""))
+        for source, row in self._incoming.items():
+            self._post(source, 1)
+            message = self._arrived(row[0])
+            self._settle()
+            if kind_of(message) != MEETS:
+                raise self._told(message, f"rank {source}")
+        for number in self._sent:
+            self._over_at(number)
+        self.lookout.waits = None
+
+    def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
+        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it, and what has
+        another key. It `keeps` what was sent if somebody looks at it in the end."""
+        self.begin()
+        self._keeps = keeps
+        self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
+        self._own_key = f"key {key if key is None or abs(key) < _LONG else hash(key)}"
+        self._head = word(self._mark, self._own_key).to(self.device)
+        if not self._apart:  # what comes in while its receive is posted would wait for the connection's lock
+            for source, row in self._incoming.items():
+                self._post(source, self._until[row[0].number])
+
+    def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a SEND."""
+        known = [(self._by_value[value], layouts[value]) for value in op.writes]
+
+        def send(*lists: Leaves) -> Sequence[Leaves]:
+            self.ctrl_c.heed()
+            for (one, layout), leaves in zip(known, made_of(*lists), strict=True):
+                size = self._room[one.number] if self._apart else layout.size
+                message = layout.pack(leaves, self._head, size)
+                self._send(one, message if self._near else message.to(self.carried))
+            return ()
+
+        return send
+
+    def receive(self, layouts: Mapping[Value, Layout], op: Op) -> Callable[..., Any]:
+        """The function of a RECV."""
+        known = [(self._by_value[value], layouts[value]) for value in op.reads]
+        return lambda: [layout.unpack(self._receive(one)) for one, layout in known]
+
+    def sent(self, value: Value) -> Tensor | None:
+        """The message of a value that this step has sent, if it keeps that."""
+        return self._sent[self._by_value[value].number][0]
+
+    def end(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self.lookout.waits = "at the end"
+        for number in self._sent:
+            self._over_at(number)
+        if self._apart:
+            self._settle()
+            if kind_of(self._head) != self._mark:
+                raise self._told(self._head, "another rank")
+        self.begin()
+        self._over = True
+
+    def fail(self, said: str, broken: bool) -> None:
+        """Tell all others, in what they still wait for. Unless the group is broken, nothing is left under way; if it
+        is, nothing is waited for, and what was said stays until it is taken."""
+        if self._over:  # all have what they wait for
+            return
+        self.lookout.waits = "at the end"
+        said = self.meeting.board.shortened(said, TEXT)
+        for one in self._outgoing:
+            if one.number not in self._sent:
+                with suppress(RuntimeError):
+                    self._put(one, self._word(one, LOST if broken else FAILED, said))
+        if broken:
+            return
+        with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
+            for source, row in self._incoming.items():
+                self._post(source, len(row))
+            for _, work in (*self._sent.values(), *self._arriving.values()):
+                if work is not None:
+                    work.wait(self._timeout)
+        self.begin()
+
+    def _send(self, one: Message, message: Tensor) -> None:
+        try:
+            self._put(one, message)
+        except RuntimeError as error:
+            raise self._gone(one.target, "") from error
+
+    def _put(self, one: Message, message: Tensor) -> None:
+        group, peer = self._carriers[one.source, one.target]
+        self._sent[one.number] = message, group.send([message], peer, one.number)
+
+    def _word(self, one: Message, kind: int, text: str) -> Tensor:
+        """What takes the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
+        said = word(kind, text)
+        if not self._apart:
+            return said
+        message = torch.zeros(self._room[one.number], dtype=torch.uint8)
+        message[: len(said)] = said
+        return message.to(self.carried)
+
+    def _receive(self, one: Message) -> Tensor:
+        self.ctrl_c.heed()
+        self._post(one.source, self._until[one.number])
+        message = self._arrived(one)
+        if self._apart:
+            self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
+        elif kind_of(message) != self._mark or not (one.place or text_of(message) == self._own_key):
+            raise self._told(message, f"rank {one.source}")
+        if not self._keeps:
+            self._drop(one)
+        return message if self._near else message.to(self.device)
+
+    def _drop(self, heard: Message) -> None:
+        """Messages that the other rank had received before it sent this one are not needed any longer."""
+        row, at = self._outgoing_to[heard.source], self._dropped.get(heard.source, 0)
+        for place in range(at, heard.heard):
+            self._over_at(row[place].number)
+            self._sent[row[place].number] = None, None
+            self._dropped[heard.source] = place + 1
+
+    def _told(self, message: Tensor, who: str) -> RankError:
+        """What a message says that came in place of what is waited for."""
+        kind = kind_of(message)
+        if kind in (FAILED, LOST):
+            return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))
+        if self._own_key and kind >= MARKS and text_of(message) != self._own_key:
+            return RankError(
+                f"{who} has {text_of(message)} in this step and rank {self._rank} has {self._own_key}. All ranks pass "
+                "the same."
+            )
+        return RankError(
+            f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
+            "structures, shapes or dtypes. All ranks pass batches of the same sizes."
+        )
+
+    def _arrived(self, one: Message) -> Tensor:
+        message, work = self._arriving.pop(one.number)
+        try:
+            work.wait(*self._patience)
+        except RuntimeError as error:
+            raise self._lost(error, one.source, _UNSENT.format(one.cell), one) from error
+        if self._apart:
+            self._landed.append((one, work))
+        return message
+
+    def _settle(self) -> None:
+        """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
+        ends = time.monotonic() + self.meeting.seconds
+        for one, work in self._landed:
+            while not work.is_completed():
+                if time.monotonic() > ends:
+                    raise self._late(one.source, _UNSENT.format(one.cell))
+                self.lookout.refuse_ended()
+                time.sleep(_TICK)
+        self._landed.clear()
+
+    def _over_at(self, number: int) -> None:
+        message, work = self._sent[number]
+        if work is not None:  # waited for twice, it would never come
+            try:
+                work.wait(*self._patience)
+            except RuntimeError as error:
+                one = self._every[number]
+                what = f"did not receive what {one.cell} of rank {self._rank} writes"
+                raise self._lost(error, one.target, what) from error
+            self._sent[number] = message, None
+
+    def _post(self, source: int, until: int) -> None:
+        first = self._posted[source]
+        if first >= until:
+            return
+        row, (group, peer) = self._incoming[source], self._carriers[source, self._rank]
+        for one in row[first:until]:
+            message = torch.empty(self._room[one.number], dtype=torch.uint8, device=self.carried)
+            try:
+                self._arriving[one.number] = message, group.recv([message], peer, one.number)
+            except RuntimeError as error:
+                raise self._gone(source, _UNSENT.format(one.cell)) from error
+            self._posted[source] += 1
+
+    def _lost(self, error: RuntimeError, rank: int, what: str, missed: Message | None = None) -> LostRank:
+        return self._late(rank, what, missed) if timed_out(error) else self._gone(rank, what, missed)
+
+    def _late(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
+        self.lookout.refuse_ended()
+        words = f"rank {rank} {what} in time"
+        return LostRank(who_is_late(self.meeting.board, self._rank, rank, words, self._seen(rank, missed)))
+
+    def _gone(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
+        """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
+        self.lookout.refuse_ended()
+        words, closed = (f"rank {rank} {how}{what and f' and {what}'}" for how in ("is gone", "closed its connection"))
+        about = words, self._seen(rank, missed), closed, self.lookout.stayed(self.meeting.seconds)
+        return LostRank(who_is_late(self.meeting.board, self._rank, rank, *about, gone=True))
+
+    def _seen(self, rank: int, missed: Message | None) -> Place | None:
+        """Where another rank was when its last message came; with NCCL nobody knows which came."""
+        row, step = self._incoming[rank], self.lookout.step
+        if self._apart or not row:
+            return None
+        came = [one for one in row[: self._posted[rank]] if one.number not in self._arriving and one is not missed]
+        if not came:
+            return Place(step - 1, row[-1].number, False, f"before step {step}")
+        return Place(step, came[-1].number, False, f"in its SEND({came[-1].value}) of step {step}")

@@ -1,0 +1,268 @@
+"""Compute the answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
+
+It shares no code with the runtimes, so that an error in one of them is not in both. Three rules fix its bits. Every
+stage reads an alias of what another stage wrote, and its own alias of each parameter, so that what one stage adds up
+inside is added up before it meets other stages. Parameter gradients are summed over microbatches in ascending order,
+within each from the last slice of the sequence back. The uses of a tied leaf are summed after that, by stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.purity.ambient import refuse_odd_modes
+from fpipe.model import (
+    Model,
+    check_params,
+    check_state,
+    the_model,
+    with_ties,
+)
+from fpipe.program import Value
+from fpipe.single_device.batches import check_batch, refuse_spread, rows_of_each, streams
+from fpipe.single_device.joining import join, join_gradients, join_slices
+from fpipe.single_device.microbatch import cut, cut_sequence
+from fpipe.single_device.microbatch_graph import (
+    MicrobatchGraph,
+    See,
+    added,
+    aliases,
+    detached,
+    forward,
+    gradients,
+    leaf_of,
+    readers_of,
+    train,
+)
+from fpipe.single_device.result import Result
+from fpipe.transforms.specs import Chunk
+
+
+def reference(
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any] | list[tuple[Any, Any]],
+    *_spread: Any,
+    microbatches: int = 1,
+    slices: int = 1,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+    input_grads: bool = False,
+) -> Result:
+    """Loss, gradients and outputs of a model by plain autograd.
+
+    Args:
+        model: stages and a loss.
+        params: one pytree of tensors per stage.
+        batch: (inputs, target), pytrees whose leaves have rows in dim 0; or a list of them, cut already.
+        microbatches: how many parts the batch is cut into; losses and gradients are added in their order.
+        slices: how many slices the sequences (dim 1) of each part are cut into; each stage hands its carry from one to
+            the next, and a backward goes from the last slice back.
+        state: one pytree per stage, for models with module state.
+        key: an int, for models with random numbers.
+        input_grads: whether the gradients of the inputs are wanted too.
+
+    Returns:
+        A `Result` with loss, grads, outputs, losses and state, aux and input_grads.
+
+    >>> import fpipe, torch
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
+    >>> batch = (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+    >>> result = fpipe.reference(model, ({"w": torch.tensor(3.0)},), batch, microbatches=2)
+    >>> result.loss.item(), result.grads[0]["w"].item()
+    (22.5, 15.0)
+    """
+    refuse_spread(_spread, "reference(model, params, {})")
+    for word, given in (("microbatches", microbatches), ("slices", slices)):
+        if type(given) is not int or given < 1:
+            raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
+    check_params(the_model(model), params)
+    check_all_state(model, state, "reference")
+    presplit = isinstance(batch, list)
+    if isinstance(batch, list):
+        if not batch:
+            raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
+        batch = streams(batch, len(batch))
+        cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
+    else:
+        check_batch(batch)
+        cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
+    joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
+    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices), joined=joined)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """How sequences are cut: into how many slices, along which dim, and which leaves otherwise (`specs`, a pair)."""
+
+    slices: int = 1
+    dim: int = 1
+    specs: tuple[Any, Any] = (None, None)
+    row_specs: tuple[Any, Any] = (None, None)
+
+    def of(self, part: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], float]]:
+        """The slices of a microbatch, each with its share of the target's length."""
+        if self.slices == 1:
+            return [(part, 1.0)]
+        found: list[tuple[tuple[Any, Any], float]] = []
+        for k in range(self.slices):
+            (x, _), (target, share) = (
+                cut_sequence(half, k, self.slices, self.dim, spec, row_spec=rows, what=what)
+                for half, spec, rows, what in zip(part, self.specs, self.row_specs, ("inputs", "target"), strict=True)
+            )
+            found.append(((x, target), share))
+        return found
+
+    def joined(self, inputs: Any, parts: list[list[Any]]) -> list[Any]:
+        """The gradients of a microbatch's inputs from those of its slices."""
+        if not any(parts):
+            return []
+        return join_slices(inputs, parts, self.dim, self.specs[0], row_spec=self.row_specs[0])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How what the microbatches gave is joined: outputs and auxiliary results by specs, or not ("stream"); gradients of
+    the inputs if these are given, whole, with how they were cut ("stream": they came so)."""
+
+    outputs: Any = None
+    aux: Any = None
+    inputs: Any = None
+    cut: Any = None
+
+
+def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
+    """Every stage that has module state is handed it; `call` is what takes it."""
+    reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
+    check_state(model, state, reading, "this model", call)
+
+
+def over_parts(
+    model: Model,
+    params: Sequence[Any],
+    parts: Sequence[tuple[tuple[Any, Any], int]],
+    *,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+    sliced: Sliced | None = None,
+    joined: Joined | None = None,
+    see: See | None = None,
+) -> Result:
+    """The same for a batch that is cut already: `parts` are the microbatches, each with rows. `see` is handed what
+    passes between stages, and each microbatch's gradients, by their names in a program."""
+    sliced, joined = sliced or Sliced(), joined or Joined()
+    refuse_odd_modes()
+    whole = sum(size for _, size in parts)
+    states = list(state) if state is not None else [None] * len(model.stages)
+    losses: list[Tensor] = []
+    counts: list[Any] = []
+    outputs: list[Any] = []
+    extras: list[Any] = []
+    shares: list[float] = []
+    of_inputs: list[list[Any]] = []  # of each microbatch, the gradients of its inputs
+    sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
+    loss = torch.tensor(0.0)
+    for index, (part, size) in enumerate(parts):
+        carries: list[Any] = [None] * len(model.stages)
+        graphs: list[MicrobatchGraph] = []
+        weights: list[float] = []
+        found: list[Any] = []
+        for k, (piece, share) in enumerate(sliced.of(part)):
+            own = [aliases(model, number, full, piece[0]) for number, full in enumerate(with_ties(model, params))]
+            readers = readers_of(model, piece[0]) if joined.inputs is not None else {}
+            weights.append(size / whole * share if sliced.slices > 1 else size / whole)
+            taken = tree.tree_map(leaf_of, carries)
+            place = (index, k if sliced.slices > 1 else None)
+            between: dict[Value, list[Any]] = {}
+            turn = (index * sliced.slices + k, len(parts) * sliced.slices)
+            with torch.enable_grad():
+                made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
+                each, count, aux, output, carries = made
+                weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
+            graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers, place, between))
+            _show_parts(see, model, piece, place)
+            loss = loss + weighted.detach() if losses else weighted.detach()
+            losses.append(each.detach())
+            counts.append(count)
+            extras.append(tree.tree_map(detached, aux))
+            shares.append(weights[-1] * whole)
+            found.append(tree.tree_map(detached, output))
+        seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
+        of_slices: list[list[Any]] = []
+        for graph in reversed(graphs):
+            grads, seeds, inputs = gradients(model, graph, seeds, see)
+            of_slices.insert(0, inputs)
+            both = _one_after_the_other if model.per_example else added
+            sums = [list(map(both, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
+        outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
+        of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
+    grads = _collected(model, params, sums)
+    input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
+    if model.reduction == "count":
+        total = sum(counts[1:], counts[0])
+        divisor = total if total != 0 else 1
+        loss = loss / divisor
+        grads, input_grads = tree.tree_map(partial(_divided, divisor), (grads, input_grads))
+    return Result(
+        loss=loss,
+        grads=grads,
+        outputs=_whole(outputs, [size for _, size in parts], joined.outputs, "outputs"),
+        aux=_whole(extras, shares, joined.aux, "aux") if model.aux else None,
+        input_grads=input_grads,
+        losses=tuple(losses),
+        state=None if state is None else tuple(states),
+    )
+
+
+def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tuple[int, int | None]) -> None:
+    """What SPLIT writes: the part of the inputs for each stage that takes them, and that of the target."""
+    for number in range(len(model.stages)) if see else ():
+        for word, part in zip("xt", piece, strict=True):
+            assert see is not None
+            see(Value(word, number, *place), part)
+
+
+def _one_after_the_other(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Gradients of single rows, and those of the next."""
+    return None if rows is None or more is None else torch.cat([rows, more])
+
+
+def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None else grad / divisor
+
+
+def _whole(parts: list[Any], weights: Sequence[float], spec: Any, what: str) -> Any:
+    return tuple(parts) if spec == "stream" else join(parts, weights, spec, what=what)
+
+
+def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
+    """The gradients of the inputs, put together as these were cut."""
+    containers = tree.flatten(joined.inputs)[1]
+    if joined.cut == "stream":
+        return tree.unflatten(containers, [leaf for part in parts for leaf in part])
+    return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
+
+
+def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | None]]) -> tuple[Any, ...]:
+    """Gradients in the shape of params: a tied leaf's uses are added by stage and go to its owner."""
+    full = [
+        tree.unflatten(tree.flatten(stage)[1], grads)
+        for stage, grads in zip(with_ties(model, params), sums, strict=True)
+    ]
+    for uses in model.tied_uses:
+        each = [full[leaf.stage].pop(leaf.name) for leaf in sorted(uses)]
+        full[uses[0].owner][uses[0].name] = reduce(partial(tree.tree_map, added), each)
+    made: list[Any] = []
+    for number, (own, grads) in enumerate(zip(params, full, strict=True)):
+        leaves, containers = tree.flatten(own)
+        zeros = [one and not model.per_example for one in train(model, number, own)]
+        each = zip(leaves, tree.leaves(tree.like(own, grads)), zeros, strict=True)
+        made.append(tree.unflatten(containers, [torch.zeros_like(a) if b is None and one else b for a, b, one in each]))
+    return tuple(made)
