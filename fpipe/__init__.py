@@ -122,6 +122,7 @@ _ROOMS = (
     "single_device",
     "testing",
     "timing",
+    "torch_private",
     "transforms",
     "verification",
 )

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "fpipe"
 # Each folder, and what it may import: exactly that, and itself. A room's own files stand above its subfolders.
 PLAN = """
 root <-
-transforms <- root
+torch_private <-
+transforms <- root torch_private
 graphs/purity <- root
 timing <- root transforms
 graphs/language <- root graphs/purity

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.torch_private import all_ops, selective_checkpoint_answers
+from fpipe.torch_private.selective_checkpoint import all_ops, selective_checkpoint_answers
 
 
 def test_torch_lists_the_ops_it_knows():

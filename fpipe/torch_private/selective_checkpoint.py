@@ -1,7 +1,4 @@
-"""Everything fpipe uses of torch that torch does not promise, a function each, with the versions it was tried on.
-
-When a new torch moves one of these, the test of its name in tests/test_torch_private.py says in words what broke.
-"""
+"""Ask a selective checkpoint policy of every op, without a forward."""
 
 from __future__ import annotations
 
