@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 
 from fpipe.check import stuck
-from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
 # LOAD in the same lane is waited for.
@@ -260,21 +260,29 @@ class _Clock:
             raise stuck(self.ops, self.rows, self.sources, self.anchor, at_cell, blocked)
 
     def _settle(self, position: int) -> int:
-        """When a loose op has ended, or the complement of an op it still waits for."""
-        if position in self.anchor:
-            return ~position
-        begin = 0
-        for source in self.sources[position]:
-            time = self.end[source]
-            if time < 0:
-                time = self._settle(source) if self.is_loose[source] else ~source
+        """The end of a loose op, or the complement of an op it still waits for."""
+        path = {position: None}  # each of these waits for the next
+        while path:
+            at = next(reversed(path))
+            if at in self.anchor:
+                return ~at
+            begin = 0
+            for source in self.sources[at]:
+                time = self.end[source]
                 if time < 0:
-                    return time
-            begin = max(begin, time)
-        self.start[position] = begin
-        self.end[position] = begin + self.ticks[position]
-        if not self.ticks[position]:
-            self.instant.append(position)
+                    if not self.is_loose[source]:
+                        return ~source
+                    if source in path:
+                        raise _circle([self.ops[one] for one in [*path][[*path].index(source) :]])
+                    path[source] = None
+                    break
+                begin = max(begin, time)
+            else:
+                self.start[at] = begin
+                self.end[at] = begin + self.ticks[at]
+                if not self.ticks[at]:
+                    self.instant.append(at)
+                del path[at]
         return self.end[position]
 
     def _levels(self) -> dict[int, int]:
@@ -304,6 +312,19 @@ class _Clock:
         name, _, _, _, port, at = (writes or reads)[0]
         stage, microbatch, piece = (-1 if part is None else part for part in (stage, microbatch, piece))
         return (kind != "ADD", stage, microbatch, piece, kind, name, port, at)
+
+
+def _circle(ops: Sequence[Op]) -> ProgramError:
+    """The error for ops that no row names and each of which reads from the next, the last from the first."""
+    lines = [
+        f"{op.cell} on rank {op.rank} reads {next(value for value in op.reads if value in other.writes)}, which "
+        f"{other.cell} writes.\n"
+        for op, other in zip(ops, (*ops[1:], ops[0]), strict=True)
+    ]
+    return ProgramError(
+        "ops that no schedule places wait for each other in a circle, and can stand in no order.\n  "
+        f"{'  '.join(lines)}Let one of them read a value that is written before."
+    )
 
 
 def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:

@@ -127,3 +127,28 @@ def test_an_op_of_a_stage_that_has_no_schedule_stays_where_it_is():
     ops = sorted(lines, key=lambda line: (" = " in line) + (line.split(" = ")[-1][:1].islower()))
     program = fpipe.Program.parse("\n".join(ops))
     assert fpipe.place([0] * program.stages)(program).placement[0] == 0
+
+
+def crossed(program: Program) -> list:
+    """Its ops, the first ADD of a stage's sums reading the last."""
+    adds = [op for op in program.ops if op.kind == "ADD"]
+    return [op._replace(reads=(adds[-1].writes[0], *op.reads[1:])) if op is adds[0] else op for op in program.ops]
+
+
+def test_a_circle_that_no_schedule_places_is_an_error():
+    # A rewrite that crossed the reads of two ADDs met Python's recursion limit instead of a sentence.
+    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(1))
+    with pytest.raises(ProgramError) as error:
+        arrange(program.inputs, crossed(program), program.outputs)
+    assert str(error.value) == (
+        "ops that no schedule places wait for each other in a circle, and can stand in no order.\n"
+        "  ADD(sum[0,1]) on rank 0 reads sum[0,2], which ADD(sum[0,2]) writes.\n"
+        "  ADD(sum[0,2]) on rank 0 reads sum[0,1], which ADD(sum[0,1]) writes.\n"
+        "Let one of them read a value that is written before."
+    )
+
+
+def test_sums_of_many_microbatches_may_be_given_last_first():
+    program = fpipe.chain(fpipe.split(1500), fpipe.merge(outputs=False))(fpipe.program(1))
+    backwards = sorted(program.ops, key=lambda op: (op.kind == "ADD", -(op.microbatch or 0) * (op.kind == "ADD")))
+    assert arrange(program.inputs, backwards, program.outputs) == program
