@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.schedules.runs import PERIODIC
-from fpipe.timing.runs import table
+from fpipe.orders.runs import table
+from fpipe.schedules.periodic_orders import PERIODIC
 
 SECONDS = st.sampled_from([0.1, 1, 2, 0.7, 3.3, 1e-3])
 

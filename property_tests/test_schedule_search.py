@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.finding.kept import Kept
+from fpipe.orders.linear_pipeline import LinearPipeline, cells_of
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
 from fpipe.schedules.hillclimb import floor
-from fpipe.schedules.linear_pipeline import LinearPipeline, cells_of
 from fpipe.schedules.priority import Now
 from fpipe.transforms.reorder import in_rows
 from property_tests.strategies import few

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import fpipe
-from fpipe.schedules.runs import PERIODIC
+from fpipe.schedules.periodic_orders import PERIODIC
 
 
 def test_figures_of_papers_hold_where_no_program_fits():

@@ -17,36 +17,37 @@ PACKAGE = ROOT / "fpipe"
 PLAN = """
 root <-
 torch_private <-
-transforms <- root torch_private
 graphs/purity <- root
-timing <- root transforms
+transforms <- root torch_private
 graphs/language <- root graphs/purity
-schedules <- root transforms timing
+timing <- root transforms
 graphs/tracing <- root graphs/purity graphs/language
-finding <- root transforms timing schedules
-single_device <- root transforms graphs/purity graphs/language graphs/tracing
+orders <- root transforms timing
+single_device <- root graphs/purity transforms graphs/language graphs/tracing
 graphs/compiling <- root graphs/purity graphs/language graphs/tracing
+schedules <- root transforms timing orders
 models/parameters <- root graphs/purity single_device
-runtimes/definition <- root transforms graphs/purity timing graphs/language graphs/tracing single_device
+runtimes/definition <- root graphs/purity transforms graphs/language timing graphs/tracing single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
+finding <- root transforms timing orders schedules
 models/modules <- root graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/lowering <- root graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
 derived <- root graphs/purity graphs/language graphs/tracing models/modules
 models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
-runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
+runtimes/in_process <- root graphs/purity transforms graphs/language graphs/tracing single_device
     runtimes/definition runtimes/lowering
 runtimes/faults <- root graphs/purity graphs/language runtimes/lowering
-models/cutting <- root graphs/purity timing graphs/language graphs/tracing models/parameters models/tracing
-runtimes/processes <- root transforms graphs/purity graphs/language graphs/tracing single_device runtimes/definition
+models/cutting <- root graphs/purity graphs/language timing graphs/tracing models/parameters models/tracing
+runtimes/processes <- root graphs/purity transforms graphs/language graphs/tracing single_device runtimes/definition
     runtimes/lowering runtimes/faults
 models <- root graphs/purity timing graphs/tracing single_device models/parameters models/modules models/tracing
     models/cutting
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
-interop <- root transforms graphs/purity timing models/parameters runtimes/definition models/modules models
+interop <- root graphs/purity transforms timing models/parameters runtimes/definition models/modules models
 verification <- root transforms graphs/tracing single_device models/parameters runtimes/definition
     runtimes/in_process runtimes
-measuring <- root transforms graphs/purity timing graphs/language runtimes/definition runtimes/lowering
+measuring <- root graphs/purity transforms graphs/language timing runtimes/definition runtimes/lowering
     runtimes/processes runtimes
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning

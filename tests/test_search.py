@@ -18,7 +18,7 @@ from fpipe.finding.hunt import Hunt
 from fpipe.finding.kept import Kept, kept_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.longer import lengthened, longer
-from fpipe.finding.tasks import tasks_of
+from fpipe.orders.tasks import tasks_of
 from fpipe.program import ProgramError, Value
 
 OPTIMA = json.loads((Path(__file__).parent / "data" / "search_optima.json").read_text())

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import Climber
 from fpipe.finding.kept import Kept
 from fpipe.finding.limits import limits_of
 from fpipe.finding.list_orders import ListOrders, rules
-from fpipe.finding.tasks import tasks_of
+from fpipe.finding.offloaded_tasks import AwayTasks
+from fpipe.orders.tasks import tasks_of
 from fpipe.timing.named_bytes import NamedBytes
 from property_tests.strategies import few
 from tests.test_search import SLOW, quick, squares, stage, step

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import fpipe
+from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, play
 from fpipe.program import ProgramError
 from fpipe.schedules.blocks import lane_rows_of, lattice, most_held, v_blocks
 from fpipe.schedules.by_cost import v_order
 from fpipe.schedules.hillclimb import floor, played, stretched
-from fpipe.schedules.linear_pipeline import NEVER, LinearPipeline, play
 
 FILE = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())
 TORCH = json.loads((Path(__file__).parent / "data" / "torch_orders.json").read_text())["tables"]

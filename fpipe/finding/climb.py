@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from fpipe.finding.tasks import Played, Rows, Tasks
+from fpipe.orders.tasks import Played, Rows, Tasks
 
 PATTERN = 0.1
 Value = tuple[float, float]

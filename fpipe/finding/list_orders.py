@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
-from fpipe.finding.tasks import Rows, Tasks
-from fpipe.schedules.list_scheduler import NOTHING, TaskGraph, list_schedule
+from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
+from fpipe.orders.tasks import Rows, Tasks
 
 
 class Rule(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from fpipe.finding.tasks import Rows, Tasks
+from fpipe.orders.tasks import Rows, Tasks
 
 T = TypeVar("T", bound=Tasks)
 

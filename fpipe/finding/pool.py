@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from fpipe.finding.climb import Climber, Value, worth
-from fpipe.finding.tasks import Rows, Tasks
+from fpipe.orders.tasks import Rows, Tasks
 
 Limits = list[float]
 """Residuals that each rank may hold."""

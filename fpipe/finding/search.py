@@ -138,7 +138,7 @@ def search(
     searched = _recomputing(short, policy) if short is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
     by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
-    run = _Run(base, searched, bases, wanted, seconds, by_solver, progress)
+    run = _Search(base, searched, bases, wanted, seconds, by_solver, progress)
     return run.found()
 
 
@@ -221,7 +221,7 @@ def _quiet(share: float, best: float, bound: float) -> None:
     """No progress is asked for."""
 
 
-class _Run:
+class _Search:
     """The parts of a search, one after the other; what there is when it is stopped is what is found."""
 
     def __init__(

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fpipe.finding.tasks import Rows, Tasks
+from fpipe.orders.tasks import Rows, Tasks
 
 
 class Answer(NamedTuple):

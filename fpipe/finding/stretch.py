@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from fpipe.finding.away import AwayTasks
 from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import chooses, schedule_of, searches
+from fpipe.finding.offloaded_tasks import AwayTasks
 from fpipe.finding.ops import made
 from fpipe.finding.pool import Entry
-from fpipe.finding.tasks import Rows, Tasks
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Source
+from fpipe.orders.tasks import Rows, Tasks
 from fpipe.program import Program, ProgramError
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program

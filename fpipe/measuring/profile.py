@@ -19,8 +19,8 @@ from fpipe.model import Model
 from fpipe.program import Op, Program, parts_of, the_program
 from fpipe.runtimes.build import build
 from fpipe.timing.costs import Costs
-from fpipe.timing.measured import Moving, kept, moving
 from fpipe.timing.timeline import Timeline
+from fpipe.timing.timeline_costs import Moving, kept, moving
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate, without_frees
 from fpipe.transforms.split_backward import split_backward

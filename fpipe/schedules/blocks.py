@@ -1,8 +1,8 @@
 """The building block: when one microbatch does what, repeated at an interval, is a whole schedule.
 
-A block gives each lane of a pipeline (see linear_pipeline.py) an offset in seconds; microbatch i does what microbatch 0
-did, i intervals later. Sorted by these times the ops of a rank are its row. Times that overlap do no harm: only the
-order counts, and each op then starts as early as it can.
+A block gives each lane of a pipeline (see orders/linear_pipeline.py) an offset in seconds; microbatch i does what
+microbatch 0 did, i intervals later. Sorted by these times the ops of a rank are its row. Times that overlap do no harm:
+only the order counts, and each op then starts as early as it can.
 
     one block, p=2      f f . F . b . B w w        f F forwards of the first and second chunk, b B their backwards
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline
-from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.orders.linear_pipeline import LaneRow, LinearPipeline
+from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 
 
 class BuildingBlock(NamedTuple):

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
 from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
 from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
-from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
 
 Found = tuple[tuple[float, float], list[LaneRow]]
 """Makespan and span, and the rows with their W."""

@@ -27,7 +27,7 @@ _NONE = float("nan")
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A schedule and its numbers; NaN where it was refused.
 
     Attributes:
@@ -72,15 +72,15 @@ class Comparison:
     6.0
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduleRow, ...]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ScheduleRow]:
         return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, which: int | str) -> Row:
+    def __getitem__(self, which: int | str) -> ScheduleRow:
         """A row by its number from 0 on, or by its name."""
         if isinstance(which, int):
             return self.rows[which]
@@ -91,7 +91,7 @@ class Comparison:
 
     def records(self) -> list[dict[str, str | float]]:
         """The rows as dicts, without their timelines: for `json`, or for a data frame."""
-        words = [one.name for one in fields(Row) if one.name != "timeline"]
+        words = [one.name for one in fields(ScheduleRow) if one.name != "timeline"]
         return [{word: getattr(row, word) for word in words} for row in self.rows]
 
     @property
@@ -175,14 +175,16 @@ def compare(
     given: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
     told = None if costs is None else said if callable(said) else partial(shared, said)
     entries = [_entry(one, at, ranks, microbatches, told, stages) for at, one in enumerate(given, 1)]
-    rows: list[Row] = []
+    rows: list[ScheduleRow] = []
     for name, make in entries:
         try:
             rows.append(_row(name, make(), said))
         except ValueError as error:
             if len(entries) == 1:
                 raise
-            rows.append(Row(name, ranks, microbatches, refused=str(error).removeprefix(f"{name.partition(':')[0]}: ")))
+            rows.append(
+                ScheduleRow(name, ranks, microbatches, refused=str(error).removeprefix(f"{name.partition(':')[0]}: "))
+            )
     return Comparison(tuple(rows))
 
 
@@ -206,11 +208,11 @@ def _entry(
     return name, lambda: steps(base_program(ranks if stages is None else stages))
 
 
-def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) -> Row:
+def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) -> ScheduleRow:
     parts = parts_of_a_rank(program)
     costs = said(parts) if callable(said) else shared(said, parts, program.slices)
     found, least = simulate(program, costs), bounds(program, costs)
-    return Row(
+    return ScheduleRow(
         name,
         program.ranks,
         program.microbatches,

@@ -7,8 +7,8 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
+from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, play
 from fpipe.schedules.blocks import BuildingBlock, lane_rows_of
-from fpipe.schedules.linear_pipeline import NEVER, LaneRow, LinearPipeline, play
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fpipe.orders.runs import Run, columns
+from fpipe.orders.wavefront import fronts, of_ranks
 from fpipe.program import ProgramError, building
+from fpipe.schedules.periodic_orders import PERIODIC
 from fpipe.schedules.registry import about
-from fpipe.schedules.runs import PERIODIC
 from fpipe.timing.costs import Costs, the_costs
-from fpipe.timing.runs import Run, columns
-from fpipe.timing.wavefront import fronts, of_ranks
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fpipe.orders.linear_pipeline import way
+from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.schedules.linear_pipeline import way
-from fpipe.schedules.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule, place

@@ -23,10 +23,10 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest, unit_pipeline
+from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, Unit, rows_in_turn
-from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest, unit_pipeline
-from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fpipe.orders.linear_pipeline import LaneRow, LinearPipeline, Objective, cells_of, linear_pipeline_of
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
-from fpipe.schedules.linear_pipeline import LaneRow, LinearPipeline, Objective, cells_of, linear_pipeline_of
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.program import Program
 from fpipe.schedules.first_fit import BlockTicks, in_blocks
-from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, in_turn, rows_in_turn
-from fpipe.schedules.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform

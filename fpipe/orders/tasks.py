@@ -6,7 +6,7 @@ turn among themselves: they are a *lane*, and an order of a rank is a row of lan
     rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 1 2 1 2
 
 `play` gives the times that `simulate` gives, in a twentieth of the time that a program takes to be built and simulated.
-It is apart from the clock of `schedules/linear_pipeline.py`, which knows only chains, and fills in each W by itself.
+It is apart from the clock of `orders/linear_pipeline.py`, which knows only chains, and fills in each W by itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fpipe.timing.runs import Lane, Row, Run, Symbol
+from fpipe.orders.runs import Lane, Run, RunRow, Symbol
 
 Rows = list[list[Run]]
 
@@ -37,7 +37,7 @@ def taken_in_turn(
     if lag is not None:
         streams.append(list(lanes("W", lag)))
     cuts = sorted({turn for stream in streams for begin, end, _ in stream for turn in (begin, end)})
-    row = Row()
+    row = RunRow()
     for begin, end in pairwise(cuts):
         met = [cells for stream in streams for first, last, cells in stream if first <= begin < last]
         row.add([cell for cells in met for cell in cells], end - begin)
@@ -69,7 +69,7 @@ def _zbv(ranks: int, microbatches: int) -> Rows:
     """ZB-V as published, for at least 2p-1 microbatches."""
     rows: Rows = []
     for rank in range(ranks):
-        row, other = Row(), ranks - rank
+        row, other = RunRow(), ranks - rank
         up = 2 * ranks - 1 - rank
         down_f, up_f, back, home = [("F", rank)], [("F", up)], [("I", up)], [("I", rank)]
         of_up, of_down = ("W", up), ("W", rank)
@@ -85,7 +85,7 @@ def _zbv(ranks: int, microbatches: int) -> Rows:
 
 
 def _drained(
-    row: Row, turns: list[Lane], waiting: int, then: Lane, count: int, before: Symbol = (), after: Symbol = ()
+    row: RunRow, turns: list[Lane], waiting: int, then: Lane, count: int, before: Symbol = (), after: Symbol = ()
 ) -> None:
     """The last `count` I's of a rank, each with the W that has waited longest, and then the W that are left.
 
@@ -109,7 +109,7 @@ def _dualpipe(ranks: int, microbatches: int) -> Rows:
     for rank in range(ranks):
         outer = min(rank, ranks - 1 - rank)
         zero, one = outer, ranks - 1 - outer
-        row, further = Row({zero: 0, one: half} if rank == outer else {zero: half, one: 0}), middle - 1 - outer
+        row, further = RunRow({zero: 0, one: half} if rank == outer else {zero: half, one: 0}), middle - 1 - outer
         ahead, back = [[("F", zero)], [("F", one)]], [[("B", zero)], [("B", one)]]
         inputs, weights = [("I", zero), ("I", one)], [("W", zero), ("W", one)]
         both = [[*ahead[0], *back[1]], [*ahead[1], *back[0]]]
@@ -132,7 +132,7 @@ def _dualpipe(ranks: int, microbatches: int) -> Rows:
     return rows
 
 
-class Order(NamedTuple):
+class PeriodicOrder(NamedTuple):
     """A schedule's order at any size.
 
     Args:
@@ -164,17 +164,17 @@ def _filled(ranks: int, microbatches: int) -> str | None:
     )
 
 
-PERIODIC: dict[str, Order] = {
-    "gpipe": Order(_linear(lambda later, microbatches: microbatches)),
-    "one_f_one_b": Order(_linear(lambda later, microbatches: later)),
-    "eager_1f1b": Order(_linear(lambda later, microbatches: 2 * later)),
-    "zb_h1": Order(_linear(lambda later, microbatches: later, lambda rank: rank)),
-    "zb_h2": Order(_linear(lambda later, microbatches: 2 * later, lambda rank: 2 * rank), _filled),
-    "interleaved": Order(_looped(lambda later, size: 2 * later + size), _whole_rounds, 2),
-    "kimi_k2": Order(_looped(lambda later, size: 2 * later + size + 1), _whole_rounds, 2),
-    "interleaved_zb": Order(_looped(lambda later, size: later + size, lambda rank: rank), _whole_rounds, 2),
-    "group_interleaved": Order(_looped(lambda later, size: later + size, lambda rank: 0), _whole_rounds, 2),
-    "zbv": Order(_zbv, _filled, 2),
-    "dualpipe": Order(_dualpipe),
+PERIODIC: dict[str, PeriodicOrder] = {
+    "gpipe": PeriodicOrder(_linear(lambda later, microbatches: microbatches)),
+    "one_f_one_b": PeriodicOrder(_linear(lambda later, microbatches: later)),
+    "eager_1f1b": PeriodicOrder(_linear(lambda later, microbatches: 2 * later)),
+    "zb_h1": PeriodicOrder(_linear(lambda later, microbatches: later, lambda rank: rank)),
+    "zb_h2": PeriodicOrder(_linear(lambda later, microbatches: 2 * later, lambda rank: 2 * rank), _filled),
+    "interleaved": PeriodicOrder(_looped(lambda later, size: 2 * later + size), _whole_rounds, 2),
+    "kimi_k2": PeriodicOrder(_looped(lambda later, size: 2 * later + size + 1), _whole_rounds, 2),
+    "interleaved_zb": PeriodicOrder(_looped(lambda later, size: later + size, lambda rank: rank), _whole_rounds, 2),
+    "group_interleaved": PeriodicOrder(_looped(lambda later, size: later + size, lambda rank: 0), _whole_rounds, 2),
+    "zbv": PeriodicOrder(_zbv, _filled, 2),
+    "dualpipe": PeriodicOrder(_dualpipe),
 }
 """Held to the programs of the schedules themselves, cell by cell, by property_tests/test_periodic_laws.py."""

@@ -11,9 +11,9 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from fpipe.orders.runs import Columns
+from fpipe.orders.steps import Steps, spread
 from fpipe.timing.costs import Costs
-from fpipe.timing.runs import Columns
-from fpipe.timing.steps import Steps, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def fronts(known: Columns, costs: Costs) -> Fronts:
     import torch
 
     with torch.inference_mode():
-        return _walk(_Plan(Steps(known), costs), float(cast("float", costs.transfer)))
+        return _walk(_StepPlan(Steps(known), costs), float(cast("float", costs.transfer)))
 
 
 def of_ranks(costs: Costs) -> None:
@@ -65,7 +65,7 @@ class _Mail(NamedTuple):
     column: Tensor
 
 
-class _Plan:
+class _StepPlan:
     """What each rank does at each step of a cycle, and when that changes.
 
     Attributes:
@@ -177,7 +177,7 @@ class _Changes(NamedTuple):
     value: Tensor
 
 
-def _walk(plan: _Plan, way: float) -> Fronts:
+def _walk(plan: _StepPlan, way: float) -> Fronts:
     """Step by step, a cycle at a time."""
     import torch
 
@@ -218,7 +218,7 @@ def _walk(plan: _Plan, way: float) -> Fronts:
 class _Changing:
     """A plan that changes from cycle to cycle: for each step of the cycle a row with a number for each rank."""
 
-    def __init__(self, plan: _Plan, changes: _Changes, first: float) -> None:
+    def __init__(self, plan: _StepPlan, changes: _Changes, first: float) -> None:
         import torch
 
         order = changes.when.argsort(stable=True)
@@ -238,7 +238,7 @@ class _Changing:
 class _Mailing:
     """The mail on its way."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _StepPlan) -> None:
         import torch
 
         made, source, read, column = plan.mail
@@ -261,7 +261,7 @@ class _Mailing:
             self.held.index_copy_(0, self.number[low:high], flat.index_select(0, self.source[low:high] + base))
 
 
-def _ends(plan: _Plan, when: Tensor) -> list[int]:
+def _ends(plan: _StepPlan, when: Tensor) -> list[int]:
     """Where the steps of each cycle begin in a column that is sorted."""
     import torch
 

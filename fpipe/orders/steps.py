@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from fpipe.timing.runs import KINDS, Columns
+from fpipe.orders.runs import KINDS, Columns
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from fpipe.finding.tasks import NEVER, Played, Rows, Tasks
+from fpipe.orders.tasks import NEVER, Played, Rows, Tasks
 from fpipe.program import Op, Program
 from fpipe.timing.costs import Costs
 from fpipe.transforms.cells import Key
@@ -28,7 +28,7 @@ TIGHTER = 3
 """How often what leaves is chosen again, for less room, where copies take longer than ops had promised."""
 
 
-class Stay(NamedTuple):
+class Residual(NamedTuple):
     """A residual on its rank: the op that reads it first, those that drop a part of it, and seconds out and back."""
 
     reader: int
@@ -55,20 +55,20 @@ class AwayTasks(Tasks):
     costs: Costs = field(default_factory=Costs)
 
     @cached_property
-    def stays(self) -> dict[int, Stay]:
+    def stays(self) -> dict[int, Residual]:
         """The residuals, by the op that makes them; those that R makes are read at once, and stay."""
         drops: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
         for row in self.residuals:
             for maker, dropper, size in row:
                 drops[maker].append((dropper, size))
         readers = {op[1:4]: at for at, op in reversed([*enumerate(self.ops)]) if op.kind in "BI"}
-        found: dict[int, Stay] = {}
+        found: dict[int, Residual] = {}
         for maker, parts in drops.items():
             op = self.ops[maker]
             if op.kind == "F":
                 value = next(value for value in op.writes if value.name == "res")
                 out, back = (self.costs.seconds(Op(kind, *op[1:5], (value,), (value,))) for kind in ("OFFLOAD", "LOAD"))
-                found[maker] = Stay(readers[op[1:4]], tuple(parts), out, back)
+                found[maker] = Residual(readers[op[1:4]], tuple(parts), out, back)
         return found
 
     def play(

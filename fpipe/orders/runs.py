@@ -26,7 +26,7 @@ Symbol = tuple[Lane, ...]
 """A cell without its microbatch: one lane, or the two of a PAIR."""
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """An op of a run: its microbatch is `first` at the first turn and `step` more at each turn after."""
 
     kind: str
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 class Run(NamedTuple):
     """Cells, each of one part or of the two of a PAIR, that a rank does `turns` times in a row."""
 
-    cells: tuple[tuple[Part, ...], ...]
+    cells: tuple[tuple[RunPart, ...], ...]
     turns: int
 
     def __str__(self) -> str:
@@ -46,14 +46,14 @@ class Run(NamedTuple):
         return f"{self.turns} x ({' '.join(names)})" if self.turns > 1 else " ".join(names)
 
 
-def _name(part: Part) -> str:
+def _name(part: RunPart) -> str:
     return f"{part.stage}{part.kind}{part.first}"
 
 
 def table(rows: Iterable[Sequence[Run]]) -> list[list[str]]:
     """The cells of rows, written out as tables have them.
 
-    >>> row = Row()
+    >>> row = RunRow()
     >>> row.add([[("F", 0)]], 2)
     >>> row.add([[("F", 0)], [("B", 0)]], 2)
     >>> print(*row.runs, sep=", ")
@@ -71,7 +71,7 @@ def _written(run: Run) -> Iterator[str]:
             yield f"({';'.join(names)})" if len(names) > 1 else names[0]
 
 
-class Row:
+class RunRow:
     """The runs of a rank as they are made: each lane goes on with its next microbatch; a B is an I and a W.
 
     Args:
@@ -89,12 +89,12 @@ class Row:
         if count < 1 or not symbols:
             return
         lanes = [lane for symbol in symbols for lane in symbol]
-        cells: list[tuple[Part, ...]] = []
+        cells: list[tuple[RunPart, ...]] = []
         for symbol in symbols:
-            parts: list[Part] = []
+            parts: list[RunPart] = []
             for kind, stage in symbol:
                 first = self.next["I" if kind == "B" else kind, stage]
-                parts.append(Part(kind, stage, first, lanes.count((kind, stage))))
+                parts.append(RunPart(kind, stage, first, lanes.count((kind, stage))))
                 self._on(kind, stage, 1)
             cells.append(tuple(parts))
         for kind, stage in lanes:
@@ -160,7 +160,7 @@ class Columns:
     def held(self) -> tuple[list[int], list[int]]:
         """The most forwards whose residuals each rank holds at once: to the end of W, and to the end of I.
 
-        >>> row = Row()
+        >>> row = RunRow()
         >>> for symbols, count in (([[("F", 0)]], 2), ([[("F", 0)], [("I", 0)]], 3), ([[("W", 0)], [("I", 0)]], 2)):
         ...     row.add(symbols, count)
         >>> columns([row.runs]).held()
