@@ -18,7 +18,7 @@ from fpipe.finding.climb import Climber
 from fpipe.finding.kept import Kept
 from fpipe.finding.limits import limits_of
 from fpipe.finding.list_orders import ListOrders, rules
-from fpipe.finding.offloaded_tasks import AwayTasks
+from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.orders.tasks import tasks_of
 from fpipe.timing.named_bytes import NamedBytes
 from property_tests.strategies import few
@@ -118,7 +118,7 @@ def test_orders_with_copies_take_and_hold_what_simulate_says(
     assert tasks is not None
     limits = limits_of(tasks, cap, costs)
     said = {one.name: getattr(tasks, one.name) for one in fields(tasks)}
-    moving = AwayTasks(**said, room=limits, costs=costs)
+    moving = OffloadedTasks(**said, room=limits, costs=costs)
     for more, rule in zip((1, 1.5, 2, math.inf), islice(rules(seed), 4), strict=True):
         rows = ListOrders(tasks, [limit * more for limit in limits]).order(rule)
         if rows is None or not moving.play([moving.flat(row) for row in rows]).ends:

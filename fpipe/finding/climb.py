@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from fpipe.orders.tasks import Played, Rows, Tasks
+from fpipe.orders.play import Played
+from fpipe.orders.tasks import Rows, Tasks
 
 PATTERN = 0.1
 Value = tuple[float, float]
@@ -199,7 +200,7 @@ class Climber:
                 if last > first:
                     self.blocks.append((rank, first, last))
             source = next((one for one, way in needs[op] if ends[one] + way >= close), -1)
-            if source < 0 or source >= len(seconds):
+            if source < 0:
                 return
             rank = tasks.ops[source].rank
             flat = flats[rank]

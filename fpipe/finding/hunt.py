@@ -14,7 +14,7 @@ from fpipe.finding.limits import limits_of, tightened
 from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.named_starts import WITHOUT, named_starts
-from fpipe.finding.offloaded_tasks import AwayTasks, may_leave
+from fpipe.finding.offloaded_tasks import OffloadedTasks, may_leave
 from fpipe.finding.ops import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.wanted import Wanted
@@ -211,7 +211,7 @@ class Hunt:
         if not may_leave(tasks):
             return []
         said = {one.name: getattr(tasks, one.name) for one in fields(tasks)}
-        moving = AwayTasks(**said, room=limits, costs=self.wanted.costs)
+        moving = OffloadedTasks(**said, room=limits, costs=self.wanted.costs)
         free = [math.inf for _ in limits]
         return entries(moving, free, orders, self.wanted.objective, self.floor(tasks.program, stay=False))
 
@@ -245,7 +245,11 @@ class Hunt:
         for _ in range(4):
             program = entry.tasks.ordered(entry.rows)
             timeline = simulate(program, wanted.costs)
-            if self.consider(program, timeline) or wanted.costs.bytes is None or isinstance(entry.tasks, AwayTasks):
+            if (
+                self.consider(program, timeline)
+                or wanted.costs.bytes is None
+                or isinstance(entry.tasks, OffloadedTasks)
+            ):
                 return
             limits = tightened(entry.tasks, entry.rows, entry.limits, timeline.peak, wanted.cap)
             lists = ListOrders(entry.tasks, limits)

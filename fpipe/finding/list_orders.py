@@ -7,6 +7,7 @@ microbatches that have begun on the rank will still hold there, so that no order
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
@@ -67,21 +68,13 @@ class ListOrders:
         self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
         needs: list[dict[int, float]] = []
         for at, (_, step) in enumerate(self.steps):
-            each = [(number[source], way) for op in step for source, way in tasks.needs[op] if source in number]
+            each = [(number[source], way) for op in step for source, way in tasks.needs[op] if source >= 0]
             needs.append({source: way for source, way in sorted(each, key=lambda one: one[1]) if source != at})
-        turn = {lane: iter([number[step[0]] for step in steps]) for lane, steps in enumerate(tasks.lanes)}
-        for lane, first in turn.items():
-            before = next(first)
-            for at in first:  # the ops of a lane keep their turn
-                needs[at].setdefault(before, 0.0)
-                before = at
-            del lane
-        readers: list[list[tuple[int, float]]] = [[] for _ in self.steps]
-        for reader, found in enumerate(needs):
-            for source, way in found.items():
-                readers[source].append((reader, way))
+        for steps in tasks.lanes:  # the ops of a lane keep their turn
+            for before, after in pairwise(number[step[0]] for step in steps):
+                needs[after].setdefault(before, 0.0)
         seconds = [sum(tasks.seconds[op] for op in step) for _, step in self.steps]
-        self.graph = TaskGraph(tasks.ranks, self.rank, seconds, readers, list(map(len, needs)))
+        self.graph = TaskGraph.of(tasks.ranks, self.rank, seconds, needs)
         self.whole = [sum(self._per_microbatch(rank)) for rank in range(tasks.ranks)]
 
     def _per_microbatch(self, rank: int) -> list[float]:

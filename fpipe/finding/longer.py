@@ -56,7 +56,7 @@ def lengthened(tasks: T, more: int) -> T | None:
     lanes = sorted((op, lane, at) for lane, steps in enumerate(tasks.lanes) for at, op in enumerate(steps[0]))
     each = [[tasks.lanes[lane][turn][at] for _, lane, at in lanes] for turn in range(count)]
     many, total = len(lanes), count + more
-    place = {op: at for row in each for at, op in enumerate(row)} | {len(tasks.ops): -1}
+    place = {op: at for row in each for at, op in enumerate(row)} | {-1: -1}
 
     def needs(row: list[int]) -> list[list[tuple[int, float]]]:
         return [[(place[source], way) for source, way in tasks.needs[op]] for op in row]
@@ -75,7 +75,7 @@ def lengthened(tasks: T, more: int) -> T | None:
         ops=[tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
         seconds=[tasks.seconds[op] for op in first] * total,
         needs=[
-            tuple((turn * many + one if one >= 0 else total * many, way) for one, way in own)
+            tuple((turn * many + one if one >= 0 else -1, way) for one, way in own)
             for turn in range(total)
             for own in ways
         ],

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from fpipe.orders.tasks import NEVER, Played, Rows, Tasks
+from fpipe.orders.play import NEVER, Needs, Numbers, Played, play
+from fpipe.orders.tasks import Rows, Tasks
 from fpipe.program import Op, Program
 from fpipe.timing.costs import Costs
 from fpipe.transforms.cells import Key
@@ -37,12 +38,20 @@ class Residual(NamedTuple):
     back: float
 
 
+class _Copy(NamedTuple):
+    """An OFFLOAD or a LOAD: before which place of its rank's row it stands, and the op that made the residual."""
+
+    before: int
+    is_load: bool
+    maker: int
+
+
 Moves = list[dict[int, int]]
 """On each rank the ops whose residuals leave, and before which place of its row each is loaded."""
 
 
 @dataclass(frozen=True)
-class AwayTasks(Tasks):
+class OffloadedTasks(Tasks):
     """Tasks whose residuals may wait on the host.
 
     Args:
@@ -55,7 +64,7 @@ class AwayTasks(Tasks):
     costs: Costs = field(default_factory=Costs)
 
     @cached_property
-    def stays(self) -> dict[int, Residual]:
+    def residual_of(self) -> dict[int, Residual]:
         """The residuals, by the op that makes them; those that R makes are read at once, and stay."""
         drops: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
         for row in self.residuals:
@@ -112,7 +121,7 @@ class AwayTasks(Tasks):
         gone: dict[int, int] = {}
         free: list[tuple[int, int, int, int]] = []  # when a residual is needed, its op, and where it would be away
         coming: list[tuple[int, int, int, int]] = []
-        for maker, stay in self.stays.items():
+        for maker, stay in self.residual_of.items():
             if maker not in place:
                 continue
             left, reader = place[maker], place[stay.reader]
@@ -141,64 +150,51 @@ class AwayTasks(Tasks):
         return gone
 
     def _with_copies(self, flats: Sequence[Sequence[int]], moves: Moves, limit: float) -> tuple[Played, list[float]]:
-        """The times of an order with its copies, and the most that each rank holds, by the clock."""
-        seconds, needs, wakes, tails, stays = self.seconds, self.needs, self.wakes, self.tails, self.stays
-        ranks = range(len(flats))
-        ends, place = [-1.0] * len(seconds) + [0.0], [0 for _ in ranks]
-        free, begun, copying = [0.0 for _ in ranks], [0.0 for _ in ranks], [0.0 for _ in ranks]
-        loads: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in ranks]
-        for rank, move in enumerate(moves):
-            for maker, before in move.items():
-                loads[rank][before].append(maker)
-        out, back = dict[int, float](), dict[int, tuple[float, float]]()  # makers -> when it has left, and is back
-        late = {stays[maker].reader: maker for move in moves for maker in move}
-        behind: list[list[int]] = [[] for _ in ranks]  # makers whose OFFLOAD comes next, behind the LOADs there
-        waits, todo = [-1 for _ in ranks], [*ranks]
-        while todo:
-            rank = todo.pop()
-            row, now, move = flats[rank], free[rank], moves[rank]
-            reached = len(row)
-            for at in range(place[rank], reached):
-                op = row[at]
-                for maker in loads[rank].pop(at, ()):
-                    cost = stays[maker].back
-                    start = max(out[maker], begun[rank], copying[rank] if cost else 0.0)
-                    back[maker] = start, start + cost
-                    copying[rank] = max(copying[rank], start + cost) if cost else copying[rank]
-                for maker in behind[rank]:
-                    cost = stays[maker].out
-                    out[maker] = max(ends[maker], copying[rank] if cost else 0.0) + cost
-                    copying[rank] = out[maker] if cost else copying[rank]
-                behind[rank].clear()
-                for source, way in needs[op]:
-                    there = ends[source]
-                    if there < 0:
-                        break
-                    if there + way > now:
-                        now = there + way
-                else:
-                    if op in late:
-                        now = max(now, back[late[op]][1])
-                    begun[rank] = now
-                    ends[op] = now = now + seconds[op]
-                    if now + tails[op] > limit:
-                        return NEVER, []
-                    if op in move:
-                        behind[rank].append(op)
-                    for other in wakes[op]:
-                        if waits[other] == op:
-                            waits[other] = -1
-                            todo.append(other)
-                    continue
-                waits[rank], reached = source, at
-                break
-            place[rank], free[rank] = reached, now
-        if any(map(int.__lt__, place, map(len, flats))):
+        """The times of an order with its copies, which are ops on a row of their own, and the most each rank holds."""
+        numbers = self.numbers
+        seconds, needs = [*numbers.seconds], [*numbers.needs]
+        wakes, tails = [*numbers.wakes], [*numbers.tails]
+        rows = [*flats]
+        copies = [self._copies(row, move) for row, move in zip(flats, moves, strict=True)]
+        left = {copy.maker: copy.maker for row in copies for copy in row}  # the op after which a residual has left
+        loaded: dict[int, Needs] = {}  # what a LOAD waits for
+        for rank, (flat, row) in enumerate(zip(flats, copies, strict=True)):
+            lane: list[int] = []
+            for at, is_load, maker in row:
+                residual, waits = self.residual_of[maker], [(maker, 0.0)]
+                if is_load:  # no earlier than the op before it
+                    before = [(op, 0.0) for op in flat[max(0, at - 2) : at - 1]]
+                    waits = [(left[maker], 0.0), *before, *needs[flat[at - 1]]]
+                cost, number = residual.back if is_load else residual.out, len(seconds)
+                if cost:
+                    waits += [(op, 0.0) for op in lane[-1:]]
+                    for source, _ in waits:
+                        if source >= 0:
+                            wakes[source] = (*wakes[source], len(rows))
+                    lane.append(number)
+                    seconds.append(cost)
+                    needs.append(waits)
+                    wakes.append((rank,))
+                    tails.append(0.0)
+                if is_load:
+                    loaded[maker] = waits
+                    needs[residual.reader] = (*needs[residual.reader], (number if cost else left[maker], 0.0))
+                elif cost:
+                    left[maker] = number
+            rows += [lane] if lane else []
+        played = play(Numbers(seconds, needs, wakes, tails), rows, limit)
+        if not played.ends:
             return NEVER, []
-        starts = (ends[row[0]] - seconds[row[0]] if row else 0.0 for row in flats)
-        span = max((end - start for end, start in zip(free, starts, strict=True)), default=0.0)
-        peaks = [self._peak(row, move, ends, out, back) for row, move in zip(flats, moves, strict=True)]
-        return Played(max(free, default=0.0), span, ends), peaks
+        ends = played.ends
+        back = {maker: max(ends[op] + way for op, way in waits) for maker, waits in loaded.items()}
+        gone = {maker: ends[op] for maker, op in left.items()}
+        return played, [self._peak(row, move, ends, gone, back) for row, move in zip(flats, moves, strict=True)]
+
+    def _copies(self, flat: Sequence[int], move: dict[int, int]) -> list[_Copy]:
+        """The copies of a rank, in order: before which place of its row, and of what; a LOAD before an OFFLOAD."""
+        behind = [_Copy(at + 1, False, op) for at, op in enumerate(flat) if op in move]
+        loads = [_Copy(before, True, maker) for maker, before in move.items()]
+        return sorted([*loads, *behind], key=lambda copy: (copy.before, not copy.is_load))
 
     def _peak(
         self,
@@ -206,7 +202,7 @@ class AwayTasks(Tasks):
         move: dict[int, int],
         ends: Sequence[float],
         out: dict[int, float],
-        back: dict[int, tuple[float, float]],
+        back: dict[int, float],
     ) -> float:
         """The most that a rank holds: of two things at one moment, the first on the rank counts first."""
         if not move:
@@ -219,7 +215,7 @@ class AwayTasks(Tasks):
                 changes.append((ends[op], at + 0.25, -self.drops[op]))
             if op in move:
                 changes.append((out[op], at + 0.5, -self.takes[op]))
-                changes.append((back[op][0], move[op] - 0.6, self.takes[op]))
+                changes.append((back[op], move[op] - 0.6, self.takes[op]))
         now = most = 0.0
         for _, _, change in sorted(changes):
             now += change
@@ -242,14 +238,12 @@ class AwayTasks(Tasks):
         copies = {op[0:3]: op.cell for op in moving.ops if op.kind in ("OFFLOAD", "LOAD")}
         cells: list[list[Key | str]] = []
         for flat, move in zip(flats, moves, strict=True):
-            loads = defaultdict[int, list[int]](list)
-            for maker, before in move.items():
-                loads[before].append(maker)
+            row = self._copies(flat, move)[::-1]
             made = list[Key | str]()
             for at, op in enumerate(flat):
-                made += [copies["LOAD", *self.ops[maker][1:3]] for maker in loads[at]]
-                if at and flat[at - 1] in move:
-                    made.append(copies["OFFLOAD", *self.ops[flat[at - 1]][1:3]])
+                while row and row[-1].before == at:
+                    copy = row.pop()
+                    made.append(copies["LOAD" if copy.is_load else "OFFLOAD", *self.ops[copy.maker][1:3]])
                 if self.ops[op].kind != "R":
                     made.append(self.ops[op][:4])
             cells.append(made)

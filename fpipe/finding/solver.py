@@ -67,7 +67,7 @@ def solve(
     for at, needs in enumerate(tasks.needs):
         arrivals.append([(source, math.floor(way / unit + 1e-9)) for source, way in needs])
         for source, way in arrivals[-1]:
-            model.add(starts[at] >= (ends[source] if source < len(took) else 0) + way)
+            model.add(starts[at] >= (ends[source] if source >= 0 else 0) + way)
     for row in start:
         steps: list[Any] = []
         for lane in dict.fromkeys(row):
@@ -107,7 +107,7 @@ def solve(
         first = tasks.lanes[row[0]][0][0]  # a rank cannot put off what it does first
         if all(tasks.lanes[lane][0][0] == first or tasks.follows(tasks.lanes[lane][0][0], first) for lane in row):
             needs = arrivals[first]
-            if len(needs) == 1 and needs[0][0] < len(took):
+            if len(needs) == 1 and needs[0][0] >= 0:
                 model.add(starts[first] == ends[needs[0][0]] + needs[0][1])
             elif not needs:
                 model.add(starts[first] == 0)

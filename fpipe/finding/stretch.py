@@ -13,7 +13,7 @@ from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import chooses, schedule_of, searches
-from fpipe.finding.offloaded_tasks import AwayTasks
+from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.finding.ops import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
@@ -213,7 +213,7 @@ def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
         program = by_table(base, cells, move=True)
     except ProgramError:
         return None
-    if isinstance(tasks, AwayTasks):
+    if isinstance(tasks, OffloadedTasks):
         long = lengthened(tasks, program.microbatches - tasks.program.microbatches)
         return None if long is None else long.moved(program, rows)
     return program

@@ -23,6 +23,7 @@ from typing import Literal
 
 from fpipe.program import Op, Program, ProgramError, Value
 from fpipe.timing.costs import Costs
+from fpipe.timing.paths import way
 from fpipe.transforms.cells import Key
 
 LaneRow = list[int]
@@ -202,11 +203,6 @@ def _in_ticks(seconds: Sequence[float]) -> list[float]:
 
 _FINEST = 10**6
 _GRID = 2**30
-
-
-def way(costs: Costs, value: Value, source: int, target: int) -> float:
-    """Seconds that a value takes from one rank to another, alone on its link."""
-    return costs.latency(source, target) + costs.carrying(value, source, target) if source != target else 0.0
 
 
 def cells_of(pipeline: LinearPipeline, lane_rows: Sequence[Sequence[int]]) -> list[list[Key]]:

@@ -10,7 +10,7 @@ no event queue, since there is never more than one op that a rank may do next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -39,6 +39,18 @@ class TaskGraph(NamedTuple):
     seconds: Sequence[float]
     readers: Sequence[Sequence[tuple[int, float]]]
     needs: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, ranks: int, rank: Sequence[int], seconds: Sequence[float], needs: Sequence[Mapping[int, float]]
+    ) -> TaskGraph:
+        """The graph of ops each of which waits for these, so many seconds away; -1 is the caller."""
+        readers: list[list[tuple[int, float]]] = [[] for _ in rank]
+        for reader, waits in enumerate(needs):
+            for source, way in waits.items():
+                if source >= 0:
+                    readers[source].append((reader, way))
+        return cls(ranks, rank, seconds, readers, [sum(source >= 0 for source in waits) for waits in needs])
 
 
 class Scheduled(NamedTuple):

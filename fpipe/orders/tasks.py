@@ -4,9 +4,6 @@ The ops of a rank that a schedule names are its *row*. Microbatches are alike, s
 turn among themselves: they are a *lane*, and an order of a rank is a row of lanes and no more.
 
     rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 1 2 1 2
-
-`play` gives the times that `simulate` gives, in a twentieth of the time that a program takes to be built and simulated.
-It is apart from the clock of `orders/linear_pipeline.py`, which knows only chains, and fills in each W by itself.
 """
 
 from __future__ import annotations
@@ -17,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
+from fpipe.orders.play import Needs, Numbers, Played, play
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
 from fpipe.timing.memory import residuals_stay
+from fpipe.timing.paths import named_waits, tails_of
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.shares import shares
@@ -42,18 +41,6 @@ def _bytes_of(costs: Costs, value: Value) -> float:
     return float(sum(costs.storages(value).values()))
 
 
-class Played(NamedTuple):
-    """When each op ends, and how long it all takes."""
-
-    makespan: float
-    span: float
-    ends: list[float]
-
-
-NEVER = Played(math.inf, math.inf, [])
-"""What ops come to that wait for each other for ever, or take longer than anybody wants to know."""
-
-
 @dataclass(frozen=True)
 class Tasks:
     """The named ops of a program on their ranks.
@@ -62,8 +49,8 @@ class Tasks:
         program: whose ops these are.
         ops: those that take their turn on a rank; the numbers below are places in this list.
         seconds: of each.
-        needs: for each the ops that it waits for, each with the seconds on the way; what is needed through others is
-            left out. The number behind the last op is the caller, who has everything from the start.
+        needs: for each the ops that it waits for, each with the seconds on the way, and -1 for the caller; what is
+            needed through others is left out.
         takes, drops: of residuals, what an op starts to hold, and what it lets go of when it ends: in bytes where costs
             have them (an I then keeps what its W needs), else one for each.
         lanes: for each lane its steps, in turn.
@@ -77,7 +64,7 @@ class Tasks:
     program: Program
     ops: list[Op]
     seconds: list[float]
-    needs: list[tuple[tuple[int, float], ...]]
+    needs: list[Needs]
     takes: list[float]
     drops: list[float]
     lanes: list[list[Step]]
@@ -91,14 +78,15 @@ class Tasks:
         return len(self.rows)
 
     @cached_property
-    def wakes(self) -> list[tuple[int, ...]]:
-        """For each op the other ranks that may wait for it."""
-        found: list[set[int]] = [set() for _ in self.ops]
+    def numbers(self) -> Numbers:
+        """The ops as `play` takes them."""
+        wakes: list[set[int]] = [set() for _ in self.ops]
         for op, needs in zip(self.ops, self.needs, strict=True):
             for source, _ in needs:
-                if source < len(self.ops) and self.ops[source].rank != op.rank:
-                    found[source].add(op.rank)
-        return [tuple(sorted(ranks)) for ranks in found]
+                if source >= 0 and self.ops[source].rank != op.rank:
+                    wakes[source].add(op.rank)
+        tails = tails_of(self.needs, self.seconds, [True for _ in self.ops])
+        return Numbers(self.seconds, self.needs, [tuple(sorted(ranks)) for ranks in wakes], tails)
 
     @cached_property
     def residuals(self) -> list[list[tuple[int, int, float]]]:
@@ -129,7 +117,7 @@ class Tasks:
         """Whether an op needs another one, itself or through others."""
         todo = [op]
         while todo:
-            more = [source for source, _ in self.needs[todo.pop()] if source < len(self.ops)]
+            more = [source for source, _ in self.needs[todo.pop()] if source >= 0]
             if first in more:
                 return True
             todo += more
@@ -162,16 +150,6 @@ class Tasks:
         """Microbatches that each rank holds at most, as `Timeline.peak` has them."""
         return [self.held(self.flat(row)) / share for row, share in zip(rows, self.shares, strict=True)]
 
-    @cached_property
-    def tails(self) -> list[float]:
-        """Seconds from the end of each op to the end of the last op that needs it, at the least."""
-        found = [0.0] * len(self.ops)
-        for at in reversed(range(len(self.ops))):
-            for source, way in self.needs[at]:
-                if source < len(self.ops):
-                    found[source] = max(found[source], way + self.seconds[at] + found[at])
-        return found
-
     def play(
         self,
         flats: Sequence[Sequence[int]],
@@ -179,59 +157,14 @@ class Tasks:
         known: Sequence[float] = (),
         done: Sequence[int] = (),
     ) -> Played:
-        """Let each rank do its ops in order, each as soon as what it needs is there.
-
-        Args:
-            flats: the ops of each rank.
-            limit: a makespan beyond which nobody wants to know: then it is infinite.
-            known, done: when the first so many ops of each rank end, if that is known.
+        """Play the ops of each rank, as `play` does.
 
         >>> import fpipe
         >>> tasks = tasks_of(fpipe.schedules.one_f_one_b(2)(fpipe.split(4)(fpipe.program(2))), fpipe.Costs())
         >>> tasks.play([tasks.flat(row) for row in tasks.rows])[:2]
         (15.0, 15.0)
         """
-        seconds, needs, wakes, tails = self.seconds, self.needs, self.wakes, self.tails
-        ranks = range(len(flats))
-        if done:
-            ends, place = list(known), list(done)
-            free = [ends[flats[rank][place[rank] - 1]] if place[rank] else 0.0 for rank in ranks]
-            for rank in ranks:
-                for op in flats[rank][place[rank] :]:
-                    ends[op] = -1.0
-        else:
-            ends, place, free = [-1.0] * len(seconds) + [0.0], [0 for _ in ranks], [0.0 for _ in ranks]
-        waits = [-1 for _ in ranks]
-        todo = [*ranks]
-        while todo:
-            rank = todo.pop()
-            row, now = flats[rank], free[rank]
-            reached = len(row)
-            for at in range(place[rank], reached):
-                op = row[at]
-                for source, way in needs[op]:
-                    there = ends[source]
-                    if there < 0:
-                        break
-                    if there + way > now:
-                        now = there + way
-                else:
-                    ends[op] = now = now + seconds[op]
-                    if now + tails[op] > limit:
-                        return NEVER
-                    for other in wakes[op]:
-                        if waits[other] == op:
-                            waits[other] = -1
-                            todo.append(other)
-                    continue
-                waits[rank], reached = source, at
-                break
-            place[rank], free[rank] = reached, now
-        if any(map(int.__lt__, place, map(len, flats))):
-            return NEVER
-        starts = (ends[row[0]] - seconds[row[0]] if row else 0.0 for row in flats)
-        span = max((end - start for end, start in zip(free, starts, strict=True)), default=0.0)
-        return Played(max(free, default=0.0), span, ends)
+        return play(self.numbers, flats, limit, known, done)
 
     def ordered(self, rows: Rows) -> Program:
         """The program in another order."""
@@ -253,38 +186,15 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
     known = op_groups(program.ops)
     if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") for op in known.each):
         return None
-    number: dict[int, int] = {}
-    through: dict[int, dict[int, float]] = {}  # an op that no schedule names -> what it waits for
-    ops: list[Op] = []
-    needs: list[dict[int, float]] = []
-    homes = {end.value: end.homes for end in program.inputs}
-    caller = -1
-    for at, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
-        found: dict[int, float] = {}
-        for value, source in zip(op.reads, sources, strict=True):
-            where = homes[value] if source < 0 else (program.ops[source].rank,)
-            way = 0.0
-            if op.rank not in where:
-                way = costs.latency(min(where), op.rank) + costs.carrying(value, min(where), op.rank)
-            if source < 0 and not way:
-                continue
-            inner = {number[source]: 0.0} if source in number else through.get(source, {caller: 0.0})
-            for one, more in inner.items():
-                found[one] = max(found.get(one, 0.0), more + way)
-        if kind_of(op.kind).place == "table" or op.kind == "R":
-            number[at] = len(ops)
-            ops.append(op)
-            needs.append(found)
-        else:
-            through[at] = found
-    named = [op.kind != "R" for op in ops]
+    places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
+    ops = [program.ops[at] for at in places]
     lanes: dict[tuple[object, ...], int] = {}
     steps: list[list[Step]] = []
     rows: Rows = [[] for _ in range(program.ranks)]
     before: list[list[int]] = [[] for _ in range(program.ranks)]
-    for op, is_named, at in zip(ops, named, range(len(ops)), strict=True):
+    for at, op in enumerate(ops):
         before[op.rank].append(at)
-        if is_named:
+        if op.kind != "R":
             key = op.rank, *((part.kind, part.stage, part.slice) for part in op.parts or (op,)), len(before[op.rank])
             lane = lanes.setdefault(key, len(lanes))
             if lane == len(steps):
@@ -309,9 +219,9 @@ def holding(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
     return max(0.0, made - gone), max(0.0, gone - made)
 
 
-def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[tuple[tuple[int, float], ...]]:
+def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[Needs]:
     """What each op waits for, without what is long done when another of these is."""
-    found: list[tuple[tuple[int, float], ...]] = []
+    found: list[Needs] = []
     lags: list[dict[int, float]] = []  # seconds from the end of others of its microbatch to its start, at the least
     for op, each in zip(ops, needs, strict=True):
         inner: dict[int, float] = {}
@@ -320,7 +230,7 @@ def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -
                 for one, lag in lags[source].items():
                     inner[one] = max(inner.get(one, 0.0), lag + seconds[source] + way)
         kept = [(source, way) for source, way in each.items() if inner.get(source, -1.0) < way]
-        found.append(tuple((source if source >= 0 else len(ops), way) for source, way in kept))
+        found.append(tuple(kept))
         own = {one: way for one, way in each.items() if one >= 0 and ops[one].microbatch == op.microbatch}
         lags.append(inner | {one: max(way, inner.get(one, 0.0)) for one, way in own.items()})
     return found

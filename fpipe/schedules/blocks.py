@@ -110,20 +110,17 @@ class Follower:
     def __init__(self, pipeline: LinearPipeline) -> None:
         self.pipeline = pipeline
         stages, count = pipeline.stages, pipeline.microbatches
-        readers: list[list[tuple[int, float]]] = [[] for _ in range(3 * stages * count)]
-        needs = [0] * len(readers)
+        needs: list[dict[int, float]] = [{} for _ in range(3 * stages * count)]
         edges = [(lane, after, pipeline.ways[after]) for lane, after in enumerate(pipeline.after) if after >= 0]
         edges += [(stages + stage, 2 * stages + stage, 0.0) for stage in range(stages)]
         for lane, after, way in edges:
             for index in range(count):
-                readers[lane * count + index].append((after * count + index, way))
-                needs[after * count + index] += 1
+                needs[after * count + index][lane * count + index] = way
         for index in range(1, count):
-            readers[index - 1].append((index, 0.0))
-            needs[index] += 1
+            needs[index][index - 1] = 0.0
         ranks = [rank for _ in range(3) for rank in pipeline.placement for _ in range(count)]
         seconds = [second for second in pipeline.seconds for _ in range(count)]
-        self.work = TaskGraph(pipeline.ranks, ranks, seconds, readers, needs)
+        self.work = TaskGraph.of(pipeline.ranks, ranks, seconds, needs)
 
     def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[LaneRow]]:
         """What the block is worth, and the row of each rank, its W among the rest.

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fpipe.orders.linear_pipeline import way
 from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.paths import named_waits
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule, place
 from fpipe.transforms.reorder import by_table
@@ -129,42 +129,23 @@ class _ReadyOps:
 
     def _read(self, program: Program, costs: Costs) -> TaskGraph:
         """The scheduled ops as numbers; what no table names is looked through, and an R is part of its reader."""
-        number: dict[int, int] = {}
-        reach: dict[int, dict[int, float]] = {}  # loose op -> what it waits for, and the seconds from there
-        recomputes: dict[int, list[int]] = {}  # loose op -> the R that stand before it and no reader has yet
+        places, needs = named_waits(program, costs, _is_named)
+        before: dict[int, list[int]] = {}  # op that no table names -> the R that stand before it and no reader has yet
         claimed: set[int] = set()
         seconds: list[float] = []
-        needs: list[dict[int, float]] = []
-        for position, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
-            found: dict[int, float] = {}
-            before: list[int] = []
-            for value, source in zip(op.reads, sources, strict=True):
-                if source < 0:
-                    continue
-                road = way(costs, value, program.ops[source].rank, op.rank)
-                inner = {number[source]: 0.0} if source in number else reach[source]
-                for at, more in inner.items():
-                    found[at] = max(found.get(at, 0.0), more + road)
-                before += recomputes.get(source, ())
-            if kind_of(op.kind).place != "table":
-                reach[position] = found
-                recomputes[position] = [*before, position] if op.kind == "R" else before
+        for at, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
+            found = [one for source in sources for one in before.get(source, ())]
+            if not _is_named(op):
+                before[at] = [*found, at] if op.kind == "R" else found
                 continue
-            number[position] = len(self.ops)
-            parts = list(op.parts or (op,))
-            own = [at for at in dict.fromkeys(before) if at not in claimed and program.ops[at].rank == op.rank]
+            own = [one for one in dict.fromkeys(found) if one not in claimed and program.ops[one].rank == op.rank]
             claimed.update(own)
-            parts += [program.ops[at] for at in own]
-            self.ops.append(op)
+            parts = [*(op.parts or (op,)), *(program.ops[one] for one in own)]
             self.takes.append(sum(part.kind in "FR" and any(v.name == "res" for v in part.writes) for part in parts))
             self.drops.append(sum(part.kind in "BW" for part in parts))
-            seconds.append(costs.seconds(op) + sum(costs.seconds(program.ops[at]) for at in own))
-            needs.append(found)
-        readers: list[list[tuple[int, float]]] = [[] for _ in self.ops]
-        for reader, found in enumerate(needs):
-            for source, road in found.items():
-                readers[source].append((reader, road))
-        return TaskGraph(program.ranks, [op.rank for op in self.ops], seconds, readers, list(map(len, needs)))
+            seconds.append(costs.seconds(op) + sum(costs.seconds(program.ops[one]) for one in own))
+        self.ops += [program.ops[at] for at in places]
+        return TaskGraph.of(program.ranks, [op.rank for op in self.ops], seconds, needs)
 
     def _least(self) -> list[float]:
         """What one microbatch by itself holds on each rank."""
@@ -247,6 +228,10 @@ class _ReadyOps:
             "Keep room for what is further on: let the key be math.inf for the forward of an early stage while "
             "now.held is near the cap, prefer older microbatches, or raise the cap."
         )
+
+
+def _is_named(op: Op) -> bool:
+    return kind_of(op.kind).place == "table"
 
 
 def _waits(key: object) -> bool:

@@ -10,17 +10,18 @@ and what is left to do, at the least, when it is done with that.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from numbers import Real
 from typing import Any, Literal
 
-from fpipe.program import Op, Program, Value, building, the_program
+from fpipe.program import Op, Program, building, the_program
 from fpipe.timing.columns import op_groups
-from fpipe.timing.costs import Costs, carried, the_costs
+from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.lanes import is_work, walk
 from fpipe.timing.memory import known_shares, residuals_stay, units_held
+from fpipe.timing.paths import heads_of, tails_of, waits_of
 from fpipe.timing.timeline import Timeline
 
 
@@ -202,52 +203,14 @@ class _Graph:
     """The ops of a program with what they cost and how long data are on their way, whatever the order of ranks."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self.costs, self.ops = program, costs, program.ops
-        self.homes = {end.value: end.homes for end in program.inputs}
+        self.ops = program.ops
         self.seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in self.ops]
-        self.needs = [list(self._needs(at)) for at in range(len(self.ops))]
-        self.starts = self._earliest()
-        self.tails = self._tails()
+        self.needs = waits_of(program, costs)
+        works = [is_work(op.kind, seconds) for op, seconds in zip(self.ops, self.seconds, strict=True)]
+        self.starts, self.tails = heads_of(self.needs, self.seconds), tails_of(self.needs, self.seconds, works)
         self.rows: defaultdict[int, list[int]] = defaultdict(list)
-        for at, op in enumerate(self.ops):
-            if is_work(op.kind, self.seconds[at]):
-                self.rows[op.rank].append(at)
-
-    def _needs(self, at: int) -> Iterable[tuple[int, float]]:
-        """What an op reads: whose it is (-1 for the caller's) and how long it is on its way."""
-        op = self.ops[at]
-        if op.kind == "FREE":
-            return
-        for value, source in zip(op.reads, self.program.sources[at], strict=True):
-            if op.kind == "RECV":
-                sender = self.ops[source]
-                yield source, self._way(carried(sender), sender.rank, op.rank)
-                continue
-            homes = self.homes[value] if source < 0 else (self.ops[source].rank,)
-            way = 0.0 if op.rank in homes else self._way(value, min(homes), op.rank)
-            if source >= 0 or way:
-                yield source, way
-
-    def _way(self, value: Value, source: int, target: int) -> float:
-        return self.costs.latency(source, target) + self.costs.carrying(value, source, target)
-
-    def _earliest(self) -> list[float]:
-        """When each op can start at the earliest."""
-        starts: list[float] = []
-        for needs in self.needs:
-            ready = (way + (starts[at] + self.seconds[at] if at >= 0 else 0.0) for at, way in needs)
-            starts.append(max(ready, default=0.0))
-        return starts
-
-    def _tails(self) -> list[float]:
-        """How long after the end of each op the work that needs it ends, at least."""
-        tails = [float("-inf")] * len(self.ops)  # no work needs it
-        for at, op in reversed([*enumerate(self.ops)]):
-            left = max(tails[at], 0.0) if is_work(op.kind, self.seconds[at]) else tails[at]
-            for source, way in self.needs[at]:
-                if source >= 0:
-                    tails[source] = max(tails[source], way + self.seconds[at] + left)
-        return [max(tail, 0.0) for tail in tails]
+        for at in compress(range(len(self.ops)), works):
+            self.rows[self.ops[at].rank].append(at)
 
     def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
         """The earliest start, the work and the shortest tail of a rank's ops."""

@@ -8,8 +8,8 @@ A SEND and a RECV that take time are on the main lane too.
 
 An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no lane: it is done when its data are there.
 
-This is the definition of the simulated time of any program; `columns.walk_plain` is the same where only main lanes
-matter, and a law compares them.
+This is the definition of the simulated time of any program; `columns.walk_plain` equals it where only main lanes
+matter, and so does whatever plays an order: property_tests/test_order_laws.py compares them.
 """
 
 from __future__ import annotations

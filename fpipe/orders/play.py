@@ -1,0 +1,102 @@
+"""Play rows of ops: each row does its ops in order, each as soon as what it needs is there.
+
+This gives the times of `timing/lanes.py`, which defines them, on numbers alone: a search asks for a thousand orders,
+and to build and simulate a program takes twenty times as long. A law compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Needs = Sequence[tuple[int, float]]
+"""What an op waits for, each with the seconds on the way; -1 is the caller, who has everything from the start."""
+
+
+class Played(NamedTuple):
+    """Makespan and span, and when each op ends."""
+
+    makespan: float
+    span: float
+    ends: list[float]
+
+
+NEVER = Played(math.inf, math.inf, [])
+"""Ops that wait for each other for ever, or take longer than the limit."""
+
+
+class Numbers(NamedTuple):
+    """Ops as numbers, the places in these lists.
+
+    Args:
+        seconds, needs: of each op.
+        wakes: the other rows that may wait for it.
+        tails: seconds from its end to the end of all that needs it, at the least.
+    """
+
+    seconds: Sequence[float]
+    needs: Sequence[Needs]
+    wakes: Sequence[Sequence[int]]
+    tails: Sequence[float]
+
+
+def play(
+    numbers: Numbers,
+    rows: Sequence[Sequence[int]],
+    limit: float = math.inf,
+    known: Sequence[float] = (),
+    done: Sequence[int] = (),
+) -> Played:
+    """Play rows of ops.
+
+    Args:
+        numbers: the ops.
+        rows: those of each row, in order.
+        limit: a makespan beyond which it is `NEVER`.
+        known, done: when the first so many ops of each row end, if that is known.
+
+    >>> numbers = Numbers([1.0, 2.0], [[(-1, 0.5)], [(0, 0.0)]], [[1], []], [2.0, 0.0])
+    >>> play(numbers, [[0], [1]])
+    Played(makespan=3.5, span=2.0, ends=[1.5, 3.5, 0.0])
+    """
+    seconds, needs, wakes, tails = numbers
+    count = range(len(rows))
+    if done:
+        ends, place = list(known), list(done)
+        free = [ends[row[at - 1]] if at else 0.0 for row, at in zip(rows, place, strict=True)]
+        for row, at in zip(rows, place, strict=True):
+            for op in row[at:]:
+                ends[op] = -1.0
+    else:
+        ends, place, free = [-1.0] * len(seconds) + [0.0], [0 for _ in count], [0.0 for _ in count]
+    waits, todo = [-1 for _ in count], [*count]
+    while todo:
+        own = todo.pop()
+        row, now = rows[own], free[own]
+        reached = len(row)
+        for at in range(place[own], reached):
+            op = row[at]
+            for source, way in needs[op]:
+                there = ends[source]
+                if there < 0:
+                    break
+                if there + way > now:
+                    now = there + way
+            else:
+                ends[op] = now = now + seconds[op]
+                if now + tails[op] > limit:
+                    return NEVER
+                for other in wakes[op]:
+                    if waits[other] == op:
+                        waits[other] = -1
+                        todo.append(other)
+                continue
+            waits[own], reached = source, at
+            break
+        place[own], free[own] = reached, now
+    if any(map(int.__lt__, place, map(len, rows))):
+        return NEVER
+    starts = (ends[row[0]] - seconds[row[0]] if row else 0.0 for row in rows)
+    span = max((end - start for end, start in zip(free, starts, strict=True)), default=0.0)
+    return Played(max(free, default=0.0), span, ends)

@@ -1,0 +1,99 @@
+"""One clock: `timing/lanes.py` defines when ops run, and whatever else plays an order says the same."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.orders.linear_pipeline import lanes_of, linear_pipeline_of, play
+from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
+from fpipe.orders.tasks import Tasks, tasks_of
+from fpipe.program import Op, Program
+from fpipe.timing.costs import Ticks
+from fpipe.timing.lanes import walk
+from fpipe.timing.noise import Noise
+from fpipe.timing.paths import heads_of, waits_of
+from property_tests.strategies import Plan, few, plans
+from property_tests.test_time_laws import SECONDS, costs
+
+
+def lanes(program: Program, costs: fpipe.Costs) -> dict[Op, tuple[float, float]]:
+    """Start and end of each op, by the definition."""
+    made = next(walk(program, costs))
+    return dict(zip(program.ops, zip(made.starts, made.ends, strict=True), strict=True))
+
+
+def tasks(program: Program, costs: fpipe.Costs) -> Tasks:
+    found = tasks_of(program, costs)
+    assume(found is not None)
+    assert found is not None
+    return found
+
+
+@given(plans(), costs(plain=True))
+def test_tasks_are_played_as_lanes_define(plan: Plan, costs: fpipe.Costs):
+    known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
+    played = known.play([known.flat(row) for row in known.rows])
+    assert played.ends[:-1] == [defined[op][1] for op in known.ops]
+
+
+@given(plans(), costs(plain=True))
+def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: Plan, costs: fpipe.Costs):
+    known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
+    flats = [known.flat(row)[::-1] for row in known.rows]
+    graph = TaskGraph.of(known.ranks, [op.rank for op in known.ops], known.seconds, [*map(dict, known.needs)])
+
+    def pick(rank: int, time: float, ready: list[int]) -> int:
+        return flats[rank].pop() if flats[rank] and flats[rank][-1] in ready else NOTHING
+
+    found = list_schedule(graph, pick, [max([way for one, way in own if one < 0], default=0.0) for own in known.needs])
+    assert found.start == [defined[op][0] for op in known.ops]
+
+
+@few(25)
+@given(
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    name=st.sampled_from(["zb_h1", "zb_h2", "one_f_one_b", "gpipe", "zbv", "v_half", "hanayo"]),
+    seconds=st.lists(SECONDS, min_size=24, max_size=24),
+    transfer=SECONDS,
+)
+def test_a_chain_with_its_weights_in_place_is_played_as_lanes_define(
+    ranks: int, microbatches: int, name: str, seconds: list[float], transfer: float
+):
+    costs = fpipe.Costs(seconds[:8], seconds[8:16], seconds[16:], transfer=transfer)
+    about = fpipe.schedules.about(name)
+    assume(about.refuses(ranks, about.wants(ranks, {}), microbatches) is None)
+    program = about.program(ranks, microbatches)
+    timeline = fpipe.simulate(program, costs)
+    rows = [[op[:4] for op in program.ops if op.rank == rank and op.kind in "FBIW"] for rank in range(ranks)]
+    fused = not any(op.kind == "I" for op in program.ops)
+    pipeline = linear_pipeline_of(program, program.placement, costs, microbatches, 1.0, name, fused=fused)
+    work, ticks = sum(map(costs.seconds, program.ops)), sum(pipeline.seconds) * microbatches
+    assume(work)
+    never_early = [float("inf")] * ranks
+    assert play(pipeline, lanes_of(pipeline, rows), never_early)[0] * work / ticks == pytest.approx(timeline.makespan)
+
+
+@given(plans())
+def test_the_global_order_is_that_of_the_lanes_in_ticks(plan: Plan):
+    starts = [start for start, end in lanes(plan.program, Ticks()).values() if end > start]
+    assert starts == sorted(starts)
+
+
+@given(plans(), costs())
+def test_costs_that_do_not_stray_make_the_simulated_makespan(plan: Plan, costs: fpipe.Costs):
+    found = fpipe.robustness(plan.program, costs, noise=Noise(), samples=1)
+    assert [*chain(*(row.makespans for row in found))] == [fpipe.simulate(plan.program, costs).makespan]
+
+
+@given(plans(), costs())
+def test_no_op_starts_before_the_longest_path_to_it(plan: Plan, costs: fpipe.Costs):
+    seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in plan.program.ops]
+    heads = heads_of(waits_of(plan.program, costs), seconds)
+    defined = lanes(plan.program, costs)
+    assert all(head <= defined[op][0] for op, head in zip(plan.program.ops, heads, strict=True))
