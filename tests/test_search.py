@@ -13,7 +13,7 @@ import torch
 import fpipe
 from fpipe.finding import search as module
 from fpipe.finding import solver
-from fpipe.finding.climb import Climber
+from fpipe.finding.climber import Climber
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.kept import Kept, kept_of
 from fpipe.finding.list_orders import ListOrders, rules
@@ -81,9 +81,10 @@ def test_what_a_change_leaves_alone_need_not_be_played_again():
     assert tasks is not None
     climber = Climber(tasks, tasks.rows, [8.0] * 4, "makespan", 0)
     for _ in range(20):
-        climber.climb(20, 0.0)
-        assert climber.value == tasks.play([tasks.flat(row) for row in climber.rows])[:2]
-        assert all(held <= 4 for held in tasks.peak(climber.rows))
+        climber.on(20, 0.0)
+        order = climber.climb.now
+        assert order.value == tasks.play([tasks.flat(row) for row in order.rows])[:2]
+        assert all(held <= 4 for held in tasks.peak(order.rows))
 
 
 def test_rules_keep_to_the_limits():

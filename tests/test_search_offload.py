@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.finding.climb import Climber
+from fpipe.finding.climber import Climber
 from fpipe.finding.kept import Kept
 from fpipe.finding.limits import limits_of
 from fpipe.finding.list_orders import ListOrders, rules
@@ -124,9 +124,9 @@ def test_orders_with_copies_take_and_hold_what_simulate_says(
         if rows is None or not moving.play([moving.flat(row) for row in rows]).ends:
             continue
         climber = Climber(moving, rows, [math.inf] * ranks, "makespan", seed)
-        climber.climb(10, 0.0)
-        timeline = fpipe.simulate(moving.ordered(climber.best_rows), costs)
-        assert (timeline.makespan, timeline.span) == pytest.approx(climber.best)
+        climber.on(10, 0.0)
+        timeline = fpipe.simulate(moving.ordered(climber.climb.best.rows), costs)
+        assert (timeline.makespan, timeline.span) == pytest.approx(climber.climb.best.value)
         assert max(timeline.peak) <= cap
 
 

@@ -208,7 +208,7 @@ def test_a_longer_step_goes_on_as_the_middle_of_a_short_one():
         ((played(short, lane_rows_of(short, block), 0.5), block) for block in v_blocks(short)),
         key=lambda one: one[0].value,
     )
-    found = played(longer, stretched(short, order, longer), 0.5)
+    found = stretched(short, order, longer)
     assert [sorted(row) for row in found.rows] == [sorted(row) for row in lane_rows_of(longer, block)]
     assert 12 * short.work <= found.value[0] - order.value[0] <= 12 * short.work * 1.05
     assert found.value >= floor(longer)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from random import Random
 
-from fpipe.finding.climb import Value
 from fpipe.finding.found import NamedRow
 from fpipe.finding.limits import limits_of, tightened
 from fpipe.finding.limits import room as room_of
@@ -18,7 +17,9 @@ from fpipe.finding.offloaded_tasks import OffloadedTasks, may_leave
 from fpipe.finding.ops import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.wanted import Wanted
-from fpipe.orders.tasks import Rows, Tasks, tasks_of
+from fpipe.orders.climb import Value
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.bounds import bounds
 from fpipe.timing.simulate import simulate

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from fpipe.finding.list_orders import ListOrders, Rule
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 

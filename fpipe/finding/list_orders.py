@@ -12,7 +12,8 @@ from random import Random
 from typing import NamedTuple
 
 from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 
 
 class Rule(NamedTuple):

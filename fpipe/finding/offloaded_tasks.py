@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from fpipe.orders.play import NEVER, Needs, Numbers, Played, play
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 from fpipe.program import Op, Program
 from fpipe.timing.costs import Costs
 from fpipe.transforms.cells import Key

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from fpipe.finding.climb import Climber, Value, worth
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.finding.climber import Climber
+from fpipe.orders.climb import Value, worth
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 
 Limits = list[float]
 """Residuals that each rank may hold."""
@@ -80,7 +82,7 @@ def improve(
     except KeyboardInterrupt:
         stopped = True
     found = [
-        Entry(entry.tasks, entry.limits, climber.best_rows, climber.best, entry.floor)
+        Entry(entry.tasks, entry.limits, climber.climb.best.rows, climber.climb.best.value, entry.floor)
         for entry, climber in [*done, *climbers]
     ]
     return sorted(found, key=lambda entry: entry.value), stopped
@@ -110,13 +112,13 @@ def _in_turn(
     while climbers and left > 0:
         turn += 1
         for entry, climber in climbers:
-            before = climber.steps
-            climber.climb(min(ROUND, 1 + int(left / _price(entry))), entry.floor * (1 + 1e-9))
-            left -= max(1, climber.steps - before) * _price(entry)
+            before = climber.climb.steps
+            climber.on(min(ROUND, 1 + int(left / _price(entry))), entry.floor * (1 + 1e-9))
+            left -= max(1, climber.climb.steps - before) * _price(entry)
             if left <= 0:
                 break
-        climbers.sort(key=lambda one: one[1].best)
-        best, floor = climbers[0][1].best[0], climbers[0][0].floor
+        climbers.sort(key=lambda one: one[1].climb.best.value)
+        best, floor = climbers[0][1].climb.best.value[0], climbers[0][0].floor
         told(effort - max(left, 0.0), best)
         if best <= floor * (1 + 1e-9) and all(entry.floor >= best * (1 - 1e-9) for entry, _ in climbers):
             break
@@ -125,7 +127,7 @@ def _in_turn(
         if turn % 3 == 0 and len(rest) > 2:
             drop = max(1, len(rest) // 3)
             out, rest = [*out, *rest[-drop:]], rest[:-drop]
-        tired = [one for one in rest[1:] or rest if one[1].steps - one[1].since > IDLE]
+        tired = [one for one in rest[1:] or rest if one[1].climb.steps - one[1].climb.since > IDLE]
         done += [*out, *tired]
         climbers[:] = [one for one in rest if one not in tired]
         for _ in tired or ([] if climbers else out[:1]):

@@ -12,9 +12,9 @@ from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
 from fpipe.finding.hunt import Candidate, Hunt
 from fpipe.finding.kept import kept_of
+from fpipe.finding.long_steps import short_of, stretched
 from fpipe.finding.ops import again_of, has, kinds_of, recomputing
 from fpipe.finding.solver import installed
-from fpipe.finding.stretch import short_of, stretched
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of

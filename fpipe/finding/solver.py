@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 
 
 class Answer(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fpipe.finding.climb import Value
+from fpipe.orders.climb import Value, worth
 from fpipe.timing.amounts import listed
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
@@ -52,5 +52,4 @@ class Wanted:
 
     def value(self, timeline: Timeline) -> Value:
         """What is to be small first, and then."""
-        makespan, span = timeline.makespan, timeline.span
-        return (makespan, span) if self.objective == "makespan" else (span, makespan)
+        return worth(timeline, self.objective)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import ClassVar
 
 from fpipe.orders.play import Needs, Numbers, Played, play
+from fpipe.orders.stretch import Rows
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
@@ -26,8 +27,6 @@ from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.shares import shares
 
-Rows = list[list[int]]
-"""For each rank the lanes of its ops, in order."""
 Step = tuple[int, ...]
 """What a row names as one: an op, behind the R that it needs."""
 
@@ -131,10 +130,14 @@ class Tasks:
             found[op.rank] += seconds
         return found
 
+    def steps(self, row: Sequence[int]) -> Iterator[Step]:
+        """The steps of a row, in order."""
+        turns = {lane: iter(self.lanes[lane]) for lane in set(row)}
+        return (next(turns[lane]) for lane in row)
+
     def flat(self, row: Sequence[int]) -> list[int]:
         """The ops of a row, in order."""
-        turns = {lane: iter(self.lanes[lane]) for lane in set(row)}
-        return list(chain.from_iterable(next(turns[lane]) for lane in row))
+        return list(chain.from_iterable(self.steps(row)))
 
     def held(self, flat: Sequence[int]) -> float:
         """The most of residuals that a row of ops holds at once."""
@@ -168,11 +171,8 @@ class Tasks:
 
     def ordered(self, rows: Rows) -> Program:
         """The program in another order."""
-        cells: list[list[Key | str]] = []
-        for row in rows:
-            turns = {lane: iter(self.lanes[lane]) for lane in set(row)}
-            last = (self.ops[next(turns[lane])[-1]] for lane in row)
-            cells.append([op.cell if op.parts else op[:4] for op in last])
+        lasts = [[self.ops[step[-1]] for step in self.steps(row)] for row in rows]
+        cells: list[list[Key | str]] = [[op.cell if op.parts else op[:4] for op in row] for row in lasts]
         return by_table(self.program, cells, move=False)
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
+from fpipe.orders.stretch import later
 from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
 from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
@@ -99,7 +100,7 @@ Way = Callable[[LinearPipeline], Found]
 
 def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
     """What a short step says of longer ones: orders to stretch, blocks to repeat, and the drawn ones."""
-    orders: list[Callable[[LinearPipeline], Order]] = [partial(_stretch, short, order) for order in known.orders]
+    orders: list[Callable[[LinearPipeline], Order]] = [partial(stretched, short, order) for order in known.orders]
     orders += [partial(_repeat, block) for block in known.blocks[-2:]]
     orders += [_drawn, _in_series, *(partial(_in_published, cells) for cells in _published_cells(short))]
     return [*(partial(_whole, order) for order in orders), *(partial(_follow, plan) for plan in known.plans[:2])]
@@ -108,10 +109,6 @@ def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
 def _whole(order: Callable[[LinearPipeline], Order], longer: LinearPipeline) -> Found:
     made = order(longer)
     return made.value, made.full(longer)
-
-
-def _stretch(short: LinearPipeline, order: Order, longer: LinearPipeline) -> Order:
-    return played(longer, stretched(short, order, longer), order.patience)
 
 
 def _repeat(block: BuildingBlock, longer: LinearPipeline) -> Order:
@@ -142,7 +139,7 @@ def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
         before, after = (way(step)[0] for step in steps)
         if NEVER in (before, after):
             return NEVER
-        return tuple(last + more * (last - one) for one, last in zip(before, after, strict=True))
+        return tuple(later(one, last, more) for one, last in zip(before, after, strict=True))
 
     values = [told(way) for way in ways]
     return [ways[at] for at in sorted(range(len(ways)), key=values.__getitem__)[:LIKELY]]

@@ -1,4 +1,4 @@
-"""Make an order better, one small change after another: what is no worse stays."""
+"""Small changes by which a climb makes the order of a pipeline better, and its steady state repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
+from fpipe.orders.climb import Climb, Value
 from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, play
+from fpipe.orders.stretch import steady_states, stretch
 from fpipe.schedules.blocks import BuildingBlock, lane_rows_of
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -66,14 +68,12 @@ def at_floor(pipeline: LinearPipeline, value: tuple[float, float]) -> bool:
 
 
 def climb(pipeline: LinearPipeline, order: Order, plays: int, seed: int = 0) -> Order:
-    """Move one op of one rank, or change a rank's patience, as often as said; the same seed gives the same order."""
+    """Move one op of one rank, or change a rank's patience, so many times; the same seed gives the same order."""
     random = Random(seed)
-    value, rows, patience = order.value, [row[:] for row in order.rows], order.patience[:]
-    for _ in range(plays):
-        if value == NEVER or at_floor(pipeline, value):
-            break
+
+    def change(now: Order, late: Value) -> Order | None:
         rank = random.randrange(pipeline.ranks)
-        row, before = rows[rank], patience[rank]
+        rows, patience, row = now.rows[:], now.patience[:], now.rows[rank]
         if random.random() < 0.08:
             patience[rank] = random.choice(PATIENCE)
         else:
@@ -82,16 +82,22 @@ def climb(pipeline: LinearPipeline, order: Order, plays: int, seed: int = 0) -> 
             if random.random() < 0.05:
                 put = random.randrange(len(row))
             if not 0 <= put < len(row) or set(row[min(take, put) : max(take, put) + 1]) == {row[take]}:
-                continue
-            moved = row[:]
-            moved.insert(put, moved.pop(take))
-            rows[rank] = moved
-        found = pipeline.worth(play(pipeline, rows, patience))
-        if found <= value:
-            value = found
-        else:
-            rows[rank], patience[rank] = row, before
-    return Order(value, rows, patience)
+                return None
+            rows[rank] = row[:]
+            rows[rank].insert(put, rows[rank].pop(take))
+        return played(pipeline, rows, patience)
+
+    climb = Climb(order)
+    climb.on(plays, change, lambda value: value == NEVER or at_floor(pipeline, value))
+    return climb.now
+
+
+class _InBlocks(NamedTuple):
+    """The order of a repeated block."""
+
+    value: Value
+    order: Order
+    block: BuildingBlock
 
 
 def loosen(
@@ -99,11 +105,13 @@ def loosen(
 ) -> tuple[Order, BuildingBlock]:
     """Move offsets of a block by sixths of its interval: a lane, all that follow it, or a leg that goes slower."""
     random, path, ranks = Random(seed), pipeline.path, pipeline.ranks
-    best = played(pipeline, lane_rows_of(pipeline, block), patience)
-    for _ in range(plays):
-        if at_floor(pipeline, best.value):
-            break
-        offsets, interval, each = list(block.offsets), block.interval, best.patience[:]
+
+    def repeated(block: BuildingBlock, patience: float | Sequence[float]) -> _InBlocks:
+        order = played(pipeline, lane_rows_of(pipeline, block), patience)
+        return _InBlocks(order.value, order, block)
+
+    def change(now: _InBlocks, late: Value) -> _InBlocks:
+        offsets, interval, each = list(now.block.offsets), now.block.interval, now.order.patience
         chance = random.random()
         if chance < 0.1:
             each = [random.choice(PATIENCE)] * ranks
@@ -123,27 +131,24 @@ def loosen(
                 leg = at - at % ranks
                 for slope, lane in enumerate(path[leg:]):
                     offsets[lane] += step * min(1.0, slope / max(1, ranks - 1))
-        moved = BuildingBlock(tuple(offsets), interval)
-        found = played(pipeline, lane_rows_of(pipeline, moved), each)
-        if found.value <= best.value:
-            best, block = found, moved
-    return best, block
+        return repeated(BuildingBlock(tuple(offsets), interval), each)
+
+    climb = Climb(repeated(block, patience))
+    climb.on(plays, change, lambda value: at_floor(pipeline, value))
+    return climb.now.order, climb.now.block
 
 
-def stretched(pipeline: LinearPipeline, order: Order, longer: LinearPipeline) -> list[LaneRow]:
-    """An order for more microbatches: the middle of this one is repeated at its own pace."""
+STATES = 3
+"""Steady states of an order that are tried, the fastest first."""
+
+
+def stretched(pipeline: LinearPipeline, order: Order, longer: LinearPipeline) -> Order:
+    """An order for more microbatches, by its best steady state; worth `NEVER` where it has none."""
     times: list[list[float]] = [[] for _ in range(2 * pipeline.stages)]
     play(pipeline, order.rows, order.patience, None, times)
-    middle, more = pipeline.microbatches // 2, longer.microbatches - pipeline.microbatches
-    pace = sum(times[lane][middle] - times[lane][middle - 1] for lane in pipeline.path) / len(pipeline.path)
-    rows: list[LaneRow] = []
-    for own in pipeline.lanes:
-        timed: list[tuple[float, int]] = []
-        for lane in (*own, *(pipeline.stages + stage for stage in own)):
-            ends, seconds = times[lane], pipeline.seconds[lane]
-            repeated = [ends[middle - 1] + pace * step for step in range(1, more + 1)]
-            later = [end + pace * more for end in ends[middle:]]
-            timed += [(end - seconds, lane) for end in (*ends[:middle], *repeated, *later)]
-        timed.sort()
-        rows.append([lane for _, lane in timed])
-    return rows
+    rows = [[lane for lane in row if lane < len(times)] for row in order.rows]
+    ends = [iter(each) for each in times]
+    starts = [[next(ends[lane]) - pipeline.seconds[lane] for lane in row] for row in rows]
+    more, states = longer.microbatches - pipeline.microbatches, steady_states(rows, starts)[:STATES]
+    found = [played(longer, stretch(rows, state, more), order.patience) for state in states]
+    return min(found, key=lambda one: one.value, default=Order(NEVER, rows, order.patience))

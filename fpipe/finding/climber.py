@@ -3,33 +3,37 @@
     rank 1 | 1F0 1F1 1I0 [1W0 1I1] 1F2         1I1 is on the path, and waits for 1W0 alone: swap them, or move one of a
                                                busy row of ops to its front or its end
 
-A change that takes no longer stays; one that takes a little longer may stay for a while (late acceptance: it has to
-beat what stood some steps ago), so that the search leaves a dead end. The same seed gives the same order.
+The same seed gives the same order.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
+from fpipe.orders.climb import Climb, Value, worth
 from fpipe.orders.play import Played
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.stretch import Rows
+from fpipe.orders.tasks import Tasks
 
 PATTERN = 0.1
-Value = tuple[float, float]
-"""What an order is to make small first, and then."""
+"""How often two lanes change places wherever they follow each other."""
 
 
-def worth(played: Played, objective: str) -> Value:
-    """The makespan and then the span, or the other way round."""
-    return (played.makespan, played.span) if objective == "makespan" else (played.span, played.makespan)
+class _Tried(NamedTuple):
+    """An order, its ops, and when they end."""
+
+    value: Value
+    rows: Rows
+    flats: list[list[int]]
+    played: Played
 
 
 class Climber:
-    """An order that is being improved.
+    """A climb on the orders of some tasks.
 
     Args:
         tasks: the ops.
@@ -44,53 +48,39 @@ class Climber:
         self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int, memory: int = 60
     ) -> None:
         self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)
-        self.rows = [row[:] for row in rows]
-        self.flats = [tasks.flat(row) for row in rows]
-        played = tasks.play(self.flats)
-        self.value = self.best = worth(played, objective)
-        self.best_rows = rows
+        flats = [tasks.flat(row) for row in rows]
+        played = tasks.play(flats)
+        self.climb = Climb(_Tried(worth(played, objective), rows, flats, played), memory)
         self.recomputes = any(len(steps[0]) > 1 for steps in tasks.lanes)
         self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.lanes]
         self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.lanes]
-        self.seen = deque([self.value] * memory)
-        self.steps = self.since = 0
-        self.blocks: list[tuple[int, int, int]] = []
-        self._look(played)
+        self._look(self.climb.now)
 
-    def climb(self, plays: int, floor: float, stop: Callable[[], bool] = lambda: False) -> None:
+    def on(self, steps: int, floor: float) -> None:
         """Try so many changes, or until nothing is left to gain."""
-        tasks, by_makespan = self.tasks, self.objective == "makespan"
-        for _ in range(plays):
-            if self.best[0] <= floor or stop():
-                break
-            self.steps += 1
-            change = self._change()
-            row = change and self._fitting(*change)
-            if change is None or row is None:
-                continue
-            rank = change[0]
-            flat, late, before = tasks.flat(row), max(self.value, self.seen[0]), self.flats[rank]
-            if flat == before:
-                continue
-            self.flats[rank] = flat
-            limit = late[0] * (1 + 1e-12) if by_makespan else math.inf
-            played = tasks.play(self.flats, limit, self.played.ends, self._done(rank, before, flat))
-            value = worth(played, self.objective)
-            if value <= late:
-                self.rows[rank], self.value = row, value
-                self._look(played)
-                if value < self.best:
-                    self.best, self.best_rows = value, [row[:] for row in self.rows]
-                    self.since = self.steps
-            else:
-                self.flats[rank] = before
-            self.seen.popleft()
-            self.seen.append(self.value)
+        self.climb.on(steps, self._changed, lambda value: value[0] <= floor)
+
+    def _changed(self, now: _Tried, late: Value) -> _Tried | None:
+        """The order with one change, played as far as it may be no worse than `late`."""
+        if now is not self.looked:
+            self._look(now)
+        change = self._change(now.rows)
+        row = change and self._fitting(*change)
+        if change is None or row is None:
+            return None
+        rank, flat = change[0], self.tasks.flat(row)
+        if flat == now.flats[rank]:
+            return None
+        flats, rows = now.flats[:], now.rows[:]
+        flats[rank], rows[rank] = flat, row
+        limit = late[0] * (1 + 1e-12) if self.objective == "makespan" else math.inf
+        played = self.tasks.play(flats, limit, now.played.ends, self._done(rank, now.flats[rank], flat))
+        return _Tried(worth(played, self.objective), rows, flats, played)
 
     def _done(self, rank: int, before: list[int], after: list[int]) -> list[int]:
         """How many ops of each rank end as before, where one row has changed."""
         same = next(at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        ends = self.played.ends
+        ends = self.looked.played.ends
         since = ends[before[same - 1]] if same else 0.0
         found = [bisect_left(begun, since) for begun in self.begun]
         found[rank] = min(found[rank], same)
@@ -115,15 +105,15 @@ class Climber:
             row = [*row[:full], *row[full + 1 : after + 1], row[full], *row[after + 1 :]]
         return None
 
-    def _change(self) -> tuple[int, list[int]] | None:
+    def _change(self, rows: Rows) -> tuple[int, list[int]] | None:
         """A rank and its row with one step elsewhere."""
         random = self.random
         kind = random.random()
         if kind < PATTERN:
-            return self._everywhere()
+            return self._everywhere(rows)
         if self.blocks and kind < 0.8:
             rank, first, last = random.choice(self.blocks)
-            row = self.rows[rank]
+            row = rows[rank]
             take = random.randint(first, last)
             chance = random.random()
             if chance < 0.4:
@@ -135,8 +125,8 @@ class Climber:
             else:
                 put = random.randint(first, last)
         else:
-            rank = random.randrange(len(self.rows))
-            row = self.rows[rank]
+            rank = random.randrange(len(rows))
+            row = rows[rank]
             take = random.randrange(len(row))
             put = take + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
         if not 0 <= put < len(row):
@@ -152,12 +142,12 @@ class Climber:
             return None
         return rank, [*row[:put], lane, *crossed, *row[take + 1 :]]
 
-    def _everywhere(self) -> tuple[int, list[int]] | None:
+    def _everywhere(self, rows: Rows) -> tuple[int, list[int]] | None:
         """Two lanes that follow each other change places wherever they do, in a part of a row: a steady state changes
         all at once."""
         random = self.random
-        rank = random.randrange(len(self.rows))
-        row = self.rows[rank][:]
+        rank = random.randrange(len(rows))
+        row = rows[rank][:]
         one = random.randrange(len(row) - 1) if len(row) > 1 else 0
         pair = row[one : one + 2]
         if len({*pair}) < 2:
@@ -170,11 +160,11 @@ class Climber:
             at += 1
         return rank, row
 
-    def _look(self, played: Played) -> None:
+    def _look(self, order: _Tried) -> None:
         """Find the rows of ops on the path, each of which waits for nothing but the one before on its rank."""
-        tasks, ends, flats = self.tasks, played.ends, self.flats
+        tasks, ends, flats = self.tasks, order.played.ends, order.flats
         seconds, needs = tasks.seconds, tasks.needs
-        self.played = played
+        self.looked = order
         self.begun = [[ends[op] - seconds[op] for op in flat] for flat in flats]
         lasts = [ends[flat[-1]] for flat in flats]
         if self.objective == "makespan":
@@ -182,7 +172,7 @@ class Climber:
         else:
             spans = [last - ends[flat[0]] + seconds[flat[0]] for last, flat in zip(lasts, flats, strict=True)]
             rank = spans.index(max(spans))
-        self.blocks = []
+        self.blocks: list[tuple[int, int, int]] = []
         flat, at = flats[rank], len(flats[rank]) - 1
         end_of_block = at
         while True:
@@ -195,7 +185,7 @@ class Climber:
             if end_of_block > at:
                 first, last = at, end_of_block
                 if self.recomputes:
-                    place = [turn for turn, lane in enumerate(self.rows[rank]) for _ in tasks.lanes[lane][0]]
+                    place = [turn for turn, lane in enumerate(order.rows[rank]) for _ in tasks.lanes[lane][0]]
                     first, last = place[at], place[end_of_block]
                 if last > first:
                     self.blocks.append((rank, first, last))

@@ -6,10 +6,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
-from fpipe.finding.climb import worth
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import chooses, schedule_of, searches
@@ -18,7 +17,9 @@ from fpipe.finding.ops import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Source
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.orders.climb import worth
+from fpipe.orders.stretch import Rows, later
+from fpipe.orders.tasks import Tasks
 from fpipe.program import Program, ProgramError
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
@@ -113,8 +114,7 @@ def _named(short: Hunt, long: Hunt) -> None:
 
     def then(name: str, word: str) -> float:
         """What a number of a schedule grows to, by as much with each microbatch as between the two."""
-        last = getattr(second[name], word)
-        return last + more * (last - getattr(first[name], word))
+        return later(getattr(first[name], word), getattr(second[name], word), more)
 
     both = first.keys() & second.keys()
     told = {name: then(name, wanted.objective) for name in both if not _anew(name, wanted.ranks)}
@@ -146,7 +146,7 @@ def _least(name: str, hunts: Sequence[Hunt], more: float) -> float:
     """
     wanted, count = hunts[0].wanted, hunts[0].bases[0].microbatches
     first, second = (_floor(name, hunt) for hunt in hunts)
-    then = second + more * (second - first)
+    then = later(first, second, more)
     if count % wanted.ranks or wanted.objective == "span" or not chooses(name):  # they are compared by their makespan
         return then
     return then + min(hunts[0].named[name].makespan - first, hunts[1].named[name].makespan - second)
@@ -181,18 +181,16 @@ class _Long(NamedTuple):
 def _of(entry: Entry, wanted: Wanted, more: int) -> list[_Long]:
     """The fastest steady states of an order."""
     near = [min(more, more % wanted.ranks + times * wanted.ranks) for times in NEAR]
-    tried = [(lengthened(entry.tasks, count), count) for count in near]
+    tried = [(lengthened(entry.tasks, size), size) for size in near]
     values: list[list[float]] = [[], []]
-    for each, (tasks, count) in zip(values, tried, strict=True):
+    for each, (tasks, size) in zip(values, tried, strict=True):
         if tasks is None:
             return []
-        for rows in islice(longer(entry.tasks, entry.rows, count), STATES):
+        for rows in islice(longer(entry.tasks, entry.rows, size), STATES):
             each.append(worth(tasks.play([tasks.flat(row) for row in rows]), wanted.objective)[0])
-    steps = near[1] - near[0]
-    return [
-        _Long(last + (last - first) * (more - near[1]) / steps if steps else last, entry, number)
-        for number, (first, last) in enumerate(zip(*values, strict=True))
-    ]
+    steps = (more - near[1]) / (near[1] - near[0]) if near[1] > near[0] else 0.0
+    pairs = enumerate(zip(*values, strict=True))
+    return [_Long(later(first, second, steps), entry, number) for number, (first, second) in pairs]
 
 
 def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
@@ -204,11 +202,8 @@ def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
         return None
     cells: list[list[Key]] = []
     for row in rows:
-        turn = [0] * len(lasts)
-        cells.append([])
-        for lane in row:
-            cells[-1].append((lasts[lane].kind, lasts[lane].stage, turn[lane], None))
-            turn[lane] += 1
+        turns = [count() for _ in lasts]
+        cells.append([(lasts[lane].kind, lasts[lane].stage, next(turns[lane]), None) for lane in row])
     try:
         program = by_table(base, cells, move=True)
     except ProgramError:
