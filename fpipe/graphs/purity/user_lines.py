@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 TORCH = Path(torch.__file__).parent
-_OURS, _PYTHONS = Path(__file__).parents[1], Path(inspect.__file__).parent
+_OURS, _PYTHONS = Path(__file__).parents[2], Path(inspect.__file__).parent
 
 
 @cache
