@@ -115,6 +115,7 @@ _ROOMS = (
     "interop",
     "measuring",
     "models",
+    "orders",
     "pictures",
     "planning",
     "runtimes",
