@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fpipe
 from fpipe.cli.costs import parse
-from fpipe.cli.what import named
+from fpipe.cli.programs import named
 from fpipe.schedules import Schedule
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -144,7 +144,7 @@ _NEEDED = {"B": "res", "I": "res", "W": "wres"}
 
 
 def _odd(op: Op, whole: Op) -> str | None:
-    """What is wrong with an op by itself."""
+    """Name the mistake in an op by itself, if there is one."""
     own = (op.stage, op.microbatch, op.slice)
     if op.rank != whole.rank:
         return f"is on rank {op.rank} inside a PAIR on rank {whole.rank}"
@@ -219,7 +219,7 @@ def _fill(words: str, value: Value) -> str:
 
 
 def _repair(value: Value, otherwise: str) -> str:
-    """What to add so that a value is written."""
+    """Say which op to add so that a value is written."""
     if value.at:
         missing = "SEND" if value.at.rpartition("@")[2].find(">") >= 0 else "RECV"
         return f"Add the {missing} that makes {value}, or use fpipe.communicate()."

@@ -163,7 +163,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What the language needs to know of a kind: who places it, whether it takes time on the clock, which lane it uses.
+    """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
     are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or "copy" beside it.
@@ -211,7 +211,7 @@ def register_kind(name: str, kind: Kind) -> None:
 
 
 def kind_of(name: str) -> Kind:
-    """What is known of a kind, or a sentence that says how to add it."""
+    """Look a kind up by name, or say how to add it."""
     if name not in KINDS:
         raise ProgramError(
             f"{name!r} is not a kind of op; known: {', '.join(KINDS)}. Add your own by fpipe.register_kind."
@@ -226,7 +226,7 @@ ALL_BUT = "all but"  # {saved=..} opens with it where it names the ops that are 
 
 
 class HtmlRepr:
-    """What programs and timelines have in common: a notebook asks for HTML, and the painter gives it.
+    """Mixin of programs and timelines: a notebook asks for HTML, and the painter gives it.
 
     `fpipe.pictures` puts the painter here when fpipe is imported.
 
@@ -242,7 +242,7 @@ class HtmlRepr:
 
 
 ENTRY_RULES: list[Callable[[Program], None]] = []
-"""What a program must pass where it enters the library; check.py, one floor up, puts its rules here."""
+"""The checks of a program where it enters the library; check.py, one floor up, puts its rules here."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -484,7 +484,7 @@ def memory_of(value: Value, rank: int) -> int | None:
 
 
 def the_program(found: object) -> Program:
-    """What a transform or a reading was given, if it is a program."""
+    """The argument of a transform or a reading, if it is a program."""
     if isinstance(found, Program):
         return found
     raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(found).__name__}.")

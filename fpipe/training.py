@@ -183,7 +183,7 @@ class _Writer:
 
 
 def _value(source: Source) -> Value:
-    """What a stage reads of a source."""
+    """The value that a stage reads of a source."""
     if isinstance(source, tuple):
         return Value("y", source[0], 0, port=source[1])
     return Value("inputs") if source == "batch" else Value("y", source, 0)

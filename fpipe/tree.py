@@ -35,7 +35,7 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 
 
 def odd_keys(spec: Spec) -> str | None:
-    """What tells apart containers that are equal: 1 and True are, as keys of dicts."""
+    """A mark that tells apart containers that are equal: 1 and True are, as keys of dicts."""
     kinds = {*map(type, chain.from_iterable(spec.paths()))}
     return None if kinds <= {str, int} else repr(spec)
 
@@ -46,7 +46,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """The same containers with `fn` of each leaf, or of the leaves that stand in one place of several trees."""
+    """Apply `fn` to each leaf, or to the leaves that stand in one place of several trees."""
     return optree.tree_map(fn, tree, *rest, **_TORCH)
 
 
@@ -110,7 +110,7 @@ def misfit(prefix: Any, tree: Any) -> tuple[str, str, str] | None:
 
 
 def _described(tree: Any) -> str:
-    """What a container is, in a sentence."""
+    """Describe a container in a sentence."""
     kind = type(tree).__name__
     if isinstance(tree, dict):
         return f"a {kind} with {', '.join(map(repr, tree)) or 'nothing'}"

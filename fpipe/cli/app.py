@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, check_grads, find, plan, prove, see, stray, write
+from fpipe.cli import bench, check_grads, find, plan, prove, robustness, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -66,7 +66,7 @@ def start(imports: Imports = None, asked: Version = False) -> None:
 
 
 def _refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """What the library refuses, in its own words on standard error, with exit code 1."""
+    """Print the library's refusals on standard error, with exit code 1."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
@@ -82,7 +82,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, stray.robustness, find.search, prove.check, prove.verify),
+    *(see.schedules, see.show, see.compare, robustness.robustness, find.search, prove.check, prove.verify),
     *(check_grads.check_grads, bench.bench, write.export),
 )
 for command in COMMANDS:

@@ -14,7 +14,7 @@ import typer
 
 from fpipe.cli.options import Microbatches, ModelSaid, known, made_by, usage
 from fpipe.cli.output import table
-from fpipe.cli.what import is_file
+from fpipe.cli.programs import is_file
 from fpipe.pictures.plot import plot
 
 if TYPE_CHECKING:

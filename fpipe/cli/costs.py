@@ -46,7 +46,7 @@ class TypedCosts:
         return bool(self.text or self.cluster)
 
     def on(self, cluster: Cluster | None) -> TypedCosts:
-        """The same on a cluster."""
+        """These costs on a cluster."""
         return replace(self, cluster=cluster)
 
     def of(self, program: Program) -> Costs:
@@ -59,7 +59,7 @@ class TypedCosts:
 
     @property
     def given(self) -> Costs | Callable[[float], Costs]:
-        """The same as functions of the library take them: costs of a whole rank, or a function of its parts."""
+        """Costs as functions of the library take them: of a whole rank, or a function of its parts."""
         return self._whole if self.shares else self.at
 
     @property

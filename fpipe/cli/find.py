@@ -134,7 +134,7 @@ def search(
 
 
 def _rows(found: Found) -> None:
-    """What was found beside the schedules by name."""
+    """Print the schedule found beside the schedules by name."""
     rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), "")]
     rows += [(row.name, row.makespan, row.span, row.peak, "" if row.fits else "too much") for row in found.named]
     table(

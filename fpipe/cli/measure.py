@@ -34,7 +34,7 @@ LAYERS, REPEATS = 8, 5
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A program: its simulated timeline, the most bytes that a rank was told to hold, and those of the rounds."""
 
     name: str
@@ -67,7 +67,7 @@ def measure(
     runtime: Literal["threads", "distributed"],
     rounds: int,
     progress: Callable[[int, int], None],
-) -> list[Row]:
+) -> list[Measurement]:
     """Each schedule's simulated timeline, with costs that 1F1B was profiled with, and those of its rounds, after one
     that is not counted; a round runs every schedule once.
 
@@ -103,11 +103,11 @@ def measure(
                 runs[name].append(timeline)
             done += 1
             progress(done, every)
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     for name, program in programs.items():
         model, params, batch, state = models[name]
         told = max(sizes(program, model, params, batch, state=state, runtime=runtime).peak)
-        rows.append(Row(name, simulate(program, costs[program.stages]), told, runs[name]))
+        rows.append(Measurement(name, simulate(program, costs[program.stages]), told, runs[name]))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What may be typed behind a command, each option said once, and what a slip in it is answered with."""
+"""Options and arguments of the commands, each defined once, and the answer to a slip in one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from fpipe.cli.costs import TypedCosts, parse
-from fpipe.cli.what import is_file, named, read
+from fpipe.cli.programs import is_file, named, read
 from fpipe.program import Program
 from fpipe.schedules.named import option
 from fpipe.schedules.named import parse as parse_name
@@ -164,7 +164,7 @@ ModelSaid = Annotated[
 
 
 def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
-    """What such a function returns; None for state where it says none."""
+    """The results of such a function; None for state where it returns none."""
     made = function()
     if not isinstance(made, tuple) or len(made) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(

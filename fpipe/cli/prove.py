@@ -9,8 +9,8 @@ import typer
 from fpipe.cli.costs import parse
 from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.cli.output import print_error
+from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
-from fpipe.cli.what import read
 from fpipe.program import ProgramError
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]

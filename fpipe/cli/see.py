@@ -23,8 +23,8 @@ from fpipe.cli.options import (
     usage,
 )
 from fpipe.cli.output import columns_of_terminal, number, table
+from fpipe.cli.programs import is_file, read
 from fpipe.cli.style import parse as parse_style
-from fpipe.cli.what import is_file, read
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
 from fpipe.program import Program

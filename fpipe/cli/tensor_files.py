@@ -48,7 +48,7 @@ def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
-    """What torch.save wrote: a dict of tensors; None among them is no gradient."""
+    """Read a file of torch.save: a dict of tensors; None among them is no gradient."""
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

@@ -97,7 +97,7 @@ def refuse_order(program: Program, model: Model) -> None:
 
 
 def refuse(program: Program, model: Model) -> None:
-    """What torch's runtime could not carry out, or would carry out otherwise.
+    """Refuse programs that torch's runtime could not carry out, or would carry out otherwise.
 
     Raises:
         ProgramError: an op, an order or a result that it has not.
@@ -152,7 +152,7 @@ def _actions(table: str) -> list[list[Any]]:
 
 
 def grads(found: Sequence[PipelineStage]) -> tuple[Any, ...]:
-    """What the stages of this process have added up, None for those of others."""
+    """The summed gradients of this process's stages, None for those of others."""
     modules = {stage.stage_index: stage.submod for stage in found}
     made: list[Any] = [None] * found[0].num_stages
     for number, module in modules.items():

@@ -51,7 +51,7 @@ class StageModule(nn.Module):
         return tree.unflatten(self._containers, self._leaves)
 
     def grads(self) -> Any:
-        """What autograd has added up for them, in the containers of the params; None for a leaf without."""
+        """The gradients that autograd accumulated, in the containers of the params; None for a leaf without."""
         return tree.unflatten(self._containers, [getattr(leaf, "grad", None) for leaf in self._leaves])
 
     def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
@@ -81,7 +81,7 @@ class _PipelineStage(PipelineStage):
     submod: StageModule
 
     def _to_tensor(self, arg: Any) -> Tensor:
-        """What torch learns the shapes with: zeros, where it has memory that nobody wrote."""
+        """Zeros to infer shapes with, where torch takes memory that nobody wrote."""
         made = super()._to_tensor(arg)
         with torch.no_grad():
             return made if isinstance(arg, Tensor) else made.zero_()

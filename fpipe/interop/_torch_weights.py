@@ -1,4 +1,4 @@
-"""What torch's runtime does about sharded weights and gradients between the ops of a rank."""
+"""Actions of torch's runtime for sharded weights and gradients, between the ops of a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ACTIVE = 3  # stages whose weights are gathered at once: torch's own number
 
 
 def weight_actions(row: list[Op], waits: bool) -> list[list[Action]]:
-    """What FSDP does before each op of a row, and after the last: weights of the stages that come next are gathered,
+    """FSDP's actions before each op of a row, and after the last: weights of the stages that come next are gathered,
     others dropped to make room, gradients reduced (and where said waited for) once the last of a stage is there."""
     reduce = ("REDUCE_GRAD", "WAIT_REDUCE_GRAD") if waits else ("REDUCE_GRAD",)
     stages = [[part.stage or 0 for part in op.parts or (op,)] for op in row]

@@ -50,7 +50,7 @@ def ticks(program: Program) -> list[list[str]]:
 
 
 def with_transfers(program: Program, waits: bool) -> list[list[str]]:
-    """What each rank does, transfers and care of the weights included, and waits if wanted.
+    """The actions of each rank, with transfers, care of the weights, and waits if wanted.
 
     Where the program has its transfers, they stand as it has them. Else it is torch's own lowering: ranks take turns, a
     value is sent as soon as it is there, and its receive is posted at that moment, behind whatever its rank has begun.

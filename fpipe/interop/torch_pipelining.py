@@ -50,7 +50,7 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
         sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) and of waits is not in it: `to_csv` writes that anew.
 
     Raises:
-        ProgramError: a stray cell, by line and column; an op or a transfer that is missing or stands twice; orders that
+        ProgramError: an unrecognised cell, by line and column; an op or a transfer that is missing or stands twice; orders that
             wait for each other for ever.
         FileNotFoundError: there is no such file.
 

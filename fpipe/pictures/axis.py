@@ -50,7 +50,7 @@ def ticks(start: float, end: float, most: int) -> list[float]:
 
 
 def amount(held: float, in_bytes: bool) -> str:
-    """What is held, in microbatches or bytes.
+    """Write an amount held, in microbatches or bytes.
 
     >>> amount(2.5, False), amount(3 << 20, True)
     ('2.5', '3 MiB')

@@ -1,4 +1,4 @@
-"""What stands in the box of an op: for each kind the longest name that most of its boxes have room for.
+"""Label the boxes of ops: for each kind the longest name that most of its boxes have room for.
 
 It is decided once for a kind in a picture, so that 0..9 do not have names where 10..63 have none. A kind without room
 for any has one label for a run of microbatches, F0-15, over their boxes.
@@ -25,7 +25,7 @@ def needs(name: str, size: float) -> float:
 
 
 def names_of(op: Op, lane: str, style: Style) -> list[str]:
-    """What may stand in an op's box, the longest first: 2F0.1, or which microbatch; of a copy at least O or L."""
+    """Candidate labels of an op's box, the longest first: 2F0.1, or which microbatch; of a copy at least O or L."""
     short = op.cell.removeprefix(f"{op.stage}{op.kind}")
     if style.labels == "none":
         return []

@@ -101,7 +101,7 @@ def typical_length(panels: Sequence[Panel]) -> float:
 
 
 def pixels_a_second(panels: Sequence[Panel], style: Style = PLAIN) -> float:
-    """What gives half of all ops room for their whole names, and half of each kind for the short ones."""
+    """A scale that gives half of all ops room for their whole names, and half of each kind for the short ones."""
     bars = [bar for panel in panels for bars in panel.bars.values() for bar in bars if bar.op.kind in "FBIW"]
     wanted = [(bars, 0)] + [([bar for bar in bars if bar.op.kind == kind], -1) for kind in "FBIW"]
     found = [0.0]
@@ -240,7 +240,7 @@ class _Painter:
         self.drawing.timed.append(Text(x + width / 2, y + height / 2 + size * 0.36, name, paint, size, "middle"))
 
     def page_label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
-        """What a page shows when there is room."""
+        """Write a label that a page shows when there is room."""
         if names:
             size = min(11.0, height * 0.72)
             place = x + width / 2, y + height / 2 + size * 0.36
@@ -300,7 +300,7 @@ class _Painter:
         return f"{transfer.value}, rank {transfer.source} to {transfer.target}: {times}"
 
     def held(self, y: float, top: float) -> float:
-        """What each rank holds, as steps."""
+        """Draw the amounts that each rank holds, as steps."""
         panel, drawing = self.panel, self.drawing
         height = 22.0 if panel.ranks <= 8 else 13.0
         what = "bytes held" if panel.in_bytes else "microbatches held"

@@ -1,4 +1,4 @@
-"""What the colours and signs of a picture are: below it, swatches and a word for each."""
+"""The legend: below a picture, swatches of its colours and signs and a word for each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _swatch(x: float, y: float, paint: str) -> Shape:
 
 
 def outline(x: float, y: float, width: float, height: float, title: str = "") -> Line:
-    """What marks the critical path: a frame within the edges of a box."""
+    """The mark of the critical path: a frame within the edges of a box."""
     left, top, right, bottom = x + 1, y + 1, x + max(width, 2) - 1, y + height - 1
     corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top), (right, top))
     return Line(corners, "ink", max(0.5, min(2.0, width / 5)), title=title)

@@ -1,4 +1,4 @@
-"""What a picture shows of one timeline: bars, the waits between them, transfers, and what each rank holds."""
+"""A panel, the content of one timeline's picture: bars, the waits between them, transfers, amounts held."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Panel:
     rank_names: Sequence[str] | None = None
 
     def rank_name(self, rank: int) -> str:
-        """What a rank is called."""
+        """The name of a rank."""
         return f"rank {rank}" if self.rank_names is None else self.rank_names[rank]
 
     def shows(self, start: float, end: float) -> bool:
@@ -120,7 +120,7 @@ class Panel:
 
     @cached_property
     def shading(self) -> tuple[str, dict[int, float], Callable[[Op], int | None]]:
-        """What makes ops lighter: a word for it, the shades, and which of them an op has: by the way its microbatch
+        """The shading of ops: a word for it, the shades, and which of them an op has: by the way its microbatch
         takes, or, where all take one, by its rank's chunk."""
         forwards = [op for op in parts_of([event.op for event in self.timeline.events]) if op.kind == "F"]
         ranks: dict[int | None, set[int]] = defaultdict(set)
@@ -181,7 +181,7 @@ class Panel:
         return [step for step in path if step.end > step.start and self.shows(step.start, step.end)]
 
     def held(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds in the window, as (seconds, amount) from each change on."""
+        """The amounts that a rank holds in the window, as (seconds, amount) from each change on."""
         whole = self.timeline.held(rank)
         before = [(self.start, amount) for when, amount in whole if when < self.start][-1:]
         return before + [(when, amount) for when, amount in whole if self.start <= when <= self.end]
@@ -205,7 +205,7 @@ def panels_of(
     window: tuple[float, float] | None = None,
     ranks: Sequence[str] | None = None,
 ) -> list[Panel]:
-    """What `plot` was given, as panels: programs are simulated, timelines stay as they are."""
+    """Make panels of the arguments of `plot`: programs are simulated, timelines stay as they are."""
     if names is not None and (isinstance(names, str) or len(names) != len(drawn)):
         said = "a string" if isinstance(names, str) else f"{len(names)}"
         raise ValueError(f"names= is a list with one name for each of the {len(drawn)} schedules; found {said}.")
@@ -230,7 +230,7 @@ def panels_of(
 
 
 def awaited(wait: Wait) -> str:
-    """What a rank waits for, if it is something on another rank: the last op that its next one needs."""
+    """Name the op of another rank that a rank waits for: the last that its next one needs."""
     if wait.on is None or wait.source in (wait.rank, None):
         return ""
     return f"for {wait.on.cell} on rank {wait.source}"

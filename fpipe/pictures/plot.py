@@ -144,7 +144,7 @@ def _write(file: Path, panels: Sequence[Panel], width: float | None, style: Styl
 
 
 def _paint(what: Program | Timeline | Picture) -> str:
-    """What a notebook shows; text instead where a picture would choke it."""
+    """The HTML for a notebook; text instead where a picture would choke it."""
     panels, style = (what.panels, what.style) if isinstance(what, Picture) else (panels_of([what]), PLAIN)
     if sum(len(panel.timeline.events) for panel in panels) > _MOST:
         facts = "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)

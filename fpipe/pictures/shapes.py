@@ -1,4 +1,4 @@
-"""What a picture is made of: boxes, strokes, outlines and words, in units of a pixel, for each format to write down."""
+"""Boxes, strokes, outlines and words of a picture, in units of a pixel, for each format to write down."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fpipe.pictures.axis import Clock
 
 EDGE = 12.0
-"""What is left free around a picture."""
+"""The margin around a picture."""
 
 
 class Rect(NamedTuple):

@@ -107,7 +107,7 @@ class Style:
 
 
 SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")
-"""What is drawn or not."""
+"""Parts of a picture that may be drawn or not."""
 
 
 def _is_number(given: Any) -> bool:
@@ -130,4 +130,4 @@ def _the_colour(given: Any, of: str) -> str:
 
 
 PLAIN = Style()
-"""What is drawn where nothing is said."""
+"""The default style."""

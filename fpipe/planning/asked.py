@@ -1,4 +1,4 @@
-"""What is asked of a plan, checked: sizes, words, memory, costs."""
+"""The checked arguments of a plan: sizes, words, memory, costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = ("never", "except_last", "always")
 
 @dataclass(frozen=True)
 class Asked:
-    """What is tried, and within which limits: the memory of each rank."""
+    """The candidates to try, and the limits: the memory of each rank."""
 
     ranks: int
     microbatches: tuple[int, ...]
@@ -50,7 +50,7 @@ def asked_for(
     noise: object,
     at: Any,
 ) -> Asked:
-    """The same, if it makes sense."""
+    """Check the arguments of a plan, and hold them as a value."""
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
     counts = _listed("microbatches", microbatches, "numbers of microbatches, such as [8, 16]")

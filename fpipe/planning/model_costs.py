@@ -57,7 +57,7 @@ class Measured:
         return found
 
     def with_bytes(self, costs: Costs, program: Program) -> Costs:
-        """The same with the bytes of a program's own values, and of parameters that travel."""
+        """These costs with the bytes of a program's own values, and of parameters that travel."""
         own = sizes(program, self.model, self.params, self.batch, state=self.state)
         return replace(costs, bytes=_WithParams(own))
 

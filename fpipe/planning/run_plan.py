@@ -51,13 +51,13 @@ class PlanRow:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The words that tell it from the others."""
         kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
         return f"{self.schedule}, m={self.microbatches}{kept}"
 
     @property
     def most(self) -> float:
-        """What the fullest rank holds."""
+        """The peak memory of the fullest rank."""
         return max(self.memory)
 
     def seconds(self, at: At) -> float | None:
@@ -148,7 +148,7 @@ class RunPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of the ways on the front before one is taken."""
+        """Caveats of the ways on the front, to be known before one is taken."""
         found: list[str] = []
         for row in self.front:
             costs = row.timeline.costs

@@ -1,4 +1,4 @@
-"""What is planned: a model that was measured, or costs that were said, as programs and what these take."""
+"""The work to plan: a measured model, or given costs, as programs with their time and memory."""
 
 from __future__ import annotations
 

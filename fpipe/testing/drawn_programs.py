@@ -20,7 +20,7 @@ from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
 
 Takes = tuple[Source | tuple[Source, ...], ...]
-"""What each stage takes: "batch", a stage, or several of these."""
+"""Inputs of each stage: "batch", a stage, or several of these."""
 Order = tuple[tuple[str, ...], ...]
 """The cells of each rank, as `schedules.from_table` reads them."""
 

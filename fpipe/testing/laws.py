@@ -57,7 +57,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check_schedule` has tried: the sizes, and how many models.
+    """The trials of `check_schedule`: the sizes, and how many models.
 
     >>> print(Checked((Size(1, 1, 1), Size(1, 2, 1)), 50))
     2 sizes complete, legal and within bounds, 50 models with the gradients of plain autograd, bit by bit
@@ -189,7 +189,7 @@ class _Schedules:
         self.kept(size, law, lambda: verify(program, net.model, params, batch), program)
 
     def kept(self, size: Size, law: str, reading: Callable[[], T], program: Program | None = None) -> T:
-        """What a reading gives, or the law it breaks."""
+        """Take a reading, or name the law that it breaks."""
         try:
             return reading()
         except Exception as error:

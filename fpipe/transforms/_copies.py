@@ -41,7 +41,7 @@ def _microbatch_by_microbatch(columns: Iterable[Iterable[_T]]) -> Iterator[_T]:
 
 
 class _Columns:
-    """What names and ops of the base program are in each microbatch, by iterators of C: no Python runs for each op."""
+    """Names and ops of the base program in each microbatch, by iterators of C: no Python runs for each op."""
 
     def __init__(self, base: Sequence[Op], many: int, how: _How) -> None:
         self.many, self.size = many, len(base)

@@ -1,4 +1,4 @@
-"""What the transforms share: rebuild a program from a rewritten list of ops, and say where unscheduled ops belong."""
+"""Rebuild a program from a rewritten list of ops, and place the ops that no schedule names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_move(kind: str) -> bool:
 
 
 def moved(op: Op, rank: int) -> Op:
-    """The same op on another rank."""
+    """Move an op to another rank."""
     kind, stage, microbatch, piece, at, reads, writes, parts, how = op
     if at == rank:
         return op

@@ -1,4 +1,4 @@
-"""What waits on a rank for its backward, from which step to which, and as few of it as must leave under a cap.
+"""Residuals that wait on a rank for their backward, from step to step, and the fewest that must leave under a cap.
 
 steps of a rank     0F0 0F1 0F2 0B0 0B1 0B2
 res[0,2]                    |---------------|        left behind 0F2, back for 0B2, and away in between

@@ -1,4 +1,4 @@
-"""Read a table: which op each rank does after which, as lists, a grid, CSV or a file; a stray sign is an error."""
+"""Read a table: which op each rank does after which, as lists, a grid, CSV or a file; an unrecognised sign is an error."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def read_table(table: Table) -> list[list[Cell]]:
 
 
 def text_of(file: Path) -> str:
-    """What a file says; a byte order mark is none of it.
+    """Read the text of a file; a byte order mark is none of it.
 
     Raises:
         FileNotFoundError: there is no such file; the closest name in its folder is offered.
@@ -138,7 +138,7 @@ def _idle(cell: object) -> bool:
 
 
 def _from_text(text: str) -> list[list[Cell]]:
-    """A grid or CSV text; errors say the line and column of the stray cell."""
+    """A grid or CSV text; errors say the line and column of the unrecognised cell."""
     rows: list[list[Cell]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():

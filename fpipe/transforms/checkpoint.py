@@ -187,7 +187,7 @@ def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str,
 
 
 def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
-    """What is computed again needs no place to wait: its OFFLOAD and LOAD go, and who read the copy reads it itself."""
+    """Drop OFFLOAD and LOAD of values that are computed again: readers of the copy read the value itself."""
     itself: dict[Value, Value] = {}
 
     def read(op: Op) -> Op:

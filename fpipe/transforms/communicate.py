@@ -18,7 +18,7 @@ from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
-"""What flows from stage to stage, and may be rounded on its way."""
+"""Values that flow from stage to stage, and may be rounded on their way."""
 _NARROW = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -115,7 +115,7 @@ def _casts(cast: object) -> dict[str, str]:
 
 
 def _results(program: Program) -> Iterator[tuple[Value, int]]:
-    """What goes out of the program, and the rank where it is handed out or joined. No stage computes with it there, and
+    """Results of the program, and the rank where each is handed out or joined. No stage computes with it there, and
     how far it travels depends on the microbatch: rounded, some rows of an output would be, and others not."""
     for op in program.ops:
         if op.kind == "MERGE" or (op.kind == "ADD" and op.writes[0].name != "dy"):  # dy is what a backward takes

@@ -256,7 +256,7 @@ class _Finder:
         return f"this program has no {show(key)}."
 
     def missing(self, key: Key) -> str:
-        """What a table lacks without an op."""
+        """Describe the gap that a missing op leaves in a table."""
         kind, stage, microbatch, piece = key
         left = {(*column[:2], index, column[2]) for column, found in self.left.items() for index in found}
         named = self.known - left

@@ -75,7 +75,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
 
 
 def _refuse(program: Program) -> None:
-    """What cannot be sliced any more, or not yet."""
+    """Refuse programs that cannot be sliced any more, or not yet."""
     refuse_freed(program)
     kinds = {op.kind for op in program.ops}
     if program.slices > 1:

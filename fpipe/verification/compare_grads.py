@@ -216,7 +216,7 @@ def _uses(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Judged:
-    """What is found of the gradients beside one trial."""
+    """The verdicts on the gradients beside one trial."""
 
     trial: _Trial
     gradients: list[Gradient]
@@ -241,7 +241,7 @@ class _Judged:
 
     @property
     def report(self) -> Report:
-        """The same for a reader."""
+        """The report for a reader."""
         leaves = [
             Leaf(one.name, one.bitwise, 0.0 if one.bitwise else largest(one.found, one.expected), verdict.words)
             for one, verdict in zip(self.gradients, self.verdicts, strict=True)

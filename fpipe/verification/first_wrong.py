@@ -26,7 +26,7 @@ from fpipe.verification.report import Close, WrongValue, largest
 
 
 class Expected(dict[Value, list[Any]]):
-    """What plain autograd has for the values of a program, as lists of leaves, noted while the reference runs."""
+    """Plain autograd's values of a program, as lists of leaves, noted while the reference runs."""
 
     def see(self, value: Value, made: Any) -> None:
         """Note a value, under the name that it has in programs."""
@@ -91,7 +91,7 @@ class _Watch:
         return error, f"is off by up to {error:.3g}"
 
     def right(self, value: Value) -> list[Any] | None:
-        """What a value should be, if that is known: an ADD's from what it reads."""
+        """The right leaves of a value, if they are known: an ADD's from what it reads."""
         value = value._replace(at="")
         at = self.program.writer.get(value)
         if value not in self.expected and at is not None and self.program.ops[at].kind == "ADD":

@@ -13,7 +13,7 @@ from fpipe.model import Reduction
 
 @dataclass(frozen=True)
 class Mistake:
-    """What one may do wrong: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled; `even`: all
+    """A mistake: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled; `even`: all
     microbatches count the same, although they differ in rows, or in what a loss counts.
 
     >>> print(Mistake(microbatches=4, scale=4.0))

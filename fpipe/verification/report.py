@@ -31,7 +31,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` or `compare_grads` found, leaf by leaf.
+    """Findings of `verify` or `compare_grads`, leaf by leaf.
 
     Attributes:
         leaves: every compared tensor, a `Leaf` with its name.

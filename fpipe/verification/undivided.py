@@ -25,7 +25,7 @@ _COUNT = 'where some rows do not count, return (total, count) and say reduction=
 
 @dataclass(frozen=True)
 class Undivided:
-    """What is said of the undivided batch, and whether it is worth a look: it differs and no reason is known."""
+    """The sentence on the undivided batch, and whether it is worth a look: it differs and no reason is known."""
 
     sentence: str
     differs: bool = False
@@ -110,7 +110,7 @@ def _taken(params: Any, y: Any) -> Any:
 
 
 def _cause(model: Model, sizes: Sequence[int], divided: Result, whole: Tensor) -> str:
-    """What the loss itself says of the difference: that it is not finite, or that the other reduction would agree."""
+    """A cause that the loss itself tells: it is not finite, or the other reduction would agree."""
     each: Sequence[Tensor] = divided.losses
     unit = "microbatch" if len(each) == len(sizes) else "slice"
     odd = [index for index, loss in enumerate(each) if not bool(torch.isfinite(loss))]

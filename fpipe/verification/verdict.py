@@ -43,7 +43,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is found of one gradient, in a word and in words."""
+    """The verdict on one gradient, in a word and in words."""
 
     kind: Literal["bitwise", "rounding", "mistake", "unknown"]
     words: str
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Reduction = "mean") -> list[Verdict]:
-    """What is found of each gradient.
+    """Judge each gradient.
 
     Args:
         gradients: with their parts, if microbatches and uses are to be told apart.
@@ -116,7 +116,7 @@ def _patterns(gradients: Sequence[Gradient], microbatches: int, reduction: Reduc
 
 
 def _applied(pattern: Mistake, gradient: Gradient, weights: Sequence[float]) -> Tensor | None:
-    """What a gradient is by a mistake, but for the scale; None where it stays as it is."""
+    """The gradient that a mistake would give, but for the scale; None where it stays as it is."""
     mean = sum(weights) / len(weights)
     more: list[Tensor] = []
     for (index, stage), part in gradient.parts.items():

@@ -25,7 +25,7 @@ from fpipe.cli.output import number, table
 from fpipe.cli.see import Png, Svg
 from fpipe.pictures.plot import plot
 from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import robustness as strayed
+from fpipe.timing.robustness import robustness as robustness_of
 
 Whats = Annotated[
     list[str],
@@ -67,7 +67,7 @@ def robustness(
     only_of_names(typed, what)
     costs = costs.on(cluster)
     programs = {one: program_of(one, ranks, microbatches, None, None, costs) for one in what}
-    found = strayed(programs, costs.of, noise=Noise(jitter, slow_rank, slow_link), samples=samples, seed=seed)
+    found = robustness_of(programs, costs.of, noise=Noise(jitter, slow_rank, slow_link), samples=samples, seed=seed)
     table(
         ("schedule", "said", "median", "p95", "fragile"),
         [(row.name, *map(number, (row.said, row.median, row.p95)), f"{row.fragile:.1%}") for row in found],
