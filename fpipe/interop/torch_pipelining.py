@@ -50,8 +50,8 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
         sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) and of waits is not in it: `to_csv` writes that anew.
 
     Raises:
-        ProgramError: an unrecognised cell, by line and column; an op or a transfer that is missing or stands twice; orders that
-            wait for each other for ever.
+        ProgramError: an unrecognised cell, by line and column; an op or a transfer that is missing or stands twice;
+            orders that wait for each other for ever.
         FileNotFoundError: there is no such file.
 
     Source: torch.distributed.pipelining, `_Action.from_str`.

@@ -1,4 +1,4 @@
-"""Read a table: which op each rank does after which, as lists, a grid, CSV or a file; an unrecognised sign is an error."""
+"""Read a table: which op each rank does after which, as lists, a grid, CSV or a file; other signs are errors."""
 
 from __future__ import annotations
 
