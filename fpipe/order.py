@@ -199,7 +199,7 @@ class _Clock:
         return full
 
     def _release(self, position: int) -> None:
-        """What a loose op reads, on which an op of a row waits, stands before no other op of that row: a state update
+        """Note that what a loose op reads, on which a row waits, stands before no other op of that row: a state update
         needs its stage's input, say, before the forward of the next microbatch, whose own forward may come later."""
         self.early.add(position)
         for source in self.sources[position]:
@@ -207,7 +207,7 @@ class _Clock:
                 self._release(source)
 
     def _needs(self) -> list[Sources]:
-        """What each op waits for: its sources, with those anchored to itself replaced by theirs."""
+        """Sources of each op, with those anchored to itself replaced by theirs."""
         needs = self.sources
         if self.anchored:
             needs = list(needs)

@@ -1,4 +1,4 @@
-"""What a search found: the schedule, how long it takes, how good any can be, and what it beat."""
+"""Result of a search: the schedule, how long it takes, how good any can be, and what it beat."""
 
 from __future__ import annotations
 

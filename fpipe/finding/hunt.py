@@ -37,7 +37,7 @@ BEYOND = 1.5, 2, 3, math.inf
 CHOICE_RULES = 3
 """Rules of list scheduling by which a choice of what is recomputed is judged."""
 ORDERING = 50
-"""What list scheduling takes for an op, in played ops."""
+"""Price of list scheduling an op, in played ops."""
 OFFLOADING = "bpipe", "pipe_offload"
 """Named schedules that move residuals."""
 IMPROVED = 4
@@ -163,7 +163,7 @@ class Hunt:
         return fits
 
     def rows(self) -> list[NamedRow]:
-        """What named schedules take, the best first; without costs those that take or hold something else."""
+        """Rows of named schedules, the best first; without costs those that take or hold something else."""
         rows = sorted(self.named.values(), key=lambda row: rank_of(row, self.wanted.objective))
         told = [replace(row, name=row.name.replace(WITHOUT, "")) for row in rows]
         return [row for row, same in zip(rows, told, strict=True) if same == row or same != self.named.get(same.name)]

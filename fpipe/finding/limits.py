@@ -13,7 +13,7 @@ from fpipe.timing.simulate import simulate
 
 
 def limits_of(tasks: Tasks, cap: float, costs: Costs) -> list[float]:
-    """What each rank may hold of residuals, in the unit of `Tasks.takes`.
+    """Residuals that each rank may hold, in the unit of `Tasks.takes`.
 
     Where peaks are microbatches that is a matter of counting. Where they are bytes, a rank holds more than residuals:
     how much more is measured on two orders, one that holds as little as can be and one that holds all. The caller

@@ -17,7 +17,7 @@ from fpipe.orders.tasks import Tasks
 
 
 class Rule(NamedTuple):
-    """What runs first: the step with the smallest sum of these.
+    """A priority: the step with the smallest sum of these runs first.
 
     Args:
         kinds: of F, B or I, and W.

@@ -113,7 +113,7 @@ def _named(short: Hunt, long: Hunt) -> None:
     more = (count - sizes[1]) / (sizes[1] - sizes[0])
 
     def then(name: str, word: str) -> float:
-        """What a number of a schedule grows to, by as much with each microbatch as between the two."""
+        """Extrapolate a number of a schedule: each microbatch adds as much as between the two steps."""
         return later(getattr(first[name], word), getattr(second[name], word), more)
 
     both = first.keys() & second.keys()
@@ -139,7 +139,7 @@ def _anew(name: str, ranks: int) -> bool:
 
 
 def _least(name: str, hunts: Sequence[Hunt], more: float) -> float:
-    """What such a schedule does not go below: what none does with its stages on its ranks, and what it idles beside.
+    """Lower bound for such a schedule: that of any order of its stages on its ranks, and its own idle time.
 
     The shortest of several that all grow by as much with each microbatch idles no less in a longer step. But how a rest
     that makes no whole round fits in may change with every microbatch.

@@ -87,7 +87,7 @@ def searches(start: str) -> bool:
 
 
 def _takes(start: str) -> Mapping[str, object]:
-    """What the schedule of a start may be told."""
+    """Parameters of the schedule of a start."""
     return inspect.signature(about(schedule_of(start)).factory).parameters
 
 
@@ -106,6 +106,6 @@ def _ways(takes: Collection[str], ranks: int, stages: int, cap: float | None) ->
 
 
 def _told(takes: Mapping[str, object], costs: Costs, objective: str) -> dict[str, Any]:
-    """What a schedule is told of what it asks for."""
+    """Arguments for a schedule, of those it has parameters for."""
     known = {"costs": costs, "objective": objective}
     return {word: value for word, value in known.items() if word in takes}

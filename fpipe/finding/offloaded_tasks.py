@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from fpipe.orders.play import NEVER, Needs, Numbers, Played, play
@@ -92,7 +93,7 @@ class OffloadedTasks(Tasks):
         return self.moving(flats, limit)[0]
 
     def moving(self, flats: Sequence[Sequence[int]], limit: float = math.inf) -> tuple[Played, Moves]:
-        """The same, and what leaves."""
+        """Play an order with its copies; and the residuals that leave."""
         room = list(self.room)
         for _ in range(TIGHTER):
             moves = [self._leaving(flat, most) for flat, most in zip(flats, room, strict=True)]
@@ -193,9 +194,11 @@ class OffloadedTasks(Tasks):
 
     def _copies(self, flat: Sequence[int], move: dict[int, int]) -> list[_Copy]:
         """The copies of a rank, in order: before which place of its row, and of what; a LOAD before an OFFLOAD."""
+        if not move:
+            return []
         behind = [_Copy(at + 1, False, op) for at, op in enumerate(flat) if op in move]
         loads = [_Copy(before, True, maker) for maker, before in move.items()]
-        return sorted([*loads, *behind], key=lambda copy: (copy.before, not copy.is_load))
+        return sorted([*loads, *behind], key=itemgetter(0))
 
     def _peak(
         self,

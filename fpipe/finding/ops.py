@@ -1,4 +1,4 @@
-"""What a search asks of the ops of a program: which there are, what is recomputed, and whether halves cost more."""
+"""Facts of a program's ops that a search asks for: which there are, what is recomputed, whether halves cost more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fpipe.transforms.checkpoint import checkpoint
 
 
 def made(transform: Transform, program: Program) -> Program | None:
-    """What a schedule makes of a program; None where it does not serve it."""
+    """Apply a schedule to a program; None where it does not serve it."""
     try:
         return transform(program)
     except (ProgramError, ValueError):

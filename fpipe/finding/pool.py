@@ -137,7 +137,7 @@ def _in_turn(
 
 
 def _price(entry: Entry) -> float:
-    """What a change costs, in played ops: to play those it has, and as long as 80 take to make it."""
+    """Price of a change, in played ops: to play those it has, and as long as 80 take to make it."""
     return len(entry.tasks.ops) * entry.tasks.price + 80
 
 

@@ -178,7 +178,7 @@ def _wanted(
     seed: object,
     without: Collection[str],
 ) -> Wanted:
-    """What is searched for, if that makes sense."""
+    """The request, checked."""
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
     if base.slices > 1:

@@ -19,7 +19,7 @@ from fpipe.orders.tasks import Tasks
 
 
 class Answer(NamedTuple):
-    """What the solver found: an order, if it found one better than what it was given, and what none goes below."""
+    """The solver's result: an order, if it found one better than what it was given, and a lower bound."""
 
     rows: Rows | None
     bound: float

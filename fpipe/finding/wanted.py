@@ -1,4 +1,4 @@
-"""What is searched for: on which ranks, by which costs and memory, and what may be chosen."""
+"""The request of a search: ranks, costs and memory, and what may be chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fpipe.timing.timeline import Timeline
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is searched for.
+    """The request of a search.
 
     Args:
         ranks: how many.
@@ -51,5 +51,5 @@ class Wanted:
         return self.offload and said and self.cap < math.inf
 
     def value(self, timeline: Timeline) -> Value:
-        """What is to be small first, and then."""
+        """The objective of a timeline, and then the other."""
         return worth(timeline, self.objective)

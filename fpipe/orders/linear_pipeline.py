@@ -107,11 +107,11 @@ class LinearPipeline:
         return max(sum(seconds[kind * stages + one] for kind in range(3) for one in own) for own in self.lanes)
 
     def with_microbatches(self, microbatches: int) -> LinearPipeline:
-        """The same pipeline with another number of microbatches."""
+        """Replace the number of microbatches."""
         return replace(self, microbatches=microbatches)
 
     def worth(self, found: tuple[float, float]) -> tuple[float, float]:
-        """What a makespan and span are worth, the less the better: first the makespan, if the span is not too long, or
+        """Worth of a makespan and span, the less the better: first the makespan, if the span is not too long, or
         first the span."""
         makespan, span = found
         if self.objective == "span":
@@ -187,7 +187,7 @@ def unit_pipeline(placement: Sequence[int], microbatches: int, *, fused: bool) -
 
 
 def _in_ticks(seconds: Sequence[float]) -> list[float]:
-    """The same costs as whole numbers of their common unit, if they have one; else in a fine grid.
+    """Costs as whole numbers of their common unit, if they have one; else in a fine grid.
 
     Sums of whole numbers are exact, so an order does not depend on the unit that costs are told in: in seconds two ways
     of the same length differ in their last bits, by which a search would choose among them.

@@ -15,9 +15,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 NOTHING = -1
-"""What `pick` answers to be asked again as soon as something changes on this rank."""
+"""Answer of `pick` to be asked again as soon as something changes on this rank."""
 LATER = -2
-"""What `pick` answers to be asked again as soon as anything happens anywhere."""
+"""Answer of `pick` to be asked again as soon as anything happens anywhere."""
 
 Pick = Callable[[int, float, list[int]], int]
 """`pick(rank, time, ready) -> op`, one of the ready ops, or `NOTHING` or `LATER`."""
@@ -54,7 +54,7 @@ class TaskGraph(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """What came out: the ops of each rank in order, when each one starts, and those that could not start."""
+    """A list schedule: the ops of each rank in order, when each one starts, and those that could not start."""
 
     rows: list[list[int]]
     start: list[float]

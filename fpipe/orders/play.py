@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Needs = Sequence[tuple[int, float]]
-"""What an op waits for, each with the seconds on the way; -1 is the caller, who has everything from the start."""
+"""Ops that an op waits for, each with the seconds on the way; -1 is the caller, who has all from the start."""
 
 
 class Played(NamedTuple):

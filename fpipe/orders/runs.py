@@ -139,7 +139,7 @@ class Columns:
         return (self.place == 0).cumsum(0) - 1
 
     def seconds(self, costs: Costs) -> Tensor:
-        """What each cell costs."""
+        """Seconds of each cell."""
         import torch
 
         stages = int(self.stage.max()) + 1

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Needs(NamedTuple):
-    """What parts read from other ranks, in columns of whole numbers.
+    """Reads of parts from other ranks, in columns of whole numbers.
 
     At turns `turn`, `turn + every`, .., `times` of them, part `part` reads what run `source` has made: `lag` steps
     before it at the first of them, were both runs to begin at once, and `more` further back at each one after.

@@ -80,5 +80,5 @@ def _without_last(row: list[int], count: int) -> list[int]:
 
 
 def later(first: float, second: float, steps: float) -> float:
-    """What grows from `first` to `second` in one step, so many steps on: in a steady state each adds the same."""
+    """Extrapolate from `first` and `second`, so many steps on: in a steady state each step adds the same."""
     return second + steps * (second - first)

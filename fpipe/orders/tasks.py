@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -28,11 +28,11 @@ from fpipe.transforms.reorder import by_table
 from fpipe.transforms.shares import shares
 
 Step = tuple[int, ...]
-"""What a row names as one: an op, behind the R that it needs."""
+"""Ops that a row names as one: an op, behind the R that it needs."""
 
 
 def one_each(value: Value) -> float:
-    """What a residual counts where costs have no bytes."""
+    """Weight of a residual where costs have no bytes."""
     return 1.0
 
 
@@ -130,10 +130,10 @@ class Tasks:
             found[op.rank] += seconds
         return found
 
-    def steps(self, row: Sequence[int]) -> Iterator[Step]:
+    def steps(self, row: Sequence[int]) -> list[Step]:
         """The steps of a row, in order."""
-        turns = {lane: iter(self.lanes[lane]) for lane in set(row)}
-        return (next(turns[lane]) for lane in row)
+        turns = {lane: iter(self.lanes[lane]).__next__ for lane in set(row)}
+        return [turns[lane]() for lane in row]
 
     def flat(self, row: Sequence[int]) -> list[int]:
         """The ops of a row, in order."""
@@ -213,14 +213,14 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
 
 
 def holding(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
-    """What an op starts to hold of residuals, and what it lets go of: an I drops what its W does not need."""
+    """Residuals that an op starts to hold, and those it lets go of: an I drops what its W does not need."""
     made = sum(weight(value) for value in op.writes if value.name in ("res", "wres"))
     gone = sum(weight(value) for value in op.reads if value.name in ("res", "wres"))
     return max(0.0, made - gone), max(0.0, gone - made)
 
 
 def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[Needs]:
-    """What each op waits for, without what is long done when another of these is."""
+    """Needs of each op, without those that are long done when another of them is."""
     found: list[Needs] = []
     lags: list[dict[int, float]] = []  # seconds from the end of others of its microbatch to its start, at the least
     for op, each in zip(ops, needs, strict=True):

@@ -66,7 +66,7 @@ class _Mail(NamedTuple):
 
 
 class _StepPlan:
-    """What each rank does at each step of a cycle, and when that changes.
+    """Work of each rank at each step of a cycle, and when that changes.
 
     Attributes:
         spends: the seconds of its cell.

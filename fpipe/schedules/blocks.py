@@ -123,7 +123,7 @@ class Follower:
         self.work = TaskGraph.of(pipeline.ranks, ranks, seconds, needs)
 
     def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[LaneRow]]:
-        """What the block is worth, and the row of each rank, its W among the rest.
+        """Worth of the block, and the row of each rank, its W among the rest.
 
         Args:
             late: how many intervals after its I a W stands in the plan.

@@ -99,7 +99,7 @@ Way = Callable[[LinearPipeline], Found]
 
 
 def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
-    """What a short step says of longer ones: orders to stretch, blocks to repeat, and the drawn ones."""
+    """Ways from a short step to longer ones: orders to stretch, blocks to repeat, and the drawn ones."""
     orders: list[Callable[[LinearPipeline], Order]] = [partial(stretched, short, order) for order in known.orders]
     orders += [partial(_repeat, block) for block in known.blocks[-2:]]
     orders += [_drawn, _in_series, *(partial(_in_published, cells) for cells in _published_cells(short))]
@@ -123,7 +123,7 @@ def _in_series(longer: LinearPipeline) -> Order:
     return played(longer, _serial(longer), 0.0)
 
 
-def _follow(plan: Plan, longer: LinearPipeline) -> Found:
+def _follow(plan: FollowerPlan, longer: LinearPipeline) -> Found:
     return Follower(longer).order(*plan[1:])
 
 
@@ -145,7 +145,7 @@ def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
     return [ways[at] for at in sorted(range(len(ways)), key=values.__getitem__)[:LIKELY]]
 
 
-Plan = tuple[tuple[float, float], BuildingBlock, float, int]
+FollowerPlan = tuple[tuple[float, float], BuildingBlock, float, int]
 
 
 class _Known(NamedTuple):
@@ -153,12 +153,12 @@ class _Known(NamedTuple):
 
     orders: list[Order]
     blocks: list[BuildingBlock]
-    plans: list[Plan]
+    plans: list[FollowerPlan]
 
 
 @lru_cache(maxsize=64)
 def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
-    """What a search finds for a step that longer ones repeat: it is the same for all of them."""
+    """Search a step that longer ones repeat, once for all of them."""
     plays = max(40, min(effort // 200, effort // (3 * short.stages * short.microbatches)))
     fixed = [_serial(short), _without_weights(short, _one_after_the_other(short))]
     orders = [(played(short, rows, patience), None) for rows in fixed for patience in (0.0, 0.5, 1.0)]

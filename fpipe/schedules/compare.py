@@ -197,7 +197,7 @@ def parts_of_a_rank(program: Program) -> float:
 def _entry(
     given: Compared, at: int, ranks: int, microbatches: int, told: Callable[[float], Costs] | None, stages: int | None
 ) -> tuple[str, Callable[[], Program]]:
-    """What a schedule is called, and how its program is made. A name that is none is refused at once."""
+    """Name of a schedule, and how its program is made. A name that is none is refused at once."""
     if isinstance(given, str):
         named = parse(given)
         return given, lambda: named.program(ranks, microbatches, told)

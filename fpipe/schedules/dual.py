@@ -140,7 +140,7 @@ def _said(overlap: bool) -> None:
 
 
 def _turns(rank: int, ranks: int, microbatches: int, overlap: bool) -> Iterator[tuple[str, int]]:
-    """What a rank does in turn: F, B, I of a way, "FB" (F of the way, B of the other), W of the oldest I without one.
+    """Turns of a rank: F, B, I of a way, "FB" (F of the way, B of the other), W of the oldest I without one.
 
     Ranks count from the outer end; `microbatches` come each way. The phases are those of figure 5.
     """

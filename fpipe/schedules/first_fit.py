@@ -30,7 +30,7 @@ class _Starts(NamedTuple):
         return max(row[-1] for row in self.backward) + self.ticks[1]
 
     def turned(self) -> _Starts:
-        """The same in a mirror: time runs backwards, and so forwards are backwards."""
+        """Mirror the times: time runs backwards, and so forwards are backwards."""
         end, (forward, backward) = self.end, self.ticks
         return _Starts(
             [[end - backward - tick for tick in reversed(row)] for row in self.backward],

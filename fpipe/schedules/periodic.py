@@ -14,7 +14,7 @@ from fpipe.timing.costs import Costs, the_costs
 
 @dataclass(frozen=True)
 class Periodic:
-    """What a `Timeline` says of a step, of one that is too large to be a program.
+    """Time and memory of a step that is too large to be a program, as a `Timeline` has them.
 
     Attributes:
         name, ranks, microbatches: what it is of.

@@ -18,7 +18,7 @@ from fpipe.transforms.shares import shares
 
 
 class Now(NamedTuple):
-    """What a key may look at besides the op: the moment, the rank that is free and what it holds, and the sizes.
+    """Facts that a key may look at besides the op: the moment, the free rank and what it holds, and the sizes.
 
     Args:
         time: seconds from the start.
@@ -148,7 +148,7 @@ class _ReadyOps:
         return TaskGraph.of(program.ranks, [op.rank for op in self.ops], seconds, needs)
 
     def _least(self) -> list[float]:
-        """What one microbatch by itself holds on each rank."""
+        """Residuals that one microbatch by itself holds on each rank."""
         held: Counter[tuple[int, int | None]] = Counter()
         most: Counter[tuple[int, int | None]] = Counter()
         for op, takes, drops in zip(self.ops, self.takes, self.drops, strict=True):
@@ -199,7 +199,7 @@ class _ReadyOps:
         return op
 
     def _settle(self, rank: int) -> None:
-        """What the op before has dropped is gone by the time the next one is picked."""
+        """Let go of what the op before has dropped, by the time the next one is picked."""
         before = self.last[rank]
         if before is not None:
             self.held[rank] -= self.drops[before]

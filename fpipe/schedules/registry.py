@@ -23,7 +23,7 @@ Refusal = Callable[[int, int, int], str | None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is known of a schedule beside its order.
+    """Facts of a schedule beside its order.
 
     Args:
         name: what it is called by.
@@ -189,7 +189,7 @@ def names() -> tuple[str, ...]:
 
 
 def about(name: str) -> Schedule:
-    """What is known of a schedule: paper, formulas, sizes.
+    """Look up the facts of a schedule: paper, formulas, sizes.
 
     Raises:
         ValueError: nothing has this name; the closest are offered.

@@ -52,7 +52,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no order of a program's ops can go below, and which bound says so.
+    """Lower bounds on any order of a program's ops, and which of them binds.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(8), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
@@ -223,7 +223,7 @@ class _Graph:
         return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
 
     def around(self, rank: int) -> float:
-        """What comes before the first and after the last of all a rank's ops, those of no time too."""
+        """Seconds before the first and after the last of all a rank's ops, those of no time too."""
         row = self.rows[rank]
         return min((self.starts[at] for at in row), default=0.0) + min((self.tails[at] for at in row), default=0.0)
 

@@ -1,4 +1,4 @@
-"""What a program runs on, as a short text: hosts and ranks, links inside and between hosts, speeds and memory."""
+"""A cluster as a short text: hosts and ranks, links inside and between hosts, speeds and memory."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Cluster:
         return rank // self.ranks
 
     def link(self, source: int, target: int) -> Link:
-        """What is between two ranks."""
+        """The link between two ranks."""
         return self.inside if self.host(source) == self.host(target) else self.between
 
     def wire(self, source: int, target: int) -> Hashable:
-        """What serves one transfer at a time: transfers of the same wire wait for each other."""
+        """The wire between two ranks, which serves one transfer at a time."""
         if self.link(source, target).shared:
             return "shared", self.host(source), self.host(target)
         return source, target

@@ -1,4 +1,4 @@
-"""What things cost: seconds for an op of each kind and stage, seconds from rank to rank, bytes of a value."""
+"""Costs: seconds for an op of each kind and stage, seconds from rank to rank, bytes of a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Storages = Mapping[Hashable, int]
 
 
 class HasStorages(Protocol):
-    """What knows where each value lies, as `fpipe.Sizes` does."""
+    """Knows in which storages each value lies, as `fpipe.Sizes` does."""
 
     def storages(self, value: Value) -> Storages:
         """The storages of a value."""
@@ -34,7 +34,7 @@ Bytes = Mapping[str, PerStage] | Callable[[Value], float] | HasStorages
 
 
 def carried(send: Op) -> Value:
-    """What a SEND puts on its link: its value, or what a cast makes of it."""
+    """The value that a SEND puts on its link: its own, or what a cast makes of it."""
     return send.writes[0] if send.how else send.reads[0]
 
 
@@ -127,7 +127,7 @@ class Costs:
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)
 
     def __repr__(self) -> str:
-        """What was said beside the five that come first, only where it was."""
+        """Fields beside the five that come first, only where they were given."""
         first = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self)[:5]]
         more = [one for one in fields(self)[5:] if getattr(self, one.name) != one.default]
         return f"Costs({', '.join([*first, *(f'{one.name}={_short(getattr(self, one.name))}' for one in more)])})"
@@ -183,7 +183,7 @@ class Costs:
         return seconds / self.cluster.speed[op.rank] if self.cluster is not None and slow else seconds
 
     def _seconds(self, op: Op) -> float:
-        """The same on a rank of speed 1."""
+        """Seconds of an op on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
                 return checked_seconds(f"pair({op.cell})", self.pair(op))
@@ -239,7 +239,7 @@ class Costs:
         return self.size(value) / checked_rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
 
     def wire(self, source: int, target: int) -> Hashable:
-        """What carries one value at a time on the way from one rank to another."""
+        """The wire from one rank to another, which carries one value at a time."""
         return (source, target) if self.cluster is None else self.cluster.wire(source, target)
 
     def size(self, value: Value) -> float:

@@ -57,7 +57,7 @@ def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Iterat
 
 
 def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Iteration]:
-    """The same for a program that `program_of_lanes` made."""
+    """Walk a program that `program_of_lanes` made."""
     lanes = _Lanes(program, costs)
     ready: dict[Value, float] = {}
     updates = updated_by(program)
@@ -120,7 +120,7 @@ def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
 
 
 class _Lanes:
-    """What each lane did last, from iteration to iteration."""
+    """The state of all lanes, from iteration to iteration."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs

@@ -1,4 +1,4 @@
-"""What each rank holds: bytes of distinct storages, or microbatches whose residuals are there."""
+"""Memory of each rank: bytes of distinct storages, or microbatches whose residuals are there."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def units_held(
 
 
 def curves(steps: HeldChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """What each rank holds from each moment on at which it changes: (seconds, amount), in units of the rank's share."""
+    """Memory of each rank from each change on: (seconds, amount), in units of the rank's share."""
     own: list[list[tuple[float, float, float]]] = [[] for _ in share]
     for when, order, rank, change in steps:
         if change:

@@ -1,4 +1,4 @@
-"""Makespans of a program when costs are not what they were said to be: drawn many times, simulated all at once."""
+"""Makespans of a program when costs stray from the nominal: drawn many times, simulated all at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Noise:
 
     Args:
         jitter: the standard deviation of an op's seconds, as a share of them; each op is drawn for itself, from a
-            lognormal distribution with the said cost as its mean.
+            lognormal distribution with the nominal cost as its mean.
         slow_rank: one rank, another in each draw, takes so many times as long for all it does.
         slow_link: one link between two ranks, another in each draw, takes so many times as long, both ways.
 

@@ -179,7 +179,7 @@ def _layers(costs: Costs, stages: int | None, run: RunMode, memory: Sequence[flo
 
 
 def _exact(models: list[_Layers]) -> list[_Layers]:
-    """The same with all costs as whole numbers of one unit, so that no sum rounds."""
+    """Layers with all costs as whole numbers of one unit, so that no sum rounds."""
     numbers = iter(whole_numbers([cost for model in models for row in model[1:4] for cost in row]))
     return [
         model._replace(**{word: [next(numbers) for _ in getattr(model, word)] for word in ("ahead", "back", "both")})
@@ -215,7 +215,7 @@ def _size(plan: Plan) -> int:
 
 
 def _sums(row: Sequence[float], bound: float) -> set[float]:
-    """What neighbouring layers cost together, up to a bound."""
+    """Costs of neighbouring layers together, up to a bound."""
     return {cost for start in range(len(row)) for cost in takewhile(lambda c: c <= bound, accumulate(row[start:]))}
 
 

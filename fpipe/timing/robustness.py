@@ -12,7 +12,7 @@ from fpipe.timing.noise import Noise, makespans
 from fpipe.timing.simulate import simulate
 
 At = Literal["said", "median", "p95"]
-"""A makespan where costs are what was said, or one that half or 95 of 100 draws stay below."""
+"""The nominal makespan ("said"), or one that half or 95 of 100 draws stay below."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Spread:
 
     Attributes:
         name: what it is called.
-        said: the makespan where costs are what was said.
+        said: the nominal makespan.
         makespans: those of the draws, shortest first.
     """
 
@@ -54,7 +54,7 @@ class Spread:
 
     @property
     def fragile(self) -> float:
-        """By what share `p95` is above what was said."""
+        """The share by which `p95` is above the nominal makespan."""
         return self.p95 / self.said - 1 if self.said else 0.0
 
 

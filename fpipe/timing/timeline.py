@@ -136,7 +136,7 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What travelled: (value, from, to, start, end), by time; the same whether SENDs are ops or not.
+        """Transfers: (value, from, to, start, end), by time, whether SENDs are ops or not.
 
         >>> import fpipe
         >>> fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5)).transfers[0]
@@ -190,7 +190,7 @@ class Timeline(HtmlRepr):
         return self._waiting.waits(self.ranks, self.makespan)
 
     def held(self, rank: int) -> list[tuple[float, float]]:
-        """What a rank holds, as (seconds, amount) from each change on: in the unit of `peak`, over the first iteration.
+        """Memory of a rank, as (seconds, amount) from each change on: in the unit of `peak`, over the first iteration.
 
         >>> import fpipe
         >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1))(fpipe.program(1))
@@ -218,7 +218,7 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def _held(self) -> list[list[tuple[float, float]]]:
-        """What all ranks hold: one walk over the ops finds every rank's changes."""
+        """Memory of all ranks: one walk over the ops finds every rank's changes."""
         if self.steps is not None:
             return curves(self.steps, [1] * self.ranks)
         if self.program is None:

@@ -52,7 +52,7 @@ def kept(timeline: Timeline) -> list[tuple[Op, float]]:
 
 
 def moving(timelines: Iterable[Timeline]) -> Moving:
-    """What it takes to move a value, by medians; 0 for what was not seen.
+    """Seconds to move a value, by medians; 0 for what was not seen.
 
     A RECV that was waiting when its SEND ended tells from then on the way and its own time; one that came after all of
     that, its own time alone.

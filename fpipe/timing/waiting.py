@@ -53,7 +53,7 @@ class Wait(NamedTuple):
 
 
 class _Cause(NamedTuple):
-    """What an event or transfer waited for last: the time when that let go, what it is, and how it held it back."""
+    """The last thing that an event or transfer waited for: when it let go, what it is, and how it held it back."""
 
     time: float
     node: int | Transfer | None
@@ -144,12 +144,12 @@ class Waiting:
         return self.updated(value, number)
 
     def updated(self, value: Value, number: int) -> _Cause:
-        """What a caller hands in: there from the start, or since the iteration before had the stage's gradient."""
+        """An input of the program: there from the start, or since the iteration before had the stage's gradient."""
         found = [self.made(made, home, number - 1) for made, home in self.updates.get(value, ())] if number else []
         return max(found, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
 
     def cause(self, node: int | Transfer) -> _Cause:
-        """What an event or a transfer waited for."""
+        """The cause that held an event or a transfer back."""
         if isinstance(node, Transfer):
             return self._cause_of_transfer(node)
         op, start, _ = self.events[node]
