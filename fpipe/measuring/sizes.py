@@ -16,7 +16,7 @@ from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.definition.recorder import Storages
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers

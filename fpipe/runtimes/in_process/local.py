@@ -24,8 +24,8 @@ from fpipe.runtimes.definition.walk import Step, walk
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 

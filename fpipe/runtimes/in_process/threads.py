@@ -28,6 +28,7 @@ from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autogra
 from fpipe.runtimes.lowering.lower import Instruction
 from fpipe.runtimes.lowering.part import Part, Slots, Watch, of_rank
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.slots import Leaf
 
 Leaves = list[Any]
 
@@ -190,7 +191,7 @@ class OnThreads(Prepared):
         self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
         begins = [slot for part in self.parts for slot in part.begins]
         self._several = {slot for slot in begins if begins.count(slot) > 1}
-        wanted = {leaf.slot for leaf in self.results[1] if hasattr(leaf, "slot")}
+        wanted = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, Leaf)}
         self._found = [
             (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
         ]
@@ -216,7 +217,9 @@ class OnThreads(Prepared):
                 self.between.clear()
             self._under_way = True
             jobs = [*map(partial, repeat(job), count(), self.parts, given)]
-            held = [slots[slot][:] for slot, _ in self.homes]  # until the caller's stream waits for who reads it
+            held = [
+                slots[slot][:] for slot, _ in self.entrance.homes
+            ]  # until the caller's stream waits for who reads it
             for stream in self.streams:
                 stream.after_caller()
             try:

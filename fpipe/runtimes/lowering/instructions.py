@@ -106,6 +106,17 @@ def add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
     return [made]
 
 
+def dropping(run: Callable[..., Any], over: Sequence[int]) -> Callable[..., Any]:
+    """Drop received parameters after their last read: the lists in these places."""
+
+    def last(*lists: Leaves) -> Any:
+        made = run(*lists)
+        _empty([lists[k] for k in over])
+        return made
+
+    return last
+
+
 def container(abstract: AbstractTree) -> Callable[[Leaves], Any]:
     """What puts the leaves of a value into its containers."""
     if abstract.spec is None:

@@ -17,11 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe import tree
-from fpipe.graphs.compiling.add import adding, owned
-from fpipe.graphs.compiling.code import compiled
-from fpipe.graphs.compiling.cut import Cut, prepared
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.update import FACTOR, NEW, OLD, updating
+from fpipe.graphs.compiling.update import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
@@ -31,6 +28,7 @@ from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.folds import Folds, folds_of
 from fpipe.runtimes.lowering.instructions import (
     add,
     add_to,
@@ -38,15 +36,17 @@ from fpipe.runtimes.lowering.instructions import (
     by_rule,
     container,
     distinct,
+    dropping,
     pass_on,
     rounded,
     slicing,
     under_autograd,
     with_generators,
 )
-from fpipe.runtimes.lowering.shapes import Shapes, Untraced
-from fpipe.runtimes.lowering.sums import Sums
-from fpipe.runtimes.lowering.updates import Update, Updates
+from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
+from fpipe.runtimes.lowering.shapes import Shapes, shapes_of
+from fpipe.runtimes.lowering.stage_calls import update_only
+from fpipe.runtimes.lowering.untraced import Untraced
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
@@ -118,12 +118,11 @@ def lower(
     if program.slices > 1:
         ops = [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
     with building():
-        shapes = Shapes(context, dict(given), untraced)
-        for op in ops:
-            shapes.follow(op)
-        shapes.note()
+        shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
-        return _Writer(program, ops, shapes, mine | shapes.constant, compile).write()
+        mine.update(shapes.constants)
+        folds = folds_of(ops, {end.value for end in program.outputs}, shapes, mine)
+        return _Lowering(ops, shapes, folds, mine, compile).lowered(program)
 
 
 def _without_carry(op: Op) -> Op:
@@ -134,83 +133,52 @@ def _without_carry(op: Op) -> Op:
     return op._replace(reads=reads, writes=writes)
 
 
-class _Writer:
-    """Writes the instructions of a program down, now that all shapes are known."""
+class _Lowering:
+    """Writes the instructions of a program down, now that all shapes are known: slots, and what is in them at first."""
 
-    def __init__(self, program: Program, ops: list[Op], shapes: Shapes, given: Collection[int], compile: bool) -> None:
-        self.program, self.ops, self.shapes, self.trees = program, ops, shapes, shapes.trees
-        self.given = frozenset(given)
+    def __init__(self, ops: Sequence[Op], shapes: Shapes, folds: Folds, given: Collection[int], compile: bool) -> None:
+        self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, compile
+        self.trees = folds.trees
         self.kernels, self.casts = kernels(), casts()
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
-        self.compile, self.to_compile = compile, dict[Op, Kernel]()
-        known = (leaf for abstract in self.trees.values() for leaf in abstract.leaves)
-        self.collective = any(isinstance(leaf, Fact) and leaf.aval.sharding is not None for leaf in known)
-        self.kept = {end.value for end in program.outputs}
-        self.sums = Sums(ops, self.kept, self.trees, shapes.untraced.stages, given, shapes.landed)
-        self.adds = self.sums.adds
-        self.updates = Updates(ops, self.kept, shapes).of
-        self.folded = {add for adds in self.adds.values() for add in adds.values()}
-        self.folded |= {update.at for update in self.updates.values()}
-        self.last = {v: at for at in range(len(ops)) for v in (*self.writes_of(at), *self.reads_of(at))}
-        self.dead: dict[int, list[Value]] = {}
-        for value, at in self.last.items():
-            self.dead.setdefault(at, []).append(value)
+        self.to_compile: dict[Op, Kernel] = {}
 
-    def write(self) -> Lowered:
-        instructions = [self.lowered(at, op) for at, op in enumerate(self.ops) if at not in self.folded]
-        for value in (end.value for end in self.program.inputs):
-            self.slot(value)
+    def lowered(self, program: Program) -> Lowered:
+        """The instructions, with their slots in the order in which they are filled."""
+        instructions = [self.one(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
+        for end in program.inputs:
+            self.slot(end.value)
         written = [slot for one in instructions for slot in one.writes]
         there = {*self.slots.values()}.difference(written)
         at = {slot: place for place, slot in enumerate((*sorted(there), *written))}
-        instructions = [
-            one._replace(reads=_moved(one.reads, at), writes=_moved(one.writes, at)) for one in instructions
-        ]
         slots = {value: at[slot] for value, slot in self.slots.items()}
+        sharded = (getattr(leaf, "aval", None) for known in self.trees.values() for leaf in known.leaves)
         return Lowered(
-            slots,
-            {at[slot]: leaves for slot, leaves in self.constants.items()},
-            [(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
-            instructions,
-            self.trees,
-            self.given,
-            slots.get(KEY),
-            tuple(self.drawing.values()),
-            self.to_compile,
-            self.collective,
-            self.shapes.traces.graphs(),
-            self.shapes.updates,
+            slots=slots,
+            constants={at[slot]: leaves for slot, leaves in self.constants.items()},
+            prepare=[(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
+            instructions=[
+                one._replace(reads=_moved(one.reads, at), writes=_moved(one.writes, at)) for one in instructions
+            ],
+            trees=self.trees,
+            given=frozenset(self.given),
+            key=slots.get(KEY),
+            drawing=tuple(self.drawing.values()),
+            kernels=self.to_compile,
+            collective=any(known is not None and known.sharding is not None for known in sharded)
+            or any(cut.graph.collective for cut in self.shapes.cuts.values()),
+            graphs=self.shapes.graphs,
+            updates=self.shapes.updates,
         )
 
     def slot(self, value: Any) -> int:
         return self.slots.setdefault(value, len(self.slots))
 
-    def reads_of(self, at: int) -> list[Value]:
-        """What is read at a position, what the ops that are folded into it take in included: sums, statistics."""
-        if at in self.folded:
-            return []
-        return [*self.ops[at].reads, *(self.ops[other].reads[0] for other in self.others(at))]
-
-    def writes_of(self, at: int) -> list[Value]:
-        """What is written at a position, what the ops that are folded into it make included."""
-        if at in self.folded:
-            return []
-        return [*self.own_writes(at), *(self.ops[other].writes[0] for other in self.others(at))]
-
-    def others(self, at: int) -> list[int]:
-        """The positions of the ops that are folded into one."""
-        update = self.updates.get(at)
-        return [*self.adds.get(at, {}).values(), *([update.at] if update else [])]
-
-    def own_writes(self, at: int) -> list[Value]:
-        """What an op writes itself, without what is for those that are folded into it."""
-        adds, noted = self.adds.get(at, {}), at in self.updates
-        return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
-
-    def lowered(self, at: int, op: Op) -> Instruction:
+    def one(self, at: int, op: Op) -> Instruction:
+        """The instruction of an op, and of those that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FR" else ()
@@ -222,42 +190,37 @@ class _Writer:
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
     ) -> Instruction:
         ops = (self.ops[at], *extra)
-        mine = {value for value in reads if self.last.get(value) == at and value not in self.kept}
+        mine = {value for value in reads if self.folds.last.get(value) == at and value not in self.folds.kept}
         shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] not in _STEADY)
         slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
-        dead = tuple(value for value in self.dead.get(at, ()) if value not in self.kept)
+        dead = tuple(value for value in self.folds.dead.get(at, ()) if value not in self.folds.kept)
         return Instruction(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
 
     def traced(self, at: int, op: Op) -> Instruction:
         """A part of a stage's graph."""
-        cut = self.shapes.cut_of(op)
-        self.collective |= cut.graph.collective
-        adds, update = self.adds.get(at, {}), self.updates.get(at)
-        copied = tuple((label_of(value), place) for value in op.writes for place in self.sums.copied.get(value, ()))
-        labels = tuple(label_of(value) for value in op.writes if not (update and value.name == "seen"))
-        adding_to = tuple(map(label_of, adds))
-        how = None if update is None else update[1:]
-        landed = any(value.name == "params" and value in self.shapes.origin for value in op.reads)
-        key = (
-            cut,
-            op.kind if op.kind in "BIW" else "F",
-            labels,
-            adding_to,
-            copied,
-            how,
-            landed,
-            self.kernels,
-            self.compile,
+        sums, update, origin = self.folds.sums, self.folds.updates.get(at), self.shapes.copies.origin
+        cut, adds = self.shapes.cut_of(op), sums.adds.get(at, {})
+        recipe = Recipe(
+            kind=op.kind if op.kind in "BIW" else "F",
+            labels=tuple(label_of(value) for value in op.writes if not (update and value.name == "seen")),
+            adds=tuple(map(label_of, adds)),
+            copied=tuple(
+                (label_of(value), place) for value in op.writes for place in self.folds.sums.copied.get(value, ())
+            ),
+            update=None if update is None else update[1:],
+            landed=any(value.name == "params" and value in origin for value in op.reads),
+            kernels=self.kernels,
+            compile=self.compile,
         )
-        how_made = labels, adding_to, copied, update, landed
-        first, run, graph = cut.graph.once(key, lambda: _code(cut, op, *how_made, self.compile))
+        made = cut.graph.once((cut, recipe), lambda: code_of(cut, recipe, f"{op.kind} of stage {op.stage}"))
+        graph, run = made.graph, made.run
         if isinstance(run, Kernel):
             self.to_compile[op] = run
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
-        named = self.shapes.labels(op) | {label: add.reads[0] for label, add in totals.items()}
+        named: dict[str, Any] = {**self.shapes.labels(op)} | {label: add.reads[0] for label, add in totals.items()}
         named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
-        named |= {"const": Value("const", op.stage)} if landed else {}
-        values = {label_of(value): value for value in self.own_writes(at)}
+        named |= {"const": Value("const", op.stage)} if recipe.landed else {}
+        values = {label_of(value): value for value in self.folds.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
         if update:
             named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
@@ -267,40 +230,31 @@ class _Writer:
             self.drawing.setdefault(op.stage or 0, op)
             place = (op.stage or 0, self.shapes.context.number(op), op.slice)
             run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
-        reads = [self.ready(cut, key, op, first) if label == "ready" else named[label] for label in graph.reads]
-        run = self.dropping(at, run, reads) if landed else run
-        extra = [self.ops[other] for other in self.others(at)]
+        if "ready" in graph.reads:
+            named |= {"ready": self.ready((cut, recipe), op, made)}
+        reads = [named[label] for label in graph.reads]
+        if recipe.landed:  # what came from another rank is gone after its last read, as all that travels
+            over = [k for k, value in enumerate(reads) if value in origin and self.folds.last.get(value) == at]
+            run = dropping(run, over) if over else run
+        extra = [self.ops[other] for other in self.folds.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
 
-    def dropping(self, at: int, run: Callable[..., Any], reads: Sequence[Any]) -> Callable[..., Any]:
-        """The same, and parameters that came from another rank are gone after their last read, as all that travels."""
-        over = [k for k, value in enumerate(reads) if value in self.shapes.origin and self.last.get(value) == at]
-
-        def last(*lists: Leaves) -> Any:
-            made = run(*lists)
-            for k in over:
-                lists[k].clear()
-            return made
-
-        return last if over else run
-
-    def ready(self, cut: Cut, key: Any, op: Op, first: tuple[Callable[..., Any], Graph]) -> Any:
+    def ready(self, key: Any, op: Op, made: Code) -> Any:
         """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
-        run, graph = first
-        _, _, forward = self.shapes.stage_calls[op[1:4]]
-        named = self.shapes.labels(forward) | {"const": Value("const", op.stage)}
-        values = [self.shapes.origin.get(named[label], named[label]) for label in graph.reads]
+        origin, forward = self.shapes.copies.origin, self.shapes.runs[op[1:4]].first
+        named = {**self.shapes.labels(forward)} | {"const": Value("const", op.stage)}
+        values = [origin.get(named[label], named[label]) for label in made.prepares.reads]
         slot = ("ready", key, *values)
         if slot not in self.slots:
-            self.prepare.append((run, tuple(map(self.slot, values)), self.slot(slot)))
+            self.prepare.append((made.prepare, tuple(map(self.slot, values)), self.slot(slot)))
         return slot
 
     def weight(self, op: Op) -> Any:
         """The slot of the loss's cotangent: the microbatch's weight in the mean."""
         weight = 1.0
-        if self.shapes.model.reduction == "mean":
+        if self.shapes.context.model.reduction == "mean":
             weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
-        known = self.shapes.loss_of(op)
+        known = self.shapes.loss_aval(op)
         weight = scaled(weight, self.shapes.context.loss_scale, known.dtype)
         slot = ("weight", weight, known)
         if slot not in self.slots:
@@ -313,14 +267,14 @@ class _Writer:
             run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
             return self.instruction(at, run, op.reads, op.writes)
         if op.kind == "ADD":
-            return self.instruction(at, add_to if at in self.sums.in_place else add, op.reads, op.writes)
+            return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             plan = [self.slices(op, value) for value in op.writes]
             if all(part is not None for part in plan):
                 return self.instruction(at, slicing(plan), op.reads, op.writes)
         trees = [self.trees[value] for value in op.reads]
         containers = [*map(container, trees)]
-        if op.kind == "U" and self.shapes.update_only(op):
+        if op.kind == "U" and update_only(self.shapes.context.model, op.stage):
             containers[1] = self.noted(op)
         run = partial(by_rule, op, containers, self.shapes.context, self.casts)
         if op.kind == "MERGE" and any(leaf.storage in self.given for abstract in trees for leaf in _numbers(abstract)):
@@ -329,13 +283,10 @@ class _Writer:
 
     def noted(self, op: Op) -> Callable[[Leaves], Any]:
         """What puts together what a forward left for its U: what norms noted, and the rest of its graph."""
-        cut, stage = self.shapes.cut_of(op), self.shapes.model.stages[op.stage or 0].forward
+        cut, stage = self.shapes.cut_of(op), self.shapes.context.model.stages[op.stage or 0].forward
         assert isinstance(stage, PositionalStage)
-        run = cut.graph.once(
-            ("update", cut.update_only, self.kernels), lambda: compiled(_unshared(cut.update()), "update")
-        )
-        spec = self.shapes.traces.outline(self.shapes.stage_calls[op[1:4]][0]).specs["seen"]
-        notes, names = len(cut.graph.writes["seen"]), stage.update_only
+        run = cut.graph.once(("update", cut.update_only, self.kernels), lambda: update_code(cut))
+        spec, notes, names = self.shapes.notes_spec(op), len(cut.graph.writes["seen"]), stage.update_only
 
         def again(crossing: Leaves, state: Mapping[str, Any]) -> dict[str, Any]:
             return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
@@ -366,53 +317,6 @@ class _Writer:
 
 def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(at[slot] for slot in slots)
-
-
-def _code(
-    cut: Cut,
-    op: Op,
-    labels: tuple[str, ...],
-    adds: tuple[str, ...],
-    copied: tuple[tuple[str, int], ...],
-    update: Update | None,
-    landed: bool,
-    compile: bool,
-) -> tuple[tuple[Callable[..., Any], Graph], Callable[..., Any], Graph]:
-    """The function of one kind of op: what it prepares of parameters, and the rest. Parameters that `landed` are not
-    there when a step starts, so nothing is prepared of them."""
-    kind = op.kind
-    if kind in ("F", "R"):
-        graph = cut.forward(labels)
-        if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
-            copied = (*copied, ("loss", 0))
-        graph = updating(graph, cut.graph.writes["seen"], *update[1:]) if update else graph
-    else:
-        graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
-    graph = owned(graph, copied) if copied else graph
-    graph = adding(graph, adds, exact=not compile) if adds else graph
-    first, rest = (graph, graph) if landed else prepared(graph)
-    run = Kernel(rest, f"{kind} of stage {op.stage}") if compile and rest.nodes else compiled(rest, kind)
-    if landed:
-        return (run, graph), run, graph
-    return (compiled(first, "prepare") if first.nodes else _picked(first), first), run, rest
-
-
-def _unshared(graph: Graph) -> Graph:
-    """The graph of an update with copies of what would share its memory with what was handed in, or with another."""
-    taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
-    copied: list[tuple[str, int]] = []
-    for place, name in enumerate(graph.writes["update"]):
-        storage = graph.facts[name].storage
-        copied += [("update", place)] if storage in taken else []
-        taken.add(storage)
-    return owned(graph, copied) if copied else graph
-
-
-def _picked(graph: Graph) -> Callable[..., Sequence[Leaves]]:
-    """What a graph without ops does: it hands on what it reads."""
-    places = {name: (k, at) for k, leaves in enumerate(graph.reads.values()) for at, name in enumerate(leaves)}
-    picked = [places[name] for name in graph.writes["ready"]]
-    return lambda *lists: ([lists[k][at] for k, at in picked],)
 
 
 def _numbers(abstract: AbstractTree) -> Iterator[Fact]:

@@ -11,7 +11,7 @@ program keeps its U; this only says which of them need no call of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fpipe import tree
@@ -40,54 +40,65 @@ class Update(NamedTuple):
     mine: bool
 
 
-class Updates:
-    """Which U a forward makes itself: `of` has it by the position of the forward."""
+class Updates(NamedTuple):
+    """The updates that forwards make: `of` has each by the position of its forward, and `trees` the abstract tree of
+    every value, with statistics in the memory of those before where they are written in place."""
 
-    def __init__(self, ops: Sequence[Op], kept: Collection[Value], shapes: Shapes) -> None:
-        self.of: dict[int, Update] = {}
-        self._shapes = shapes
-        written = {value: at for at, op in enumerate(ops) for value in op.writes}
-        readers = Counter(value for op in ops for value in op.reads)
-        mine: set[Value] = set()  # running statistics that the step owns
-        for at, op in enumerate(ops):
-            if op.kind != "U" or op.how or len(op.reads) != 2 or shapes.is_untraced(op._replace(kind="F")):
-                continue
-            before, seen = op.reads
-            maker = written.get(seen, -1)
-            alone = readers[seen] == 1 and seen not in kept
-            here = maker > written.get(before, -1) and ops[maker].kind == "F" and ops[maker].rank == op.rank
-            norms = _norms(shapes.model.stages[op.stage or 0], shapes.trees[before], shapes.trees[seen])
-            if norms is None:
-                continue
-            mine.add(op.writes[0])
-            own = before in mine and readers[before] == 1 and before not in kept
-            if not (alone and here and (own or at == maker + 1)):
-                continue
-            found = self._found(at, ops[maker], norms, before, own)
-            if found is None:
-                continue
-            self.of[maker] = found
-            written[op.writes[0]] = maker
-            if own:
-                shapes.trees[op.writes[0]] = shapes.trees[before]
+    of: Mapping[int, Update]
+    trees: Mapping[Value, AbstractTree]
 
-    def _found(self, at: int, forward: Op, norms: tuple[Norm, ...], before: Value, mine: bool) -> Update | None:
-        """The update, if the graph of the forward can make it."""
-        leaves = self._shapes.trees[before].leaves
-        if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
-            return None
-        state = tuple(leaf.aval for leaf in leaves)
-        cut = self._shapes.cut_of(forward)
-        labels = tuple(label_of(value) for value in forward.writes if value.name != "seen")
 
-        def can() -> bool:
-            try:  # a norm whose output nobody reads is no op of this forward
-                updating(cut.forward(labels), cut.graph.writes["seen"], norms, state, False)
-            except LookupError:
-                return False
-            return True
+def updates_of(
+    ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, trees: Mapping[Value, AbstractTree]
+) -> Updates:
+    """The updates of a program whose outputs are `kept`."""
+    of, trees = dict[int, Update](), {**trees}
+    written = {value: at for at, op in enumerate(ops) for value in op.writes}
+    readers = Counter(value for op in ops for value in op.reads)
+    mine: set[Value] = set()  # running statistics that the step owns
+    for at, op in enumerate(ops):
+        if op.kind != "U" or op.how or len(op.reads) != 2 or shapes.is_untraced(op._replace(kind="F")):
+            continue
+        before, seen = op.reads
+        maker = written.get(seen, -1)
+        alone = readers[seen] == 1 and seen not in kept
+        here = maker > written.get(before, -1) and ops[maker].kind == "F" and ops[maker].rank == op.rank
+        norms = _norms(shapes.context.model.stages[op.stage or 0], trees[before], trees[seen])
+        if norms is None:
+            continue
+        mine.add(op.writes[0])
+        own = before in mine and readers[before] == 1 and before not in kept
+        if not (alone and here and (own or at == maker + 1)):
+            continue
+        found = _found(at, ops[maker], norms, trees[before], own, shapes)
+        if found is None:
+            continue
+        of[maker] = found
+        written[op.writes[0]] = maker
+        if own:
+            trees[op.writes[0]] = trees[before]
+    return Updates(of, trees)
 
-        return Update(at, norms, state, mine) if cut.graph.once(("updating", labels, norms, state), can) else None
+
+def _found(
+    at: int, forward: Op, norms: tuple[Norm, ...], before: AbstractTree, mine: bool, shapes: Shapes
+) -> Update | None:
+    """The update, if the graph of the forward can make it."""
+    leaves = before.leaves
+    if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
+        return None
+    state = tuple(leaf.aval for leaf in leaves)
+    cut = shapes.cut_of(forward)
+    labels = tuple(label_of(value) for value in forward.writes if value.name != "seen")
+
+    def can() -> bool:
+        try:  # a norm whose output nobody reads is no op of this forward
+            updating(cut.forward(labels), cut.graph.writes["seen"], norms, state, False)
+        except LookupError:
+            return False
+        return True
+
+    return Update(at, norms, state, mine) if cut.graph.once(("updating", labels, norms, state), can) else None
 
 
 def _norms(stage: Stage, state: AbstractTree, seen: AbstractTree) -> tuple[Norm, ...] | None:

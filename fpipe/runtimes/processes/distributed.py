@@ -31,8 +31,8 @@ from fpipe.runtimes.faults.agreement import of_build
 from fpipe.runtimes.faults.lookout import Lookout
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
-from fpipe.runtimes.lowering.shapes import Untraced
 from fpipe.runtimes.lowering.signature import Signatures
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.on_rank import OnRank, end_of
 from fpipe.runtimes.processes.peer_errors import Others
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of

@@ -8,6 +8,7 @@ The whole program is lowered, so that each rank knows the shapes of all that tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.replicas import Replicas, Sums
@@ -50,11 +52,11 @@ class OnRank(Prepared):
         self.part = of_rank(self.instructions, self.model, rank, *both)
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
         self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
-        self.prepare = [one for one in self.prepare if one[2] in self.part.at]
-        self.results = self._here(*self.results)
-        read = {*self.part.begins, *(slot for one in self.prepare for slot in one[1])}
+        prepare = [one for one in self.entrance.prepare if one[2] in self.part.at]
+        self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._here(self.exit)
+        read = {*self.part.begins, *(slot for one in prepare for slot in one[1])}
         values = {slot: value for value, slot in self.lowered.slots.items()}
-        self._read = [(values[slot], places) for slot, places in self.inputs if slot in read]
+        self._read = [(values[slot], places) for slot, places in self.entrance.inputs if slot in read]
         self.given_as = of_inputs(self.program, self.trees)
         number = 0 if replicas is None else replicas.number
         self.stages = of_stages(self.model, self.lowered, device, self.given_as, number)
@@ -79,9 +81,9 @@ class OnRank(Prepared):
         chosen = {end.name: end for end in ends}
         return Program.trusted(program.inputs, program.ops, tuple(chosen[name] for name in _names(program)))
 
-    def _here(self, containers: Any, found: list[Any], untouched: set[int]) -> tuple[Any, list[Any], set[int]]:
+    def _here(self, everywhere: Exit) -> Exit:
         """The results, with None for those that are at home on other ranks."""
-        whole: dict[str, Any] = tree.unflatten(containers, found)
+        whole: dict[str, Any] = tree.unflatten(everywhere.containers, everywhere.leaves)
         away = {end.name for end in self._asked(self.program).outputs if self.rank not in end.homes}
         for name in whole:
             if name in ("grads", "state"):
@@ -95,7 +97,7 @@ class OnRank(Prepared):
                 parts = zip(each, whole[name], strict=True)
                 whole[name] = tuple(None if one in away else part for one, part in parts)
         leaves, spec = tree.flatten(whole)
-        return spec, leaves, untouched
+        return replace(everywhere, containers=spec, leaves=leaves)
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""

@@ -1,0 +1,89 @@
+"""Make the function of an op of its stage's graph, once for all ops that ask for the same.
+
+Recipe(kind="B", adds=("g",))        --> code_of(cut, ..) -->        dx, sum = backward_adding(res, dy, sum)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fpipe.graphs.compiling.add import adding, owned
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.compiling.cut import Cut, prepared
+from fpipe.graphs.compiling.inductor import Kernel
+from fpipe.graphs.compiling.update import Norm, updating
+from fpipe.graphs.language.graph import Aval, Graph
+
+
+class Recipe(NamedTuple):
+    """A function that an op asks for.
+
+    Attributes:
+        kind: F, B, I or W.
+        labels: of what it writes.
+        adds: of the gradients that it adds to a sum.
+        copied: by label the places of leaves that it writes into memory of their own.
+        update: the norms whose statistics it updates, these, and whether in place.
+        landed: whether its parameters come from another rank: they are not there when a step starts, so nothing is
+            prepared of them.
+        kernels: the flags that choose kernels.
+        compile: whether inductor compiles it.
+    """
+
+    kind: str
+    labels: tuple[str, ...]
+    adds: tuple[str, ...]
+    copied: tuple[tuple[str, int], ...]
+    update: tuple[tuple[Norm, ...], tuple[Aval, ...], bool] | None
+    landed: bool
+    kernels: Any
+    compile: bool
+
+
+class Code(NamedTuple):
+    """A function and its graph, and the call that makes the views of parameters that it reads, with its own."""
+
+    run: Callable[..., Any]
+    graph: Graph
+    prepare: Callable[..., Any]
+    prepares: Graph
+
+
+def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
+    """The code of a recipe."""
+    kind, labels, adds, copied, update, landed, _, compile = recipe
+    if kind == "F":
+        graph = cut.forward(labels)
+        if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
+            copied = (*copied, ("loss", 0))
+        graph = updating(graph, cut.graph.writes["seen"], *update) if update else graph
+    else:
+        graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
+    graph = owned(graph, copied) if copied else graph
+    graph = adding(graph, adds, exact=not compile) if adds else graph
+    first, rest = (graph, graph) if landed else prepared(graph)
+    run = Kernel(rest, name) if compile and rest.nodes else compiled(rest, name[0])
+    if landed:
+        return Code(run, graph, run, graph)
+    return Code(run, rest, compiled(first, "prepare") if first.nodes else _picked(first), first)
+
+
+def update_code(cut: Cut) -> Callable[..., Any]:
+    """The rest of a graph, for its U: with copies of what would share its memory with what was handed in, or with
+    another."""
+    graph = cut.update()
+    taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
+    copied: list[tuple[str, int]] = []
+    for place, name in enumerate(graph.writes["update"]):
+        storage = graph.facts[name].storage
+        copied += [("update", place)] if storage in taken else []
+        taken.add(storage)
+    return compiled(owned(graph, copied) if copied else graph, "update")
+
+
+def _picked(graph: Graph) -> Callable[..., Sequence[list[Any]]]:
+    """The function of a graph without ops, which hands on what it reads."""
+    places = {name: (k, at) for k, leaves in enumerate(graph.reads.values()) for at, name in enumerate(leaves)}
+    picked = [places[name] for name in graph.writes["ready"]]
+    return lambda *lists: ([lists[k][at] for k, at in picked],)

@@ -1,0 +1,258 @@
+"""Fill the slots of a step from what it is handed, and read its results out of them.
+
+params, batch, state        --> Entrance --> slots --> Exit -->        loss, grads, outputs, state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.language.graph import Fact, fact, in_own_storage, is_strided, layout_of
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.sharded import Sharding, local_of, sharding_of
+from fpipe.graphs.tracing.keys import needs_key
+from fpipe.model import Model, PositionalStage, trained, who_draws
+from fpipe.program import Program, Value
+from fpipe.runtimes.definition.devices import BATCH, check_at_home
+from fpipe.runtimes.definition.ends import NO_KEY, bind_inputs, collect_results
+from fpipe.runtimes.definition.meaning import batch_of
+from fpipe.runtimes.definition.moves import brought
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
+from fpipe.runtimes.lowering.lower import FACTORS, Lowered
+from fpipe.runtimes.lowering.part import Slots
+from fpipe.single_device.batches import streams
+
+Given = tuple[Any, Any, Any]
+"""Params, batch and state."""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The leaves that a step is handed, by the values of its program.
+
+    Attributes:
+        trees: what is known of each value.
+        places: of each, where its leaves are among all.
+        at_home: for each leaf the device where it would be if it had data.
+    """
+
+    trees: Mapping[Value, AbstractTree]
+    places: Mapping[Value, Sequence[int]]
+    at_home: Sequence[torch.device]
+
+
+def handed_by(
+    program: Program,
+    model: Model,
+    given: Given,
+    key: int | None,
+    homes: Mapping[Value, torch.device],
+    home: torch.device | None,
+    storages: dict[int, int],
+) -> Handed:
+    """The leaves of params, batch and state; `homes` are the devices of the ranks that read them, else `home`."""
+    leaves, containers = tree.flatten(given)
+    params, batch, state = tree.unflatten(containers, range(len(leaves)))
+    whole, sizes = batch_of(program, given[1])
+    batch = batch if whole is given[1] else streams(batch, len(sizes))
+    ends = bind_inputs(program, model, params, batch, None if given[2] is None else state, key)
+    trees, places = dict[Value, AbstractTree](), dict[Value, Sequence[int]]()
+    at_home = [home or torch.get_default_device()] * len(leaves)
+    if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
+        trees[Value("key")] = AbstractTree((key,), tree.flatten(key)[1])
+    for value, held in ends.items():
+        places[value], spec = tree.flatten(held)
+        found = [leaves[at] for at in places[value]]
+        there = homes.get(value)
+        if there is not None and value.name not in BATCH:
+            check_at_home(value, found, there, example=True)
+            for at in places[value]:
+                at_home[at] = there
+        train = [False] * len(found)
+        if value.name == "params":
+            train = trained(model, value.stage or 0, value.port, tree.unflatten(spec, found))
+        each = zip(found, train, places[value], strict=True)
+        facts = (fact_of(leaf, storages, one, at_home[at]) for leaf, one, at in each)
+        trees[value] = AbstractTree(tuple(_at(fact, there) for fact in facts), spec)
+    return Handed(trees, places, at_home)
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """The way into the slots: what is put where before the first instruction.
+
+    Attributes:
+        start: the slots with what they hold in every step.
+        inputs: a slot, and the places of its leaves among those that the step is handed; `homes`, the device of it.
+        constants, factors: a slot, and the stage whose constants, or momenta, it holds.
+        key, asked: the slots of the step's key, for stages that draw and for those that ask for it.
+        drawing: a stage that draws.
+        prepare: a function that reads slots, and the one that it fills: views of parameters.
+    """
+
+    start: Slots
+    inputs: Sequence[tuple[int, Sequence[int]]]
+    homes: Sequence[tuple[int, torch.device]]
+    constants: Sequence[tuple[int, PositionalStage]]
+    factors: Sequence[tuple[int, PositionalStage]]
+    key: int | None
+    asked: int | None
+    drawing: Any
+    prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
+
+    def filled(self, leaves: Sequence[Any], key: int | None) -> Slots:
+        """The slots of a step."""
+        slots = self.start[:]
+        if self.key is not None:
+            if key is None and self.drawing is not None:
+                raise ValueError(needs_key(self.drawing))
+            slots[self.key] = key
+        if self.asked is not None:
+            if key is None:
+                raise ValueError(NO_KEY)
+            slots[self.asked] = [None]  # a list of its own, which its last reader empties
+        for slot, places in self.inputs:
+            slots[slot] = [leaves[at] for at in places]
+        for slot, stage in self.constants:
+            slots[slot] = [*map(local_of, stage.constants())]
+        for slot, stage in self.factors:
+            slots[slot] = stage.momenta()
+        for slot, home in self.homes:
+            slots[slot] = [brought(leaf, home) for leaf in slots[slot]]
+        for function, reads, slot in self.prepare:
+            slots[slot] = function(*[slots[k] for k in reads])[0]
+        return slots
+
+
+def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[Value, torch.device]) -> Entrance:
+    """The way into the slots of a program that is lowered."""
+    slots, nets = lowered.slots, nets_of(model)
+    count = len(slots) - sum(len(one.writes) for one in lowered.instructions)
+    drawing = lowered.drawing[0].stage or 0 if lowered.drawing else None
+    return Entrance(
+        start=[lowered.constants.get(slot) for slot in range(count)],
+        inputs=[(slots[value], places) for value, places in handed.places.items()],
+        homes=[(slots[value], homes[value]) for value in handed.places if value in homes and value.name in BATCH],
+        constants=[(slots[Value("const", n)], net) for n, net in nets.items() if Value("const", n) in slots],
+        factors=[(slots[*FACTORS, n], net) for n, net in nets.items() if (*FACTORS, n) in slots],
+        key=lowered.key,
+        asked=slots.get(Value("key")),
+        drawing=None if drawing is None else who_draws(model, drawing),
+        prepare=lowered.prepare,
+    )
+
+
+def nets_of(model: Model) -> dict[int, PositionalStage]:
+    """The stages that are cut out of a net, by number."""
+    return {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The place of a leaf of the results in a slot, whether it is copied there, and how it is sharded."""
+
+    at: int
+    slot: int
+    copied: bool = False
+    sharding: Sharding | None = None
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """The gradient of a parameter that nothing depends on, and where that is at home."""
+
+    like: Tensor
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The way out of the slots: the containers of the results, for each leaf its place, and the stages whose state
+    stays the caller's."""
+
+    containers: Any
+    leaves: Sequence[Any]
+    untouched: frozenset[int]
+
+    def results(self, slots: Sequence[Any], state: Any) -> dict[str, Any]:
+        """The results by name."""
+        whole = tree.unflatten(self.containers, [_result(leaf, slots) for leaf in self.leaves])
+        if self.untouched:
+            whole["state"] = tuple(state[n] if n in self.untouched else own for n, own in enumerate(whole["state"]))
+        return whole
+
+
+def exit_of(
+    program: Program,
+    model: Model,
+    lowered: Lowered,
+    given: Given,
+    at_home: Sequence[torch.device],
+    own: bool,
+) -> Exit:
+    """The way out to the outputs of a program; what shares memory with anything else is copied, or all of it where
+    values are not the step's `own`."""
+    params, batch, state = given
+    taken, values = {*lowered.given}, dict[Value, Any]()
+    for end in program.outputs:
+        known = lowered.trees[end.value]
+        places: list[Any] = []
+        for at, leaf in enumerate(known.leaves):
+            copied = isinstance(leaf, Fact) and (not own or leaf.storage in taken or not dense(leaf))
+            places.append(None if leaf is None else Leaf(at, lowered.slots[end.value], copied))
+            taken.update([leaf.storage] if isinstance(leaf, Fact) else [])
+        values[end.value] = places if known.spec is None else tree.unflatten(known.spec, places)
+    written = {end.name.stage for end in program.outputs if end.name.name == "state"}
+    untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
+    state = [None if n in untouched else each for n, each in enumerate(state)] if written else None
+    whole = collect_results(program, model, params, batch, state, values, lambda leaf: leaf)
+    if "grads" in whole:  # in the containers of params, once or for each microbatch
+        grads, spec = tree.flatten(whole["grads"])
+        of_params = cycle(zip(tree.leaves(params), at_home, strict=False))
+        whole["grads"] = tree.unflatten(
+            spec, [_gradient(leaf, *of) for leaf, of in zip(grads, of_params, strict=False)]
+        )
+    found, containers = tree.flatten(whole)
+    return Exit(containers, found, untouched)
+
+
+def _gradient(leaf: Any, param: Any, home: torch.device) -> Any:
+    if isinstance(leaf, Leaf):
+        return replace(leaf, sharding=sharding_of(param))
+    return _Zeros(leaf, home if leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
+    """The fact of a leaf that a step is handed, and whether it gets a gradient."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not is_strided(leaf):
+        raise Untraceable(f"it is handed a {layout_of(leaf)}")
+    known = fact(leaf, storages)
+    device = (home or torch.get_default_device()) if leaf.is_meta else known.aval.device  # an example without data
+    return known._replace(aval=known.aval._replace(wants=trains, device=device))
+
+
+def _at(known: Any, home: torch.device | None) -> Any:
+    """The fact of a leaf of the batch once it is on the device of the rank that reads it."""
+    if home is None or not isinstance(known, Fact) or known.aval.device == home:
+        return known
+    return in_own_storage(known.aval._replace(device=home))
+
+
+def _result(leaf: Any, slots: Sequence[Any]) -> Any:
+    """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
+    if isinstance(leaf, _Zeros):
+        return torch.zeros_like(leaf.like, device=leaf.device)
+    if not isinstance(leaf, Leaf):
+        return leaf
+    made = slots[leaf.slot][leaf.at]
+    made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+    return made if leaf.sharding is None else leaf.sharding.whole(made)
