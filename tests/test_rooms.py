@@ -26,32 +26,32 @@ orders <- root transforms timing
 single_device <- root graphs/purity transforms graphs/language graphs/tracing
 graphs/compiling <- root graphs/purity graphs/language graphs/tracing
 schedules <- root transforms timing orders
-models/parameters <- root graphs/purity single_device
 runtimes/definition <- root graphs/purity transforms graphs/language timing graphs/tracing single_device
+models/parameters <- root graphs/purity single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 finding <- root transforms timing orders schedules
-models/modules <- root graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/lowering <- root graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
-derived <- root graphs/purity graphs/language graphs/tracing models/modules
-models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
+models/modules <- root graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/in_process <- root graphs/purity transforms graphs/language graphs/tracing single_device
     runtimes/definition runtimes/lowering
 runtimes/faults <- root graphs/purity graphs/language runtimes/lowering
-models/cutting <- root graphs/purity graphs/language timing graphs/tracing models/parameters models/tracing
+derived <- root graphs/purity graphs/language graphs/tracing models/modules
+models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
 runtimes/processes <- root graphs/purity transforms graphs/language graphs/tracing single_device runtimes/definition
     runtimes/lowering runtimes/faults
+models/cutting <- root graphs/purity graphs/language timing graphs/tracing models/parameters models/tracing
+runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
 models <- root graphs/purity timing graphs/tracing single_device models/parameters models/modules models/tracing
     models/cutting
-runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
-interop <- root graphs/purity transforms timing models/parameters runtimes/definition models/modules models
-verification <- root transforms graphs/tracing single_device models/parameters runtimes/definition
+verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
 measuring <- root graphs/purity transforms graphs/language timing runtimes/definition runtimes/lowering
     runtimes/processes runtimes
+interop <- root transforms timing runtimes/definition models/modules models
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
-cli <- root transforms timing schedules finding models runtimes interop verification measuring planning pictures
+cli <- root transforms timing schedules finding runtimes models verification measuring interop planning pictures
 testing <- root transforms timing schedules models verification pictures
 """
 ROOMS = {

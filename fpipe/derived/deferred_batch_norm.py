@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.model import Model, Stage, the_model
-from fpipe.models.modules.batch_norm import has_torchs_forward
+from fpipe.models.modules.batch_norm import (
+    Norms,
+    Notes,
+    count_batch,
+    has_torchs_forward,
+    refuse_other_channels,
+    updated,
+)
 from fpipe.models.modules.stage_module import StageModule
 
 
@@ -68,6 +80,55 @@ def _deferred(stage: Stage) -> Stage:
         )
     if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
         return stage
-    later = StageModule(run.number, run.children, run.names, run.skips, deferred=True, state=run.state_of)
-    later.lock, later.handed_out = run.lock, run.handed_out  # the lock is of all stages that have a module in common
-    return replace(stage, forward=later, within=later.within, **later.remembering())
+    return replace(stage, update=partial(_update, run), counts=True)
+
+
+def _update(run: StageModule, state: Mapping[str, Any], seen: Any, *, index: int, count: int) -> dict[str, Any]:
+    """The module state after microbatch `index` of `count`."""
+    return run.update(state, seen, partial(_updated_at_the_end, index=index, count=count))
+
+
+def _updated_at_the_end(
+    norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
+) -> dict[str, Any]:
+    """The running statistics: those of all microbatches are merged, and used at the last of them."""
+    noted_by = list(zip(norms, notes, strict=True))
+    now = [(norm, calls) for norm, calls in noted_by if not isinstance(norm[1], _BatchNorm)]
+    made = updated([norm for norm, _ in now], state, [calls for _, calls in now])
+    for (path, module), calls in noted_by:
+        for call, x in enumerate(calls if isinstance(module, _BatchNorm) else ()):
+            name = f"{path}.gathered.{call}"
+            found = statistics(x) if index == 0 else merged(made.pop(name), statistics(x))
+            if index < count - 1:
+                made[name] = found
+                continue
+            rows, mean, squares = found
+            refuse_other_channels(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
+            factor = count_batch(path, module, made)
+            for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
+                before = made[f"{path}.{buffer}"]
+                made[f"{path}.{buffer}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
+    return made
+
+
+def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Rows, mean and sum of squared deviations of each channel, in float64: a mean of 1e4 leaves the deviations 1e-12.
+
+    >>> statistics(torch.tensor([[1.0], [3.0]]))
+    (2, tensor([2.], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    rows = x.numel() // x.shape[1]
+    var, mean = torch.var_mean(x.double(), dims, correction=0)
+    return rows, mean, var * rows
+
+
+def merged(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
+    """The statistics of two sets of rows as those of one (Chan, Golub and LeVeque 1979).
+
+    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
+    (3, tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
+    """
+    (n, mean, squares), (m, fresh, more) = one, other
+    apart = fresh - mean
+    return n + m, mean + apart * (m / (n + m)), squares + more + apart * apart * (n * m / (n + m))

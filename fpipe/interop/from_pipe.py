@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +19,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 from torch.export.unflatten import InterpreterModule
 
-from fpipe.graphs.purity.alike import Same
-from fpipe.model import Model, Names, Reduction, Source, same_keys
-from fpipe.models.from_functions import from_functions
-from fpipe.models.modules.stage_module import How, StageModule
-from fpipe.models.modules.state import written_buffers
-from fpipe.models.parameters.handed_out import HandedOut
-
-Params = tuple[dict[str, Tensor], ...]
+from fpipe.model import Model, Reduction, Source, same_keys
+from fpipe.models.modules.stage_module import Bound, StageModule
+from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 
 
 def from_pipe(
@@ -83,28 +77,21 @@ def from_pipe(
     together = _together(pipe)
     _refuse_lost_ties(modules, together)
     leaves = _leaves(modules, together)
-    names: list[Names] = [tuple(leaf[number] for leaf in leaves if number in leaf) for number in range(len(modules))]
-    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in leaves if len(leaf) > 1)
-
-    def stages_with(found: Sequence[Mapping[str, How]]) -> list[PipeStage]:
-        each = enumerate(zip(modules, taken, names, found, strict=True))
-        return [PipeStage(number, *more) for number, more in each]
-
-    runs = stages_with([{}] * len(modules))
-    inputs: list[Source | tuple[Source, ...]] = [one.sources if one.many else one.sources[0] for one in taken]
-    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
-    if example is not None:
-        runs = stages_with(written_buffers(runs, model, example))
-    params: list[dict[str, Tensor]] = []
-    for run in runs:
-        own = {leaf[run.number][0]: _tensor(modules, leaf) for leaf in leaves if min(leaf) == run.number}
-        run.handed_out = HandedOut(own, [module for _, module in run.modules])
-        params.append({name: leaf.detach() for name, leaf in own.items()})
-    stages = tuple(
-        replace(stage, forward=run, name=run.called, names=run.names, within=run.within, **run.remembering())
-        for stage, run in zip(model.stages, runs, strict=True)
+    each = enumerate(zip(modules, taken, names_of(leaves, len(modules)), strict=True))
+    runs = [
+        StageModule(number, {one.called: _Call(module, one)}, names, bound=_own(module))
+        for number, (module, one, names) in each
+    ]
+    return of_modules(
+        runs,
+        [one.called for one in taken],
+        [(leaf, modules[min(leaf)].get_parameter(leaf[min(leaf)][0])) for leaf in leaves],
+        loss=loss,
+        inputs=[one.sources if one.many else one.sources[0] for one in taken],
+        reduction=reduction,
+        aux=aux,
+        example=example,
     )
-    return replace(model, stages=stages), tuple(params), tuple(run.state() for run in runs)
 
 
 class Taken(NamedTuple):
@@ -158,44 +145,10 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-class PipeStage(StageModule):
-    """The function of a stage of torch's: its graph runs on what it is handed instead of what it holds.
-
-    Args:
-        number: which stage it is.
-        module: torch's graph of it, or a module of such graphs.
-        taken: what it takes.
-        names: what its parameters are called.
-        state: the buffers that it writes.
-    """
-
-    def __init__(self, number: int, module: nn.Module, taken: Taken, names: Names, state: Mapping[str, How]) -> None:
-        self.module, self.taken, self.called = module, taken, taken.called
-        super().__init__(number, {taken.called: _Call(module, taken)}, names, state=state)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PipeStage, (self.number, self.module, self.taken, self.names, self.state_of)
-
-    def bind(self) -> nn.Module:
-        """The parameters and buffers under the names that they have in torch's graph."""
-        return _Own(self.module)
-
-    def twin(self) -> Any:
-        """Equal to no other: graphs are not compared."""
-        return Same(self)
-
-
-class _Own(nn.Module):
-    """What a module holds is held by this one too; called, it does what it is given."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        held = vars(module)
-        vars(self).update({name: held[name] for name in ("_parameters", "_buffers", "_modules")})
-
-    def __call__(self, what: Callable[[], Any]) -> Any:
-        """What it is given."""
-        return what()
+def _own(module: nn.Module) -> Bound:
+    """The parameters and buffers of torch's graph under the names that they have there."""
+    held = vars(module)
+    return Bound(held["_modules"], held["_parameters"], held["_buffers"])
 
 
 class _Call(nn.Module):
@@ -254,10 +207,6 @@ def leaf_of(source: Any, leaf: int | None, taken: Taken) -> Any:
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
-Leaf = dict[int, tuple[str, ...]]
-"""The names of one parameter in each stage that reads it."""
-
-
 def _leaves(modules: Sequence[nn.Module], together: Mapping[tuple[int, str], int]) -> list[Leaf]:
     """The parameters that train and that some graph reads."""
     found: dict[Any, Leaf] = {}
@@ -303,7 +252,3 @@ def _read(module: nn.Module) -> set[str]:
         if isinstance(graph := getattr(one, "graph", None), fx.Graph)
         for node in graph.find_nodes(op="get_attr")
     }
-
-
-def _tensor(modules: Sequence[nn.Module], leaf: Leaf) -> torch.nn.Parameter:
-    return modules[min(leaf)].get_parameter(leaf[min(leaf)][0])

@@ -11,7 +11,6 @@ are known by class; what else a net mutates is found by running it on an example
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -20,16 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from fpipe.model import Model, Names, Reduction
-from fpipe.models.from_functions import from_functions
+from fpipe.model import Model, Reduction
 from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
-from fpipe.models.modules.state import written_buffers
-from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-
-Params = tuple[dict[str, Tensor], ...]
 
 
 def from_sequential(
@@ -87,46 +82,23 @@ def from_sequential(
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     stage_of = {name: number for number, group in enumerate(groups) for name in group}
-    leaves: dict[int, list[str]] = {}  # the names of one trainable parameter
-    originals: dict[str, Tensor] = {}
-    tensors: dict[str, Tensor] = {}
+    found: dict[Tensor, list[str]] = {}  # the names of one trainable parameter
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            leaves.setdefault(id(parameter), []).append(name)
-            originals[name], tensors[name] = parameter, parameter.detach()
-    _refuse_shared_storage({found[0]: tensors[found[0]] for found in leaves.values()}, stage_of)
-    each = [_by_stage(found, stage_of) for found in leaves.values()]
-    names: list[Names] = [tuple(leaf[number] for leaf in each if number in leaf) for number in range(len(groups))]
-    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in each if len(leaf) > 1)
+            found.setdefault(parameter, []).append(name)
+    _refuse_shared_storage({names[0]: parameter for parameter, names in found.items()}, stage_of)
+    leaves = [(_by_stage(names, stage_of), parameter) for parameter, names in found.items()]
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
+    each = zip(groups, names_of([leaf for leaf, _ in leaves], len(groups)), skips, strict=True)
     said = _checked_state(net, state)
-
-    def stages_with(found: Sequence[Mapping[str, How]]) -> list[StageModule]:
-        each = enumerate(zip(groups, names, skips, found, strict=True))
-        return [StageModule(n, group, own, skip, state={**one, **said}) for n, (group, own, skip, one) in each]
-
-    runs = stages_with([{}] * len(groups))
-    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
-    if example is not None:
-        runs = stages_with(written_buffers(runs, model, example))
-    _share_locks(runs)
-    for run in runs:
-        own = {leaf[run.number][0]: originals[leaf[run.number][0]] for leaf in each if min(leaf) == run.number}
-        run.handed_out = HandedOut(own, [module for _, module in run.modules])
-    cut = tuple(
-        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
-        for stage, group, run in zip(model.stages, groups, runs, strict=True)
-    )
-    return (
-        replace(model, stages=cut),
-        tuple({leaf[n][0]: tensors[leaf[n][0]] for leaf in each if min(leaf) == n} for n in range(len(groups))),
-        tuple(run.state() for run in runs),
-    )
+    runs = [StageModule(number, *parts, state=said) for number, parts in enumerate(each)]
+    called = [", ".join(group) for group in groups]
+    return of_modules(runs, called, leaves, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
 
 
 def _checked_state(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
-    """What the caller says of buffers, refused if it names anything else."""
+    """The caller's words on buffers, refused if it names anything else."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for name, how in (state or {}).items():
         if name not in buffers:
@@ -207,39 +179,13 @@ def _refuse(net: Any) -> None:
             )
 
 
-def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> dict[int, tuple[str, ...]]:
+def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> Leaf:
     """The names of one parameter in each stage that has it."""
-    found: dict[int, tuple[str, ...]] = {}
+    found: Leaf = {}
     for name in names:
         number = stage_of[name.split(".")[0]]
         found[number] = (*found.get(number, ()), name)
     return found
-
-
-def _share_locks(runs: Sequence[StageModule]) -> None:
-    """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
-
-    Raises:
-        ValueError: that module has state, which would be in two stages; or one buffer has two homes.
-    """
-    homes: dict[int, StageModule] = {}
-    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
-    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.fixed)):
-        first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
-        if place != [owner, name]:
-            raise ValueError(
-                f"buffers {first!r} and {path!r} are one tensor, which the first's module writes; give each its own."
-            )
-    for run in runs:
-        for path, module in run.modules:
-            first = homes.setdefault(id(module), run)
-            if first is not run and any(module is owner for _, owner, _ in run.remembered):
-                raise ValueError(
-                    f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
-                    "what it remembers would be in both; choose sizes= that keep it in one."
-                )
-            if first is not run and any(True for _ in module.parameters()):
-                run.lock = first.lock
 
 
 def _refuse_shared_storage(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:

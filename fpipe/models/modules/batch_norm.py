@@ -3,8 +3,7 @@
     y = norm(x), buffers mutated        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
 
 The output of a batch norm in training does not read its running statistics, so forwards may come in any order; the
-updates are ops of their own, one microbatch after the other. A deferred one updates once a step instead, with the
-statistics of the whole batch, as one device does on a batch that is not cut.
+updates are ops of their own, one microbatch after the other.
 """
 
 from __future__ import annotations
@@ -26,9 +25,14 @@ Notes = Sequence[Sequence[Any]]
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm with running statistics, which it updates in training."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
 def tracks(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm that updates its running statistics in the mode that it is in."""
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+    return module.training and has_statistics(module)
 
 
 def updates_apart(module: nn.Module) -> bool:
@@ -45,7 +49,7 @@ _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward
 
 
 @contextmanager
-def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[list[tuple[Any, ...]]]:
+def noted(norms: Norms, who: str = "a forward") -> Generator[list[tuple[Any, ...]]]:
     """Run these norms without their running statistics meanwhile, and note in order what their updates need of each
     call.
 
@@ -57,9 +61,7 @@ def noted(norms: Norms, deferred: bool, who: str = "a forward") -> Generator[lis
 
     def note_input(place: int, module: Any, x: Tensor) -> None:
         type(module)._check_input_dim(module, x)
-        if deferred and isinstance(module, _BatchNorm):
-            note: Any = statistics(x.detach())
-        elif _is_saved(module, x):
+        if _is_saved(module, x):
             note = x.detach()
             versions.append((norms[place][0], x, x._version))
         else:
@@ -107,40 +109,16 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
             single = not isinstance(module, _BatchNorm) and x.dim() == module._get_no_batch_dim()
             rows = x.unsqueeze(0) if single else x
-            _refuse_other_channels(path, (mean, var), rows.shape[1])
+            refuse_other_channels(path, (mean, var), rows.shape[1])
             if isinstance(module, _BatchNorm):
                 _refuse_other_dtypes(path, (mean, var), rows.dtype)
-                torch.batch_norm_update_stats(rows, mean, var, _count(path, module, made))
+                torch.batch_norm_update_stats(rows, mean, var, count_batch(path, module, made))
             else:
                 F.instance_norm(rows, mean, var, None, None, True, module.momentum or 0.0, module.eps)
     return made
 
 
-def updated_at_the_end(
-    norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
-) -> dict[str, Any]:
-    """The state after microbatch `index` of `count`: the statistics of all are merged, and used at the last of them."""
-    noted_by = list(zip(norms, notes, strict=True))
-    later = [(*norm, calls) for norm, calls in noted_by if isinstance(norm[1], _BatchNorm)]
-    now = [(norm, calls) for norm, calls in noted_by if not isinstance(norm[1], _BatchNorm)]
-    made = updated([norm for norm, _ in now], state, [calls for _, calls in now])
-    for path, module, each in later:
-        for call, found in enumerate(each):
-            name = f"{path}.gathered.{call}"
-            found = found if index == 0 else merged(made.pop(name), found)
-            if index < count - 1:
-                made[name] = found
-                continue
-            rows, mean, squares = found
-            _refuse_other_channels(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
-            factor = _count(path, module, made)
-            for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
-                before = made[f"{path}.{buffer}"]
-                made[f"{path}.{buffer}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
-    return made
-
-
-def _refuse_other_channels(path: str, held: tuple[Any, Any], channels: int) -> None:
+def refuse_other_channels(path: str, held: tuple[Any, Any], channels: int) -> None:
     """A ValueError for statistics of other channels: torch's own update of a batch norm writes past their end."""
     for name, found in zip(STATISTICS, held, strict=False):
         shape = tuple(found.shape) if isinstance(found, Tensor) else None
@@ -164,30 +142,7 @@ def _refuse_other_dtypes(path: str, held: tuple[Tensor, Tensor], dtype: torch.dt
             )
 
 
-def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Rows, mean and sum of squared deviations of each channel, in float64: a mean of 1e4 leaves the deviations 1e-12.
-
-    >>> statistics(torch.tensor([[1.0], [3.0]]))
-    (2, tensor([2.], dtype=torch.float64), tensor([2.], dtype=torch.float64))
-    """
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    rows = x.numel() // x.shape[1]
-    var, mean = torch.var_mean(x.double(), dims, correction=0)
-    return rows, mean, var * rows
-
-
-def merged(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
-    """The statistics of two sets of rows as those of one (Chan, Golub and LeVeque 1979).
-
-    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
-    (3, tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
-    """
-    (n, mean, squares), (m, fresh, more) = one, other
-    apart = fresh - mean
-    return n + m, mean + apart * (m / (n + m)), squares + more + apart * apart * (n * m / (n + m))
-
-
-def _count(path: str, module: Any, state: Mapping[str, Tensor]) -> float:
+def count_batch(path: str, module: Any, state: Mapping[str, Tensor]) -> float:
     """Count a batch, and how much it weighs in the running statistics."""
     batches = state.get(f"{path}.num_batches_tracked")
     if batches is not None:

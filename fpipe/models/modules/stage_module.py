@@ -24,14 +24,25 @@ from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
 from fpipe.graphs.purity.pure import Impure, reads_update
 from fpipe.graphs.tracing.keys import random_states, replaying
 from fpipe.model import Names, PositionalStage, same_keys
-from fpipe.models.modules.batch_norm import STATISTICS, noted, tracks, updated, updated_at_the_end, updates_apart
-from fpipe.models.modules.known_modules import DEPEND_ON_MODE, draws_random, refuse_impure
+from fpipe.models.modules.batch_norm import (
+    STATISTICS,
+    Norms,
+    Notes,
+    has_statistics,
+    noted,
+    tracks,
+    updated,
+    updates_apart,
+)
+from fpipe.models.modules.known_modules import draws_random, refuse_impure
 from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
+OfNorms = Callable[[Norms, Mapping[str, Any], Notes], dict[str, Any]]
+"""The state of norms after a forward, from that before and what they noted."""
 Place = tuple[str, nn.Module, str]
 """A tensor of a module: its path in the net, the module that has it, its name there."""
 
@@ -46,8 +57,8 @@ class StageModule(PositionalStage):
         children: its modules by their names in the net.
         names: what its parameters are called.
         skips: what it takes of earlier stages, and puts aside for later ones.
-        deferred: whether batch norms update their statistics once a step.
         state: the buffers that its modules write, besides those of torch's norms, which are known by class.
+        bound: what has the parameters and buffers by their names, if it is not the children.
 
     Attributes:
         norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
@@ -62,35 +73,26 @@ class StageModule(PositionalStage):
         children: Mapping[str, nn.Module],
         names: Names,
         skips: Skips | None = None,
-        deferred: bool = False,
         state: Mapping[str, How] | None = None,
+        bound: nn.Module | None = None,
     ) -> None:
-        self.number, self.children, self.names, self.deferred = number, dict(children), names, deferred
-        self.skips, self.state_of = skips or Skips(), dict[str, How](state or {})
+        self.number, self.children, self.names, self.skips = number, dict(children), names, skips or Skips()
         self.who = f"stage {number}"
-        self.bound = self.bind()
+        self.bound = bound or Bound(self.children)
         self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.caching = [
             m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
         ]
         self.lock = threading.RLock()
         self.handed_out = HandedOut({}, ())
-        self._place_buffers()
-        trained = {name for leaf in names for name in leaf}
-        frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        gone = {(norm, name) for _, norm in self.norms for name in STATISTICS}
-        taken = {place[1:] for place in self.held} | gone
-        self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in taken)]
         self.swapped = [[path for path, _, _ in self.places(leaf)] for leaf in names]
+        self.remember(state or {})
 
-    def bind(self) -> nn.Module:
-        """What is called in place of the modules, and has them under the names they have in the whole net."""
-        return _Bound(self.children)
-
-    def _place_buffers(self) -> None:
-        """Sort the buffers by who writes and reads them."""
+    def remember(self, state: Mapping[str, How]) -> None:
+        """Sort the buffers by who writes and reads them: `state` has those besides torch's norms and spectral norms."""
+        self.state_of = dict(state)
         self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
-        known = {place[1:]: self.state_of[place[0]] for place in self.buffers if place[0] in self.state_of}
+        known = {place[1:]: state[place[0]] for place in self.buffers if place[0] in state}
         for _, module in self.modules:
             odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
             for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
@@ -98,18 +100,20 @@ class StageModule(PositionalStage):
         self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
         own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
         self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
-        self.updates: list[Place] = []
-        self.held: list[Place] = []
-        if "ordered" in known.values():
-            self.held, self.norms = self.remembered, []
-        else:
-            self.updates = [place for place in self.buffers if place[1:] in known and place[1:] not in own]
+        ordered = "ordered" in known.values()
+        self.held = self.remembered if ordered else []
+        self.updates = [] if ordered else [place for place in self.remembered if place[1:] not in own]
+        self.norms = [] if ordered else self.norms
+        gone = {place[1:] for place in self.held} | (set() if ordered else own)
+        trained = {name for leaf in self.names for name in leaf}
+        frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
+        self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in gone)]
         self.holds = [path for path, _, _ in self.held]
         self.update_only = [path for path, _, _ in self.updates]
         self.writes = [path for path, _, _ in self.remembered]
-        self.moody = [(path, module) for path, module in self.modules if isinstance(module, DEPEND_ON_MODE)]
         # What is written may depend on the mode of any module.
-        self.turning = [(path, m, m.training) for path, m in self.modules] if self.held or self.updates else []
+        turning = self.modules if self.held or self.updates else [one for one in self.modules if has_statistics(one[1])]
+        self.turning = [(path, module, module.training) for path, module in turning]
 
     def places(self, paths: Iterable[str]) -> list[Place]:
         """Each place where a tensor is, under the first of its paths.
@@ -123,7 +127,7 @@ class StageModule(PositionalStage):
         return [(path, *place) for place, path in first.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names, self.skips, self.deferred, self.state_of)
+        return StageModule, (self.number, self.children, self.names, self.skips, self.state_of, self.bound)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with updates that are apart, also what they need; with a state, also the new."""
@@ -187,7 +191,7 @@ class StageModule(PositionalStage):
             )
 
         mine = [tensor for _, tensor in self.named_tensors()]
-        with self._swapping(), noted(self.norms, self.deferred, self.who), OwnMemory(refuse, mine):
+        with self._swapping(), noted(self.norms, self.who), OwnMemory(refuse, mine):
             return torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
 
     def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, Any, dict[str, Tensor]]:
@@ -197,7 +201,7 @@ class StageModule(PositionalStage):
             y = run_children(self.children, self.skips, x)
             return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
 
-        with self._swapping(), noted(self.norms, self.deferred, self.who) as notes:
+        with self._swapping(), noted(self.norms, self.who) as notes:
             # A copy, since functional_call notes in it what is bound anew.
             y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
         odd = next((path for path in self.writes if path in own and not isinstance(new[path], Tensor)), None)
@@ -235,21 +239,14 @@ class StageModule(PositionalStage):
 
     def _refuse_changed(self) -> None:
         """The mode may have changed since the stage was made."""
-        norms = {path for path, _ in self.norms}
-        for path, module in self.moody:
+        for path, module, training in self.turning:
+            if module.training != training:
+                was, now = ("training", "eval") if training else ("eval", "training")
+                raise ValueError(
+                    f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is "
+                    f"in {now} now: what it remembers is part of the program. Call from_sequential again."
+                )
             refuse_impure(path, module)
-            if not self.held and updates_apart(module) != (path in norms):
-                self._refuse_turned(path, module, path in norms)
-        for path, module, was in self.turning:
-            if module.training != was:
-                self._refuse_turned(path, module, was)
-
-    def _refuse_turned(self, path: str, module: nn.Module, training: bool) -> None:
-        was, now = ("training", "eval") if training else ("eval", "training")
-        raise ValueError(
-            f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is in {now} "
-            "now: what it remembers is part of the program. Call from_sequential again."
-        )
 
     def constants(self) -> list[Tensor]:
         """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
@@ -276,7 +273,7 @@ class StageModule(PositionalStage):
 
     def batch_norms(self) -> list[str] | None:
         """The paths of its batch norms, if they alone remember, at once, and every batch weighs the same."""
-        alone = bool(self.norms) and not self.updates and not self.deferred
+        alone = bool(self.norms) and not self.updates
         plain = all(isinstance(norm, _BatchNorm) and norm.momentum is not None for _, norm in self.norms)
         return [path for path, _ in self.norms] if alone and plain else None
 
@@ -311,13 +308,13 @@ class StageModule(PositionalStage):
         said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
         if not self.norms and not self.updates:
             return said
-        return said | {"update": self.update, "notes": True, "counts": self.deferred}
+        return said | {"update": self.update, "notes": True}
 
-    def update(self, state: Mapping[str, Any], seen: Any, **counted: int) -> dict[str, Any]:
+    def update(self, state: Mapping[str, Any], seen: Any, of_norms: OfNorms = updated) -> dict[str, Any]:
         """The module state after a forward, from the state before and what the forward noted."""
         notes, again = seen if self.updates else (seen, None)
         rest = {name: held for name, held in state.items() if name not in self.update_only}
-        new = (updated_at_the_end if self.deferred else updated)(self.norms, rest, notes, **counted)
+        new = of_norms(self.norms, rest, notes)
         if again is not None:
             new |= again({name: state[name] for name in self.update_only})
         return {name: new[name] for name in dict.fromkeys((*state, *new)) if name in new}
@@ -337,7 +334,7 @@ class StageModule(PositionalStage):
         odd: list[Any] = []
         keys = tuple(module_key(module, odd) for module in self.children.values())
         written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))
-        return tuple(short), fixed, written, keys, self.skips, self.deferred, Same(self) if odd else None
+        return tuple(short), fixed, written, keys, self.skips, Same(self) if odd else None
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:
@@ -379,16 +376,18 @@ def _detached(leaf: Any) -> Any:
 def _short(path: str, place: Mapping[str, str]) -> str:
     """A leaf's name with its child's place in the stage instead of the child's name."""
     child, dot, rest = path.partition(".")
-    return place[child] + dot + rest
+    return place.get(child, child) + dot + rest
 
 
-class _Bound(nn.Module):
-    """A stage's modules under the names they have in the whole net; called, it does what it is given."""
+class Bound(nn.Module):
+    """Modules, parameters and buffers under the names they have in the whole net; called, it does what it is given."""
 
-    def __init__(self, children: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], parameters: dict[str, Any] | None = None, buffers: Any = None
+    ) -> None:
         super().__init__()
-        for name, module in children.items():
-            self.add_module(name, module)
+        # The same dicts: a tensor that is swapped here is swapped there.
+        vars(self).update(_modules=modules, _parameters=parameters or {}, _buffers=buffers or {})
 
     def __call__(self, what: Callable[[], Any]) -> Any:
         """What it is given, without the hooks on all modules: this is none of theirs."""

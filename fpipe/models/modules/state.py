@@ -1,9 +1,9 @@
-"""Find the buffers that a net mutates by running each stage once on fake tensors, as `jax.eval_shape` would.
+"""Find the buffers that a net mutates by running each stage on fake tensors, as `jax.eval_shape` would.
 
-    trace of a stage, all buffers as inputs           a buffer is
-    the node that comes out is the input              constant
-    it is another, and no output reads the input      written, by updates of its own ("update")
-    it is another, and an output reads the input      written in the order of the forwards ("ordered")
+    a stage, all buffers as inputs                    a buffer is
+    it is neither mutated nor bound anew              constant
+    it is, and no output is computed from it          written, by updates of its own ("update")
+    it is, and an output is computed from it          written in the order of the forwards ("ordered")
 
 A stage that looks at data cannot run on fake tensors. It runs on the example itself, and what it writes is ordered.
 """
@@ -11,20 +11,22 @@ A stage that looks at data cannot run on fake tensors. It runs on the example it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, Graph, Name, aval
+from fpipe.graphs.language.graph import Aval, Fact, aval
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.own_memory import OwnMemory, memory
+from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
 from fpipe.graphs.purity.pure import Impure, refused
+from fpipe.graphs.tracing.fake import LeakedTensor
 from fpipe.graphs.tracing.keys import seeded
 from fpipe.graphs.tracing.outputs import outputs_of
-from fpipe.graphs.tracing.trace import trace
+from fpipe.graphs.tracing.trace import outline
 from fpipe.model import Model
 from fpipe.models.modules.batch_norm import STATISTICS
 from fpipe.models.modules.stage_module import How, StageModule
@@ -44,73 +46,75 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
     Raises:
         ValueError: a stage looks at data, and the example has none.
     """
-    run = _Run(stages, model, example)
-    return [run.written(number) for number in range(len(stages))]
+    flow = _Flow(stages, model, example)
+    return [flow.written(number) for number in range(len(stages))]
 
 
-class _Run:
+class _Flow:
     """Goes from stage to stage, on abstract values, and where one of them looks at data, on the example."""
 
     def __init__(self, stages: Sequence[StageModule], model: Model, example: Any) -> None:
         self.stages, self.model = stages, model
-        leaves, spec = tree.flatten(example)
-        self.example: list[Flat] = [([_at_home(x) if _is(x) else x for x in leaves], spec)]
-        self.has_data = not any(leaf.is_meta or hasattr(leaf, "fake_mode") for leaf in leaves if _is(leaf))
-        self.real = _taken_apart((example,))
+        self.real_example: Flat = tree.flatten(example)
+        leaves, spec = self.real_example
+        self.example: Flat = [_at_home(x) if isinstance(x, Tensor) else x for x in leaves], spec
         self.outputs: list[list[Flat]] = []
         self.real_outputs: list[list[Flat]] = []
 
     def written(self, number: int) -> dict[str, How]:
-        """What a stage writes, and what it hands on."""
+        """The buffers that a stage writes; its outputs are noted for the stages that take them."""
         stage = self.stages[number]
-        try:
-            graph, specs, stale = self._traced(stage, self._taken(number, self.outputs, self.example))
-        except Untraceable as error:
-            return self._by_hand(number, error)
-        self.outputs.append([(_avals(graph, label), spec) for label, spec in specs.items()])
-        ordered = _read(graph, [leaf for label in specs for leaf in graph.writes[label]])
-        found: dict[str, How] = dict.fromkeys(stale, "ordered")
-        copies = {node.name: node.args[0] for node in graph.nodes if node.op is torch.ops.aten.clone.default}
-        names = zip(_buffers(stage), graph.reads["buffers"], graph.writes["buffers"], strict=True)
-        for path, before, after in names:
-            if before not in (after, copies.get(after)):
-                found[path] = "ordered" if before in ordered else "update"
-        return found
-
-    def _taken(self, number: int, outputs: Sequence[Sequence[Flat]], example: Sequence[Flat]) -> list[Flat]:
-        """What a stage takes of the batch and of the stages before."""
-        found: list[Flat] = []
-        for source in self.model.sources(number):
-            stage, port = source if isinstance(source, tuple) else (source, 0)
-            found.append(example[0] if stage == "batch" else outputs[stage][port])
-        return found
-
-    def _traced(self, stage: StageModule, taken: Sequence[Flat]) -> tuple[Graph, dict[str, Any], list[str]]:
-        """The stage as a graph, the containers of its outputs, and the running statistics of norms that it reads."""
+        taken = self._taken(number, self.outputs, self.example)
         params, buffers = _params(stage), _buffers(stage)
-        specs: dict[str, Any] = {}
-        stale: list[str] = []
+        found: dict[str, How] = {}
+        specs: list[Any] = []
 
         def run(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-            x = _whole(taken, given["x"], isinstance(self.model.inputs[stage.number], tuple))
             own = dict(zip(params, given["params"], strict=True))
-            ports, new, mode = self._observed(stage, own, dict(zip(buffers, given["buffers"], strict=True)), x)
-            stale[:] = [name for name, one in stage.unreadable() if memory(one) in mode.read]
-            made = {f"y:{port}" if port else "y": tree.flatten(y) for port, y in enumerate(ports)}
-            specs.update({label: spec for label, (_, spec) in made.items()})
-            return {label: leaves for label, (leaves, _) in made.items()} | {"buffers": [new[path] for path in buffers]}
+            held, x = dict(zip(buffers, given["buffers"], strict=True)), self._whole(number, taken, given["x"])
+            ports, written, stale = self._observed(stage, own, held, x)
+            if written:
+                followed = Followed({path: held[path] for path in written})
+                again, _, _ = self._observed(stage, own, held, x, followed)
+                read = followed.behind(leaf for y in again for leaf in tree.leaves(y))
+                found.update(dict.fromkeys(written, "update" if read is None else "ordered"))
+            found.update(dict.fromkeys(stale, "ordered"))
+            each = [tree.flatten(y) for y in ports]
+            specs[:] = [spec for _, spec in each]
+            return {f"y:{port}": leaves for port, (leaves, _) in enumerate(each)}
 
         reads = {
             "params": [aval(one) for one in params.values()],
             "buffers": [aval(one) for one in buffers.values()],
             "x": [leaf for leaves, _ in taken for leaf in leaves],
         }
-        return trace(run, reads, {}), specs, stale
+        try:
+            _, writes, _, _ = outline(run, reads)
+        except (Untraceable, LeakedTensor) as error:
+            return self._by_hand(number, error)
+        each = zip(writes.values(), specs, strict=True)
+        self.outputs.append([([_aval(leaf) for leaf in leaves], spec) for leaves, spec in each])
+        return found
+
+    def _taken(self, number: int, outputs: Sequence[Sequence[Flat]], example: Flat) -> list[Flat]:
+        """The inputs of a stage: of the batch, and of stages before."""
+        found: list[Flat] = []
+        for source in self.model.sources(number):
+            stage, port = source if isinstance(source, tuple) else (source, 0)
+            found.append(example if stage == "batch" else outputs[stage][port])
+        return found
+
+    def _whole(self, number: int, taken: Sequence[Flat], leaves: Sequence[Any]) -> Any:
+        """The input of a stage in its containers."""
+        left = iter(leaves)
+        each = [tree.unflatten(spec, [next(left) for _ in own]) for own, spec in taken]
+        return tuple(each) if isinstance(self.model.inputs[number], tuple) else each[0]
 
     def _observed(
-        self, stage: StageModule, params: Mapping[str, Any], buffers: Mapping[str, Any], x: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Tensor], OwnMemory]:
-        """The outputs of a stage, its buffers afterwards, and what it read and wrote; modules stay as they are."""
+        self, stage: StageModule, params: Mapping[str, Any], buffers: Mapping[str, Any], x: Any, followed: Any = None
+    ) -> tuple[tuple[Any, ...], list[str], list[str]]:
+        """The outputs of a stage, the buffers that it writes, and the statistics of norms that it reads, on copies of
+        its buffers; modules stay as they are."""
 
         def refuse(tensor: Tensor, op: Any) -> None:
             raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
@@ -118,8 +122,9 @@ class _Run:
         attributes, mode = Attributes(stage.modules, stage.who, every=True), OwnMemory(refuse)
         empty = _empty(stage)
         try:
-            with stage.lock, mode:
+            with stage.lock, followed or nullcontext(), mode:
                 copies = {path: one.clone() for path, one in buffers.items()}
+                places = {path: memory(copy) for path, copy in copies.items()}
                 y, new = stage.observed({**params, **copies}, x)
             if filled := empty - _empty(stage):
                 raise ValueError(
@@ -128,45 +133,34 @@ class _Run:
                 )
         finally:
             attributes.put_back()
-        return (
-            outputs_of(self.model, stage.number, y),
-            {path: one.detach() for path, one in new.items()},
-            mode,
-        )
+        written = [path for path, place in places.items() if memory(new[path]) != place or place in mode.wrote]
+        stale = [name for name, one in stage.unreadable() if memory(one) in mode.read]
+        return outputs_of(self.model, stage.number, y), written, stale
 
-    def _by_hand(self, number: int, why: Untraceable) -> dict[str, How]:
-        """What a stage writes as it runs on the example."""
-        if not self.has_data:
+    def _by_hand(self, number: int, why: Exception) -> dict[str, How]:
+        """The buffers that a stage writes as it runs on the example."""
+        if any(isinstance(x, Tensor) and (x.is_meta or hasattr(x, "fake_mode")) for x in self.real_example[0]):
             raise ValueError(
                 f"stage {number} cannot run on tensors without data ({why}), so an example has to have some; or say "
                 "what it writes by state={name: 'update' or 'ordered'}."
             )
-        found: dict[str, How] = {}
+        written: list[str] = []
         for at in range(len(self.real_outputs), number + 1):
             stage = self.stages[at]
-            taken = self._taken(at, self.real_outputs, self.real)
-            leaves = [leaf for leaves, _ in taken for leaf in leaves]
-            x = _whole(taken, leaves, isinstance(self.model.inputs[at], tuple))
-            before = _buffers(stage)
+            taken = self._taken(at, self.real_outputs, self.real_example)
+            x = self._whole(at, taken, [leaf for leaves, _ in taken for leaf in leaves])
             with torch.no_grad(), seeded(0, stage.who):
-                params = {path: _copy(one) for path, one in _params(stage).items()}
-                ports, new, mode = self._observed(stage, params, before, x)
-            self.real_outputs.append(_taken_apart(ports))
-            found = {path: "ordered" for path in new if memory(new[path]) in mode.wrote or _differs(new, before, path)}
-        self.outputs.append(
-            [([aval(x) if _is(x) else x for x in leaves], spec) for leaves, spec in self.real_outputs[-1]]
-        )
-        return found
+                params = {path: one.detach().requires_grad_(one.requires_grad) for path, one in _params(stage).items()}
+                ports, written, _ = self._observed(stage, params, _buffers(stage), x)
+            self.real_outputs.append([tree.flatten(y) for y in ports])
+        self.outputs.append([([_aval(leaf) for leaf in leaves], spec) for leaves, spec in self.real_outputs[-1]])
+        return dict.fromkeys(written, "ordered")
 
 
 def _params(stage: StageModule) -> dict[str, Tensor]:
     """Its parameters, each once: a module that stands twice has its tensors in one place."""
     paths = (path for path, _ in stage.bound.named_parameters(remove_duplicate=False))
     return {path: getattr(owner, name) for path, owner, name in stage.places(paths)}
-
-
-def _copy(parameter: Tensor) -> Tensor:
-    return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
 def _buffers(stage: StageModule) -> dict[str, Tensor]:
@@ -181,37 +175,13 @@ def _empty(stage: StageModule) -> set[str]:
     return {f"{path}.{name}" for path, name, one in buffers if one is None}
 
 
-def _differs(new: Mapping[str, Tensor], before: Mapping[str, Tensor], path: str) -> bool:
-    return new[path].shape != before[path].shape or not torch.equal(new[path], before[path])
-
-
-def _taken_apart(ports: Sequence[Any]) -> list[Flat]:
-    return [tree.flatten(y) for y in ports]
-
-
-def _whole(taken: Sequence[Flat], leaves: Sequence[Any], many: bool) -> Any:
-    """What a stage takes, from its leaves."""
-    left = iter(leaves)
-    each = [tree.unflatten(spec, [next(left) for _ in own]) for own, spec in taken]
-    return tuple(each) if many else each[0]
-
-
-def _avals(graph: Graph, label: str) -> list[Any]:
-    return [graph.facts[leaf].aval if isinstance(leaf, Name) else leaf for leaf in graph.writes[label]]
-
-
-def _read(graph: Graph, results: Sequence[Any]) -> set[Name]:
-    """All that these results are computed from."""
-    needed = graph.behind(results)
-    read = {name for node in graph.nodes if node.name in needed for name in node.reads}
-    return read | {leaf for leaf in results if isinstance(leaf, Name)}
+def _aval(leaf: Any) -> Any:
+    """A leaf as an abstract value, if it is a tensor or known as one."""
+    known = leaf.aval if isinstance(leaf, Fact) else aval(leaf) if isinstance(leaf, Tensor) else leaf
+    return known._replace(wants=False) if isinstance(known, Aval) else known
 
 
 def _at_home(leaf: Tensor) -> Aval:
-    """What an example stands for: one without data for a tensor on the default device."""
+    """The abstract value of an example: one without data stands for a tensor on the default device."""
     device = torch.get_default_device() if leaf.is_meta else leaf.device
     return aval(leaf)._replace(wants=False, device=device)
-
-
-def _is(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
