@@ -79,7 +79,7 @@ def from_pipe(
     leaves = _leaves(modules, together)
     each = enumerate(zip(modules, taken, names_of(leaves, len(modules)), strict=True))
     runs = [
-        StageModule(number, {one.called: _Call(module, one)}, names, bound=_own(module))
+        StageModule(number, {one.called: _Call(module, one)}, names, bound=_Own(module))
         for number, (module, one, names) in each
     ]
     return of_modules(
@@ -145,10 +145,16 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _own(module: nn.Module) -> Bound:
+class _Own(Bound):
     """The parameters and buffers of torch's graph under the names that they have there."""
-    held = vars(module)
-    return Bound(held["_modules"], held["_parameters"], held["_buffers"])
+
+    def __init__(self, module: nn.Module) -> None:
+        held = vars(module)
+        super().__init__(held["_modules"], held["_parameters"], held["_buffers"])
+        vars(self)["of"] = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Own, (vars(self)["of"],)  # of a copy, those of the copied module
 
 
 class _Call(nn.Module):
