@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fpipe.positional_stage import Names, PositionalStage, of_net
 from fpipe.program import Op
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fpipe import tree
 
 Source = int | Literal["batch"] | tuple[int, int]
@@ -59,7 +56,7 @@ class Stage:
     counts: bool = False
     aux_loss: bool = False
     name: str = ""
-    names: tuple[tuple[str, ...], ...] | None = None
+    names: Names | None = None
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -442,7 +439,8 @@ def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int
 
 def who_draws(model: Model, number: int) -> str:
     """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
-    modules = getattr(model.stages[number].forward, "drawing", list[str])()
+    net = of_net(model.stages[number].forward)
+    modules = net.drawing() if net else []
     return f"{model.who(number)}: {', '.join(modules)}" if modules else model.who(number)
 
 
@@ -456,102 +454,3 @@ def same_keys(
     if len(found) != len(expected):
         extra = next(name for name in found if name not in expected)
         raise ValueError(f"{who} has {extra!r}, which is not {what}.")
-
-
-def of_net(function: Any) -> PositionalStage | None:
-    """The stage that a front door has cut out of a net, also where a transform of the model wraps its function."""
-    inner: Any = inspect.unwrap(function) if callable(function) else None
-    return inner if isinstance(inner, PositionalStage) else None
-
-
-Names = tuple[tuple[str, ...], ...]
-"""The names of each parameter that the stage is handed."""
-
-
-class PositionalStage(ABC):
-    """A stage function that a front door has cut out of a net: it also takes its parameters by position, so that equal
-    stages share a trace, whatever their parameters are called.
-
-    f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], x)
-
-    Attributes:
-        number: which stage it is.
-        names: what its parameters are called, the first name of each in `params`.
-        holds: what the buffers are called that it reads and writes.
-        update_only: what the buffers are called that only its update reads and writes.
-        writes: what all buffers are called that it or its update writes: its state.
-        modules: the modules that it runs, and the lock of those that run them.
-    """
-
-    number: int
-    names: Names
-    holds: Sequence[str] = ()
-    update_only: Sequence[str] = ()
-    writes: Sequence[str] = ()
-    modules: Sequence[tuple[str, Any]] = ()
-    lock: AbstractContextManager[Any] = nullcontext()
-
-    @abstractmethod
-    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
-        """The stage as a function of parameters by name."""
-
-    @abstractmethod
-    def pure(
-        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
-    ) -> tuple[Any, dict[str, Any]]:
-        """The output as a function of all that the stage reads, in the order of names; and by name what it gives
-        beside: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an
-        `update`."""
-
-    @property
-    def pieces(self) -> Sequence[Any]:
-        """What it runs one after the other, each to be traced alone; none where it is traced as a whole."""
-        return ()
-
-    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Which values of its pieces are what it is handed, and its output with values for tensors; None without."""
-        return None
-
-    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
-        return what()
-
-    def constants(self) -> list[Tensor]:
-        """What it reads besides parameters and state, as it is now; the `update_only` buffers are among them."""
-        return []
-
-    def literals_now(self) -> list[Tensor]:
-        """Those of them that its code makes of numbers."""
-        return []
-
-    def update_only_positions(self) -> list[int]:
-        """The positions of the `update_only` buffers among the constants."""
-        return []
-
-    def modes(self) -> tuple[Any, ...]:
-        """What a trace of it depends on, besides abstract values."""
-        return ()
-
-    def moved(self) -> Mapping[str, int]:
-        """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""
-        return {}
-
-    def batch_norms(self) -> list[str] | None:
-        """The paths of its batch norms, if nothing else in it has state and an op can update their statistics."""
-        return None
-
-    def momenta(self) -> list[Any]:
-        """How much a batch weighs in the running statistics of each of its norms, as it is now."""
-        return []
-
-    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """All tensors that it holds, by name."""
-        return ()
-
-    def unreadable(self) -> Iterable[tuple[str, Tensor]]:
-        """Those that no forward may read, since only updates know them."""
-        return ()
-
-    @abstractmethod
-    def twin(self) -> Any:
-        """Equal for stages that compute the same function of what they take by position."""

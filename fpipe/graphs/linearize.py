@@ -27,7 +27,8 @@ from fpipe.graphs.purity.ambient import Untraceable, in_fake_mode, raw_ops
 from fpipe.graphs.purity.sharded import local_of, sharded_as
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.tracing.trace_cache import Traces
-from fpipe.model import Model, PositionalStage, Stage
+from fpipe.model import Model, Stage
+from fpipe.positional_stage import PositionalStage
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.model import Model, Names, Reduction, Source
+from fpipe.model import Model, Reduction, Source
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.state import written_buffers
 from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.positional_stage import Names
 
 Params = tuple[dict[str, Tensor], ...]
 Leaf = dict[int, tuple[str, ...]]
@@ -73,7 +74,7 @@ def _share_locks(runs: Sequence[StageModule]) -> None:
     """
     homes: dict[int, StageModule] = {}
     written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
-    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.fixed)):
+    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.read)):
         first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
         if place != [owner, name]:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fpipe.graphs.purity.alike import content_of, named_in
 from fpipe.graphs.purity.attributes import Modules
-from fpipe.model import PositionalStage
+from fpipe.positional_stage import PositionalStage
 
 
 def closed_over(function: Any) -> Iterator[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.attributes import Attributes, Modules, unmoved_random_numbers
 from fpipe.graphs.purity.closure import closed_over, modules_of
 from fpipe.graphs.purity.own_memory import OwnMemory, memory
-from fpipe.model import PositionalStage, of_net
+from fpipe.positional_stage import PositionalStage, of_net
 
 
 class Impure(RuntimeError):

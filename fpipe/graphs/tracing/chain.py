@@ -21,7 +21,8 @@ from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
 from fpipe.graphs.tracing.joined import Moved, Part, Places, Value, fact_of, joined
 from fpipe.graphs.tracing.outputs import outputs_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, positions
-from fpipe.model import Model, PositionalStage
+from fpipe.model import Model
+from fpipe.positional_stage import PositionalStage
 
 
 class Piece(Protocol):

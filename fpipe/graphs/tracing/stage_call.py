@@ -20,7 +20,8 @@ from fpipe.graphs.language.labels import is_input, label_at
 from fpipe.graphs.purity.pure import pure
 from fpipe.graphs.tracing.keep import collecting_marks
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
-from fpipe.model import Model, PositionalStage, same_keys
+from fpipe.model import Model, same_keys
+from fpipe.positional_stage import PositionalStage
 
 Spec = Any
 

@@ -21,7 +21,8 @@ from fpipe.graphs.tracing.keys import TracedKey, fold_in, unseeding
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
-from fpipe.model import Model, PositionalStage, of_net
+from fpipe.model import Model
+from fpipe.positional_stage import PositionalStage, of_net
 
 Cotangents = Mapping[str, tuple[Any, ...]]
 """By label the avals of the cotangents of a call, None where there is none."""

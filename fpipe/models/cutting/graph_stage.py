@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.alike import Same
-from fpipe.model import PositionalStage
 from fpipe.models.cutting.graph_copy import HoldsGraph
 from fpipe.models.cutting.pieces import operations
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
 from fpipe.models.tracing.traced_modes import TracedModes
+from fpipe.positional_stage import PositionalStage
 
 
 class GraphStage(HoldsGraph, PositionalStage):

@@ -23,7 +23,7 @@ from fpipe.graphs.purity.attributes import Attributes
 from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
 from fpipe.graphs.purity.pure import Impure, reads_update
 from fpipe.graphs.tracing.keys import random_states, replaying
-from fpipe.model import Names, PositionalStage, same_keys
+from fpipe.model import same_keys
 from fpipe.models.modules.batch_norm import (
     STATISTICS,
     Norms,
@@ -38,6 +38,7 @@ from fpipe.models.modules.known_modules import draws_random, refuse_impure
 from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.positional_stage import Names, PositionalStage
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -85,13 +86,13 @@ class StageModule(PositionalStage):
         ]
         self.lock = threading.RLock()
         self.handed_out = HandedOut({}, ())
-        self.swapped = [[path for path, _, _ in self.places(leaf)] for leaf in names]
+        self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
         self.remember(state or {})
 
     def remember(self, state: Mapping[str, How]) -> None:
         """Sort the buffers by who writes and reads them: `state` has those besides torch's norms and spectral norms."""
         self.state_of = dict(state)
-        self.buffers = self.places(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
+        self.buffers = self.placed(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         known = {place[1:]: state[place[0]] for place in self.buffers if place[0] in state}
         for _, module in self.modules:
             odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
@@ -107,7 +108,9 @@ class StageModule(PositionalStage):
         gone = {place[1:] for place in self.held} | (set() if ordered else own)
         trained = {name for leaf in self.names for name in leaf}
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        self.fixed = [*self.places(frozen), *(place for place in self.buffers if place[1:] not in gone)]
+        self.read = [*self.placed(frozen), *(place for place in self.buffers if place[1:] not in gone)]
+        self.fixed, self.homes = [path for path, _, _ in self.read], [place[1:] for place in self.read]
+        self.can_fold = not self.updates and all(isinstance(norm, _BatchNorm) for _, norm in self.norms)
         self.holds = [path for path, _, _ in self.held]
         self.update_only = [path for path, _, _ in self.updates]
         self.writes = [path for path, _, _ in self.remembered]
@@ -115,7 +118,7 @@ class StageModule(PositionalStage):
         turning = self.modules if self.held or self.updates else [one for one in self.modules if has_statistics(one[1])]
         self.turning = [(path, module, module.training) for path, module in turning]
 
-    def places(self, paths: Iterable[str]) -> list[Place]:
+    def placed(self, paths: Iterable[str]) -> list[Place]:
         """Each place where a tensor is, under the first of its paths.
 
         A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.
@@ -248,43 +251,14 @@ class StageModule(PositionalStage):
                 )
             refuse_impure(path, module)
 
-    def constants(self) -> list[Tensor]:
-        """What the stage reads besides its parameters, as it is now: frozen parameters and buffers."""
-        with self.lock:
-            return [getattr(owner, name) for _, owner, name in self.fixed]
-
     def moved(self) -> Mapping[str, int]:
         """The parameters that its modules have elsewhere than when they were handed out."""
         with self.lock:
             return self.handed_out.moved()
 
-    def update_only_positions(self) -> list[int]:
-        """The positions of the `update_only` buffers among the constants."""
-        paths = [path for path, _, _ in self.fixed]
-        return [paths.index(path) for path in self.update_only]
-
-    def modes(self) -> tuple[Any, ...]:
-        """What its traces depend on: the modes of its modules, and which norms have a momentum."""
-        return (*(module.training for _, module in self.modules), *(norm.momentum is None for _, norm in self.norms))
-
-    def momenta(self) -> list[Any]:
-        """How much a batch weighs in the running statistics of each norm."""
-        return [norm.momentum for _, norm in self.norms]
-
-    def batch_norms(self) -> list[str] | None:
-        """The paths of its batch norms, if they alone remember, at once, and every batch weighs the same."""
-        alone = bool(self.norms) and not self.updates
-        plain = all(isinstance(norm, _BatchNorm) and norm.momentum is not None for _, norm in self.norms)
-        return [path for path, _ in self.norms] if alone and plain else None
-
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and buffers of its modules by their paths."""
         yield from (*self.bound.named_buffers(), *self.bound.named_parameters())
-
-    def unreadable(self) -> Iterator[tuple[str, Tensor]]:
-        """The running statistics of norms that update them apart: a forward has them not."""
-        for path, norm in self.norms:
-            yield from ((f"{path}.{name}", held) for name, held in norm.named_buffers(recurse=False))
 
     def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
@@ -293,7 +267,7 @@ class StageModule(PositionalStage):
     def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
         """What a stage reads, under all its names."""
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
-        return own | {path: tensor for (path, _, _), tensor in zip(self.fixed, constants, strict=True)}
+        return own | dict(zip(self.fixed, constants, strict=True))
 
     def _copies(self, places: Sequence[Place]) -> dict[str, Tensor]:
         with self.lock:
@@ -330,7 +304,7 @@ class StageModule(PositionalStage):
         """
         place = {name: str(at) for at, name in enumerate(self.children)}
         short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
-        fixed = tuple(_short(path, place) for path, _, _ in self.fixed)
+        fixed = tuple(_short(path, place) for path in self.fixed)
         odd: list[Any] = []
         keys = tuple(module_key(module, odd) for module in self.children.values())
         written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))

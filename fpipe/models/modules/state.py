@@ -160,7 +160,7 @@ class _Flow:
 def _params(stage: StageModule) -> dict[str, Tensor]:
     """Its parameters, each once: a module that stands twice has its tensors in one place."""
     paths = (path for path, _ in stage.bound.named_parameters(remove_duplicate=False))
-    return {path: getattr(owner, name) for path, owner, name in stage.places(paths)}
+    return {path: getattr(owner, name) for path, owner, name in stage.placed(paths)}
 
 
 def _buffers(stage: StageModule) -> dict[str, Tensor]:

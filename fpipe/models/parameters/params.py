@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import Model, PositionalStage, check_params, same_keys, the_model, with_ties
+from fpipe.model import Model, check_params, same_keys, the_model, with_ties
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, the_program
 
 

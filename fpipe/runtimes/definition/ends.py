@@ -10,7 +10,8 @@ import torch
 
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
-from fpipe.model import Model, PositionalStage, check_params, check_state, same_keys, trained
+from fpipe.model import Model, check_params, check_state, same_keys, trained
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
 from fpipe.single_device.batches import refuse_spread
 

@@ -19,7 +19,7 @@ from fpipe.graphs.language.graph import is_strided
 from fpipe.graphs.purity.pure import pure
 from fpipe.graphs.tracing.keys import seeded
 from fpipe.graphs.tracing.outputs import copied
-from fpipe.model import PositionalStage
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, kind_of
 from fpipe.runtimes.definition.by_autograd import (
     Leaves,

@@ -19,7 +19,8 @@ from fpipe.graphs.language.graph import Fact, storage_of
 from fpipe.graphs.language.listing import held, listing
 from fpipe.graphs.purity.ambient import ambient, autocast, settings
 from fpipe.graphs.purity.sharded import local_of
-from fpipe.model import Model, of_net
+from fpipe.model import Model
+from fpipe.positional_stage import of_net
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lower import Lowered

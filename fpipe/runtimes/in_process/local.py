@@ -16,7 +16,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.purity.ambient import Untraceable, casts, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.model import Model, PositionalStage, check_params
+from fpipe.model import Model, check_params
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.devices import on_devices
 from fpipe.runtimes.definition.ends import check_call

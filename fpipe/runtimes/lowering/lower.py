@@ -23,7 +23,7 @@ from fpipe.graphs.language.graph import Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
 from fpipe.graphs.tracing.outputs import scaled
-from fpipe.model import PositionalStage
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import rounding

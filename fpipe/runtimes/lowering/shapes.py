@@ -21,7 +21,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.tracing.fake import fake_mode
 from fpipe.graphs.tracing.outputs import copied
 from fpipe.graphs.tracing.stage_call import StageCall
-from fpipe.model import PositionalStage
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded

@@ -19,7 +19,8 @@ from fpipe import tree
 from fpipe.graphs.language.graph import layout_of
 from fpipe.graphs.purity.ambient import Untraceable, ambient
 from fpipe.graphs.purity.sharded import local_of, sharding_of
-from fpipe.model import Model, of_net
+from fpipe.model import Model
+from fpipe.positional_stage import of_net
 
 
 class Signature(tuple[Any, ...]):

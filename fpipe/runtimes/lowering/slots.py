@@ -18,7 +18,8 @@ from fpipe.graphs.language.graph import Fact, fact, in_own_storage, is_strided, 
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.sharded import Sharding, local_of, sharding_of
 from fpipe.graphs.tracing.keys import needs_key
-from fpipe.model import Model, PositionalStage, trained, who_draws
+from fpipe.model import Model, trained, who_draws
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.devices import BATCH, check_at_home
 from fpipe.runtimes.definition.ends import NO_KEY, bind_inputs, collect_results

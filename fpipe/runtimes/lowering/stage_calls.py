@@ -15,7 +15,8 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.pure import Impure, reads_update
 from fpipe.graphs.tracing.stage_call import StageCall, wants
 from fpipe.graphs.tracing.trace_cache import Outline, Traces
-from fpipe.model import Model, PositionalStage
+from fpipe.model import Model
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described, wanting_fact

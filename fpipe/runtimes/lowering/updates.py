@@ -18,7 +18,8 @@ from fpipe import tree
 from fpipe.graphs.compiling.update import Norm, updating
 from fpipe.graphs.language.graph import Aval, Fact
 from fpipe.graphs.language.labels import label_of
-from fpipe.model import PositionalStage, Stage
+from fpipe.model import Stage
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.shapes import Shapes

@@ -23,7 +23,8 @@ from fpipe.graphs.purity.ambient import Untraceable, refuse_odd_modes
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.model import Model, PositionalStage, check_params
+from fpipe.model import Model, check_params
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program
 from fpipe.runtimes.definition.ends import check_call
 from fpipe.runtimes.definition.walk import Step

@@ -1,0 +1,125 @@
+"""A stage function that was cut out of a net: it also takes its parameters by position, and tells what else it reads.
+
+f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], x)
+
+So equal stages share a trace, whatever their parameters are called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Names = tuple[tuple[str, ...], ...]
+"""The names of each parameter that the stage is handed."""
+
+
+class PositionalStage(ABC):
+    """A stage function of a net. The attributes that a front door leaves as they are say that there is none such.
+
+    Attributes:
+        number: which stage it is.
+        names: the names of its parameters, the first name of each in `params`.
+        holds: the names of the buffers that it reads and writes.
+        update_only: the names of the buffers that only its update reads and writes.
+        writes: the names of all buffers that it or its update writes: its state.
+        fixed: the names of its constants, all that it reads besides parameters and state; `update_only` is among them.
+        homes: where each of them is: its owner, and the attribute.
+        modules: the modules that it runs, by path, and the `lock` of those that run them.
+        norms: those of them whose running statistics its update writes, and no forward reads.
+        can_fold: whether one op can normalise and update, for each of these.
+    """
+
+    number: int
+    names: Names
+    holds: Sequence[str] = ()
+    update_only: Sequence[str] = ()
+    writes: Sequence[str] = ()
+    fixed: Sequence[str] = ()
+    homes: Sequence[tuple[Any, str]] = ()
+    modules: Sequence[tuple[str, Any]] = ()
+    lock: AbstractContextManager[Any] = nullcontext()
+    norms: Sequence[tuple[str, Any]] = ()
+    can_fold: bool = False
+
+    @abstractmethod
+    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
+        """The stage as a function of parameters by name."""
+
+    @abstractmethod
+    def pure(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The output as a function of all that the stage reads, in the order of names; and by name the values beside
+        it: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an `update`."""
+
+    @abstractmethod
+    def twin(self) -> Any:
+        """Equal for stages that compute the same function of what they take by position."""
+
+    @property
+    def pieces(self) -> Sequence[Any]:
+        """The parts that it runs one after the other, each to be traced alone; none where it is traced as a whole."""
+        return ()
+
+    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any] | None:
+        """Which values of its pieces are what it is handed, and its output with values for tensors; None without."""
+        return None
+
+    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
+        """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
+        return what()
+
+    def constants(self) -> list[Tensor]:
+        """Its constants as they are now."""
+        with self.lock:
+            return [getattr(owner, name) for owner, name in self.homes]
+
+    def literals_now(self) -> list[Tensor]:
+        """Those of them that its code makes of numbers."""
+        return []
+
+    def update_only_positions(self) -> list[int]:
+        """The positions of the `update_only` buffers among the constants."""
+        return [self.fixed.index(name) for name in self.update_only]
+
+    def modes(self) -> tuple[Any, ...]:
+        """The modes of its modules, and which norms have a momentum: its traces depend on them."""
+        return (*(module.training for _, module in self.modules), *(one is None for one in self.momenta()))
+
+    def momenta(self) -> list[Any]:
+        """How much a batch weighs in the running statistics of each of its norms, as it is now."""
+        return [norm.momentum for _, norm in self.norms]
+
+    def batch_norms(self) -> list[str] | None:
+        """The paths of its norms, if an op that normalises can update their statistics: every batch weighs the same."""
+        return [path for path, _ in self.norms] if self.can_fold and None not in self.momenta() else None
+
+    def moved(self) -> Mapping[str, int]:
+        """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""
+        return {}
+
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """All tensors that it holds, by name."""
+        return ()
+
+    def unreadable(self) -> Iterable[tuple[str, Tensor]]:
+        """The running statistics of its norms, which no forward may read, since only updates know them."""
+        for path, norm in self.norms:
+            yield from ((f"{path}.{name}", held) for name, held in norm.named_buffers(recurse=False))
+
+    def drawing(self) -> list[str]:
+        """The modules that draw random numbers as they are now, in words."""
+        return []
+
+
+def of_net(function: Any) -> PositionalStage | None:
+    """The stage that a front door has cut out of a net, also where a transform of the model wraps its function."""
+    inner: Any = inspect.unwrap(function) if callable(function) else None
+    return inner if isinstance(inner, PositionalStage) else None
