@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.models.cutting.net_stage import NetStage
+from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.tree import leaves
 
 WIDTH = 8
@@ -296,7 +296,7 @@ def test_blocks_of_a_stage_are_traced_apart_where_nothing_else_reads_what_they_h
         assert [len(stage.forward.pieces) for stage in model.stages] == pieces  # pyright: ignore[reportFunctionMemberAccess]
         assert fpipe.verify(program, model, params, batch, key=3).bitwise
         with monkeypatch.context() as patch:
-            patch.setattr(NetStage, "pieces", ())
+            patch.setattr(GraphStage, "pieces", ())
             again = fpipe.build(program, replace(model))(params, batch, key=3)
         assert all(map(torch.equal, leaves((found.loss, found.grads)), leaves((again.loss, again.grads))))
 

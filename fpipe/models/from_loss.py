@@ -30,12 +30,14 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.cutting.cut_loss import CutLoss
+from fpipe.models.cutting.cut_net import CutNet, marked_graph
+from fpipe.models.cutting.loss_part import LossPart
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
+from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.trace_loss import trace_loss
 from fpipe.models.tracing.traced_modes import TracedModes, called_modules
 from fpipe.single_device.batches import check_batch
@@ -87,26 +89,33 @@ def from_loss(
     named = modules_of(loss_fn)
     for path, module in named:
         refuse_wrapped(path, module)
-    names = _names(params)
+    names, spec = _names(params), tree.flatten(params)[1]
     with called_modules() as called:
-        traced = trace_loss(_checked(loss_fn, reduction, aux), params, batch, {one: path for path, one in named})
+        graph = trace_loss(_checked(loss_fn, reduction, aux), params, names, batch, {one: path for path, one in named})
     modules = called | {module: path for path, module in named}
-    cut = CutLoss(traced, names, TracedModes([(path, module) for module, path in modules.items()]))
     leaves = dict(zip(names, tree.leaves(params), strict=True))
+    marked = marked_graph(graph)
+    behind = LossPart(graph, marked)
+    modes = TracedModes([(path, module) for module, path in modules.items()])
+    tensors = NetTensors(leaves.__getitem__, frozenset(names))
+    cut = CutNet(graph, marked, tensors, graph.inputs[0], batch[0], behind.result, modes, behind.judging)
     for stage, own in zip(cut.stages, cut.owned, strict=True):
         stage.handed_out = HandedOut({name: leaves[name] for name in own}, modules)
-    model = from_functions(cut.stages, cut.loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    each = zip(model.stages, cut.owned, strict=True)
-    stages = tuple(replace(stage, names=tuple((name,) for name in own)) for stage, own in each)
-    eps = autocast_eps(traced.module.graph)
+    loss = behind.function(batch[1])
+    model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    each = zip(model.stages, cut.stages, cut.owned, strict=True)
+    stages = tuple(
+        replace(stage, names=tuple((name,) for name in own), **run.remembering()) for stage, run, own in each
+    )
+    eps = autocast_eps(graph.module.graph)
     function = LossFunction(partial(_called, loss_fn), eps)
-    model = replace(model, stages=stages, whole=(tuple(names), tree.flatten(params)[1]), function=function)
+    model = replace(model, stages=stages, whole=(tuple(names), spec), function=function)
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
     if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
 
         def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:
             with seeding(), pure(loss_fn, "loss_fn", (params, some)):
-                return loss_fn(tree.unflatten(tree.flatten(params)[1], leaves.values()), some)
+                return loss_fn(tree.unflatten(spec, leaves.values()), some)
 
         refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
     return model, own
@@ -156,7 +165,7 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
 
 
 def _called(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, key: int | None, microbatch: int) -> Any:
-    """What the function returns, drawing what the stages draw for a microbatch."""
+    """Call the function, drawing the random numbers that the stages draw for a microbatch."""
     with nullcontext() if key is None else seeding(key, microbatch):
         return loss_fn(params, batch)
 

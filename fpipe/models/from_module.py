@@ -20,15 +20,15 @@ from fpipe import tree
 from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.cutting.cut_net import DOOR, WHO, CutNet
+from fpipe.models.cutting.cut_net import CutNet, marked_graph
 from fpipe.models.cutting.cut_report import CutReport
-from fpipe.models.cutting.net_graph import NetGraph, held_by, read_graph
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.export_net import export_net
+from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.run_net import NetFunction
 from fpipe.models.tracing.traced_modes import TracedModes
 from fpipe.timing.costs import Costs
@@ -92,33 +92,32 @@ def from_module(
     refuse_odd_modes()
     batch = _batch(example, loss)
     exported = net if isinstance(net, ExportedProgram) else export_net(net, batch[0])
-    held = held_by(net)
-    graph = read_graph(exported, held)
+    tensors = tensors_of(net, exported)
+    graph = read_graph(exported, tensors)
     placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
-    modes = TracedModes(modules, WHO, DOOR) if modules else None
-    inputs = _inputs(graph, batch[0])
     result = graph.output if loss is not None else _loss_of(graph.output)
-    cut = CutNet(graph, held, inputs, batch[0], result, modes)
+    modes = TracedModes(modules, graph.who, graph.door)
+    cut = CutNet(graph, marked_graph(graph), tensors, _inputs(graph, batch[0]), batch[0], result, modes)
     for run, own in zip(cut.stages, cut.owned, strict=True):
-        run.handed_out = HandedOut({name: held.now(name) for name in own}, [module for _, module in modules])
+        run.handed_out = HandedOut({name: tensors.now(name) for name in own}, [module for _, module in modules])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.stages, placed.words, strict=True)
     model = replace(
         model,
         stages=tuple(
-            replace(stage, name=name, names=tuple(held.names(*leaf) for leaf in run.names), **run.remembering())
+            replace(stage, name=name, names=tuple(tensors.names(*leaf) for leaf in run.names), **run.remembering())
             for stage, run, name in each
         ),
-        report=CutReport(cut, held, placed.words),
+        report=CutReport(cut, placed.words),
     )
-    params = tuple({name: held.now(name).detach() for name in own} for own in cut.owned)
+    params = tuple({name: tensors.now(name).detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
         function = NetFunction(net, loss or _own_loss, placed.ends)
         eps = autocast_eps(graph.module.graph)
         if not any(run.holds for run in cut.stages):
-            model = replace(model, function=LossFunction(function, eps, WHO, DOOR))
+            model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
         _compare(function, model, params, batch, state, eps)
     return model, params, state
 
@@ -130,11 +129,13 @@ def _compare(
     if any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
         return
     leaves = {name: leaf for stage in params for name, leaf in stage.items()}
-    refuse_difference(model, params, batch, leaves, lambda own, some: function(own, some, KEY, 0), WHO, eps, state)
+    refuse_difference(
+        model, params, batch, leaves, lambda own, some: function(own, some, KEY, 0), "the net", eps, state
+    )
 
 
 def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
-    """What is asked for can be."""
+    """Refuse what cannot be asked for."""
     if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
         found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
         raise TypeError(f"from_module takes an nn.Module, or what torch.export made of one; found {found}.")

@@ -26,7 +26,7 @@ _SIZE: Any = torch.ops.aten.sym_size.int
 _CLONE: Any = torch.ops.aten.clone.default
 
 
-class Part:
+class Subgraph:
     """The operations that one stage runs, or a loss, and what they read that others compute.
 
     Args:
@@ -193,15 +193,15 @@ class StageGraphs:
             if marked.stage_of.get(node) == stage  # the last stage hands on values of earlier ones too
         }
 
-    def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Part], list[list[fx.Node]]]:
+    def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Subgraph], list[list[fx.Node]]]:
         """The stages, found from the last one back, since an earlier one hands on what a later one receives; and what
         each hands on, in the order of the graph."""
         handed_on: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stages)]
         handed_on[-1] = dict.fromkeys(results)
-        parts: list[Part] = []
+        parts: list[Subgraph] = []
         for stage in reversed(range(self.marked.stages)):
             wanted = (*handed_on[stage], *self.beside[stage])
-            part = Part(self.marked, wanted, self._is_of(stage), self.given, self.batch)
+            part = Subgraph(self.marked, wanted, self._is_of(stage), self.given, self.batch)
             for node in part.received:
                 if node not in self.marked.stage_of:
                     raise ValueError(
@@ -241,7 +241,7 @@ class StageGraphs:
         """What each stage takes: the batch, and outputs of earlier stages."""
         return tuple(map(self._inputs_of, self.parts))
 
-    def _inputs_of(self, part: Part) -> tuple[Source, ...]:
+    def _inputs_of(self, part: Subgraph) -> tuple[Source, ...]:
         earlier = sorted({self._output_of(node) for node in part.received})
         batch: list[Source] = ["batch"] if part.batch or not earlier else []
         return (*batch, *((stage, port) if port else stage for stage, port in earlier))

@@ -5,35 +5,34 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from fpipe import tree
 from fpipe.model import Source
+from fpipe.models.cutting.batch_guard import BatchGuard
+from fpipe.models.cutting.buffer_update import BufferUpdate
 from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
-from fpipe.models.cutting.graph_stage import BatchGuard
+from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_graph import Held, NetGraph
-from fpipe.models.cutting.net_stage import NetStage, Update
 from fpipe.models.cutting.net_state import Written, statistics_of, written_by
+from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
 from fpipe.models.tracing.traced_modes import TracedModes
-
-WHO, DOOR = "the net", "from_module"
 
 
 class CutNet:
     """A net as stages.
 
     Args:
-        net: its graph, with marks where a stage ends.
-        held: its tensors.
+        net: its graph, with marks where a stage ends, and `marked`, these read.
+        tensors: those of the net.
         inputs: the placeholders of its inputs, in the containers of a batch's, and `example`, an example of them.
         result: what the last stage returns, a pytree of nodes.
         modes: those of its modules; the first stage looks whether they are the same.
+        excluded: operations of no stage, such as those of a loss behind the last.
 
     Attributes:
         stages: `f(params, x)` of each.
@@ -43,73 +42,75 @@ class CutNet:
     """
 
     def __init__(
-        self, net: NetGraph, held: Held, inputs: Any, example: Any, result: Any, modes: TracedModes | None
+        self,
+        net: NetGraph,
+        marked: MarkedGraph,
+        tensors: NetTensors,
+        inputs: Any,
+        example: Any,
+        result: Any,
+        modes: TracedModes,
+        excluded: Collection[fx.Node] = (),
     ) -> None:
-        self.net, self.held, self.example, self.modes = net, held, example, modes
-        self.nodes = tree.leaves(inputs)
-        leaves, self.spec = tree.flatten(result)
-        self.leaves: list[Any] = leaves
-        results = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-        statistics = statistics_of(net.module.graph)
-        marked = MarkedGraph(net.module, WHO, [node for node in net.constants if node not in statistics])
-        results = [marked.value(node) for node in results]
-        self.written = written_by(marked, net.constants, held.buffers, results)
+        self.net, self.marked, self.tensors = net, marked, tensors
+        leaves, spec = tree.flatten(result)
+        results = [marked.value(node) for node in dict.fromkeys(leaves) if isinstance(node, fx.Node)]
+        self.written = written_by(marked, net.constants, tensors.buffers, results)
         gone = {node for home in self.written for node in home.ops if not home.held}
-        self.cut = StageGraphs(
-            marked,
-            results,
-            net.params,
-            {leaf: place for place, leaf in enumerate(self.nodes) if isinstance(leaf, fx.Node)},
-            gone,
-            net.constants,
-            [[*home.held] or home.seen() for home in self.written],
-        )
-        self.marked = marked
+        nodes = tree.leaves(inputs)
+        places = {leaf: place for place, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
+        beside = [[*home.held] or home.seen() for home in self.written]
+        self.cut = StageGraphs(marked, results, net.params, places, {*gone, *excluded}, net.constants, beside)
         self.owned, self.ties = self.cut.owned, self.cut.ties
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
-        self.stages = [self._stage(number) for number in range(marked.stages)]
+        guard = guard_of(net, nodes, example, "inputs")
+        self.stages = [self._stage(number, guard, modes) for number in range(marked.stages)]
+        self.stages[-1].whole = whole_of(self.cut.outputs[-1][0], [_value(marked, leaf) for leaf in leaves], spec)
 
-    def _stage(self, number: int) -> NetStage:
+    def _stage(self, number: int, guard: BatchGuard, modes: TracedModes) -> GraphStage:
         """A stage as a function."""
         part, home = self.cut.parts[number], self.written[number]
-        return NetStage(
+        return GraphStage(
             number,
             self.cut.module(number),
             [*part.params],
             [name for name in self.owned[number] if name not in part.params],
             self.cut.places(number),
             many=isinstance(self.inputs[number], tuple),
-            guard=self._guard() if part.batch else None,
-            traced_modes=None if number else self.modes,
-            held=self.held,
-            literals=self.net.literals,
+            tensors=self.tensors,
+            guard=guard if part.batch else None,
+            traced_modes=modes if modes.modules and not number else None,
             holds=[*home.held.values()],
             update=self._update(home) if home.part else None,
-            whole=self._whole() if number == len(self.cut.parts) - 1 else None,
         )
 
-    def _update(self, home: Written) -> Update:
-        """What writes the buffers of a stage that no output reads."""
+    def _update(self, home: Written) -> BufferUpdate:
+        """The update of the buffers of a stage that no output reads."""
         assert home.part is not None
         graph = home.part.module(list(home.apart))
         shapes = {name: tuple(node.meta["val"].shape) for node, name in home.apart.items()}
-        constant = partial(_constant, self.held, self.net.literals)
-        return Update(graph, [*home.part.params], [*home.apart.values()], constant, len(home.seen()), shapes)
-
-    def _whole(self) -> Whole:
-        """The output of the net from what the last stage's graph returns."""
-        (values,) = self.cut.outputs[-1]
-        places = [values.index(self.marked.value(leaf)) if isinstance(leaf, fx.Node) else None for leaf in self.leaves]
-        return Whole(len(values), places, self.leaves, self.spec)
-
-    def _guard(self) -> BatchGuard:
-        """What the inputs have to be."""
-        sizes = [open_sizes(leaf) if isinstance(leaf, fx.Node) else {} for leaf in self.nodes]
-        return BatchGuard(self.example, "inputs", sizes, self.net.guards, WHO, DOOR)
+        return BufferUpdate(graph, [*home.part.params], [*home.apart.values()], self.tensors, len(home.seen()), shapes)
 
 
-def _constant(held: Held, literals: Mapping[str, Tensor], name: str) -> Tensor:
-    return literals[name] if name in literals else held.now(name)
+def marked_graph(net: NetGraph) -> MarkedGraph:
+    """The marks of a net; running statistics are no constants that each stage may compute with again."""
+    statistics = statistics_of(net.module.graph)
+    return MarkedGraph(net.module, net.who, [node for node in net.constants if node not in statistics])
+
+
+def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:
+    """The guard of a half of the batch, and of values that come with it."""
+    sizes = [open_sizes(value) if isinstance(value, fx.Node) else {} for value in values]
+    return BatchGuard(example, word, sizes, net.guards, net.who, net.door)
+
+
+def whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> Whole | None:
+    """The output of a net from what the last stage's graph returns, if that is another: `leaves` in containers."""
+    places = [values.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
+    plain = spec == tree.flatten(tuple(places) if len(values) > 1 else 0)[1]
+    if plain and places == [*range(len(values))]:
+        return None
+    return Whole(len(values), places, leaves, spec)
 
 
 class Whole:
@@ -129,3 +130,7 @@ class Whole:
         values = made if self.count > 1 else (made,)
         each = zip(self.places, self.leaves, strict=True)
         return tree.unflatten(self.spec, [leaf if at is None else values[at] for at, leaf in each])
+
+
+def _value(marked: MarkedGraph, leaf: Any) -> Any:
+    return marked.value(leaf) if isinstance(leaf, fx.Node) else leaf

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe.models.cutting.cut_net import CutNet
-from fpipe.models.cutting.net_graph import Held
 from fpipe.models.cutting.node_costs import costs_of, number
 
 
@@ -23,12 +22,11 @@ class CutReport:
 
     Args:
         cut: the net.
-        held: its tensors.
         words: of each stage its modules.
     """
 
-    def __init__(self, cut: CutNet, held: Held, words: Sequence[str]) -> None:
-        self.cut, self.held, self.words = cut, held, words
+    def __init__(self, cut: CutNet, words: Sequence[str]) -> None:
+        self.cut, self.words = cut, words
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)  # a copy needs no graph of the whole net
@@ -42,7 +40,7 @@ class CutReport:
     def _lines(self, stage: int, share: float) -> Iterable[str]:
         marked, part = self.cut.marked, self.cut.cut.parts[stage]
         yield f"stage {stage}: {self.words[stage]}"
-        leaves = [self.held.now(name) for name in self.cut.owned[stage]]
+        leaves = [self.cut.tensors.now(name) for name in self.cut.owned[stage]]
         size = _size(sum(leaf.numel() * leaf.element_size() for leaf in leaves))
         words = [f"{sum(leaf.numel() for leaf in leaves):,} parameters ({size})"]
         words += [f"{share:.0%} of the operations"] if share else []

@@ -1,35 +1,45 @@
-"""A stage that is a graph of operations: it runs on parameters and inputs, if the guards of its trace hold for them.
+"""A stage that was cut out of a graph: beside parameters it reads tables and buffers as the net has them.
 
-matmul = aten.matmul(x, w); tanh = aten.tanh(matmul)        -->        f({"w": w}, x)
+f(params, x)             = graph(params, constants, x), seen        where an update of its own writes the buffers
+f(params, x, state=s)    = graph(params, constants, s, x), s'       where an output reads what is written
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.alike import Same
+from fpipe.models.cutting.batch_guard import BatchGuard
+from fpipe.models.cutting.buffer_update import BufferUpdate
 from fpipe.models.cutting.graph_copy import HoldsGraph
-from fpipe.models.cutting.pieces import operations
+from fpipe.models.cutting.pieces import GraphPiece, operations, pieces_of
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
+from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.traced_modes import TracedModes
 from fpipe.positional_stage import PositionalStage
 
 
 class GraphStage(HoldsGraph, PositionalStage):
-    """A stage as a graph, whose placeholders are the parameters that it reads, and then what it takes.
+    """A stage as a graph, whose placeholders are what it reads of the net, and then what it takes.
 
     Args:
-        reads: the names of the parameters that it reads; `unread`, of those that live in the stage and nobody reads.
+        number: which stage it is.
+        reads: the names of what it reads of the net: parameters, constants, and the buffers that it writes.
+        unread: the names of the parameters that live in the stage and nobody reads.
         places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
         many: whether x is a tuple of several inputs.
+        tensors: those of the net.
         guard: what the batch has to be, if it takes the batch.
         traced_modes: the modes that modules have to be in, if it is the stage that looks.
+        holds: the buffers that its forward writes.
+        update: what writes the others, as a graph of buffers and constants by name, and of what the forward has seen.
+        whole: the output of the net from what the graph returns, in the last stage.
 
     Attributes:
         handed_out: the parameters that live in it and are a module's, as they were then.
@@ -44,35 +54,57 @@ class GraphStage(HoldsGraph, PositionalStage):
         places: Sequence[tuple[int, int]],
         *,
         many: bool,
-        guard: BatchGuard | None,
+        tensors: NetTensors,
+        guard: BatchGuard | None = None,
         traced_modes: TracedModes | None = None,
+        holds: Sequence[str] = (),
+        update: BufferUpdate | None = None,
+        whole: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.number, self.graph, self.reads, self.places = number, graph, reads, places
-        self.many, self.guard, self.traced_modes = many, guard, traced_modes
-        self.names = tuple((name,) for name in (*reads, *unread))
+        self.number, self.graph, self.takes, self.places, self.many = number, graph, reads, places, many
+        self.tensors, self.guard, self.traced_modes, self.whole, self.change = (
+            tensors,
+            guard,
+            traced_modes,
+            whole,
+            update,
+        )
+        self.holds, self.writes = list(holds), [*holds, *(update.buffers if update else ())]
+        self.reads = [name for name in reads if name in tensors.trains]
+        self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
+        self.names = tuple((name,) for name in (*self.reads, *unread))
         self.handed_out = HandedOut({}, ())
 
-    def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
-        """The stage's output."""
-        return self.pure([params[name] for name in self.reads], (), x)[0]
+    def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
+        """The stage's output; with a state also the new one, with an update also what that needs."""
+        buffers = [(state or {})[name].clone() for name in self.holds]
+        y, beside = self.pure([params[name] for name in self.reads], self.constants(), x, buffers)
+        if self.holds:
+            return y, dict(zip(self.holds, beside["state"], strict=True))
+        return (y, beside["seen"]) if self.change else y
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The output from parameters by position; those that it does not read come last."""
-        return self.run(self.handed(params[: len(self.reads)], x)), {}
-
-    def handed(self, own: Sequence[Tensor], x: Any) -> list[Any]:
-        """What the graph takes: what the stage has of its own, and leaves of its inputs."""
-        given = self.given(x)
-        return [*own, *(given[which][at] for which, at in self.places)]
-
-    def run(self, handed: Sequence[Any]) -> Any:
-        """What the graph returns."""
+        """The output, and by name what the stage gives beside: its state, or what its update needs."""
         with restored_on_error():
-            return self.graph.forward(*handed)
+            made = self.graph.forward(*self.arguments(params, constants, x, buffers))
+        y, beside = made if self.holds or (self.change and self.change.count) else (made, [])
+        y = self.whole(y) if self.whole else y
+        if self.holds:
+            return y, {"state": beside}
+        return y, {"seen": [one.detach() for one in beside]} if self.change else {}
 
-    def given(self, x: Any) -> list[list[Any]]:
+    def arguments(
+        self, params: Sequence[Any], constants: Sequence[Any], x: Any, buffers: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The arguments of the graph; of the parameters those that it does not read come last."""
+        own = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
+        own |= dict(zip(self.holds, buffers, strict=True))
+        given = self._given_leaves(x)
+        return [*(own[name] for name in self.takes), *(given[which][at] for which, at in self.places)]
+
+    def _given_leaves(self, x: Any) -> list[list[Any]]:
         """The leaves of each of its inputs; a ValueError if the trace is not for them."""
         if self.traced_modes is not None:
             self.traced_modes.check()
@@ -84,6 +116,55 @@ class GraphStage(HoldsGraph, PositionalStage):
         self.guard.check(found[0])
         return found
 
+    @property
+    def pieces(self) -> list[GraphPiece]:
+        """Its blocks and what is between them; none where it has module state."""
+        return [] if self.writes else self._pieces
+
+    @cached_property
+    def _pieces(self) -> list[GraphPiece]:
+        words = ["params" if name in self.tensors.trains else "const" for name in self.takes]
+        each = zip(self._placeholders, [*words, *("x" for _ in self.places)], strict=True)
+        return pieces_of(self.graph.graph, dict(each))
+
+    @cached_property
+    def _placeholders(self) -> list[fx.Node]:
+        return self.graph.graph.find_nodes(op="placeholder")
+
+    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
+        """The arguments of its graph, by placeholder, and its output with nodes of the graph for tensors."""
+        made: Any = self.graph.graph.output_node().args[0]
+        taken = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
+        return taken, self.whole(made) if self.whole else made
+
+    def update(self, state: Mapping[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The buffers after a forward, from those before and what the forward has seen."""
+        assert self.change is not None
+        return self.change(state, seen)
+
+    def remembering(self) -> dict[str, Any]:
+        """The fields of a `Stage` that tell of its state."""
+        if self.change is not None:
+            return {"asks": frozenset(), "update": self.update, "notes": True}
+        return {"asks": frozenset({"state"} if self.holds else ())}
+
+    def state(self) -> dict[str, Tensor]:
+        """The buffers that the stage writes, by name, as they are now."""
+        return {name: self.tensors.now(name).detach() for name in self.writes}
+
+    def constants(self) -> list[Tensor]:
+        """The tensors that it reads besides parameters and state, as the net has them now."""
+        return [self.tensors.now(name) for name in self.fixed]
+
+    def literals_now(self) -> list[Tensor]:
+        """Those of them that its code makes of numbers."""
+        return [self.tensors.literals[name] for name in self.fixed if name in self.tensors.literals]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers and frozen parameters of the net, which the first stage answers for."""
+        first = self.tensors.first if self.number == 0 else {}
+        yield from ((name, self.tensors.now(name)) for name in first if first[name] not in self.tensors.trains)
+
     def moved(self) -> Mapping[str, int]:
         """The parameters that modules have elsewhere than when they were handed out."""
         return self.handed_out.moved()
@@ -93,120 +174,11 @@ class GraphStage(HoldsGraph, PositionalStage):
         return () if self.traced_modes is None else self.traced_modes.now()
 
     def twin(self) -> Any:
-        """Equal for graphs of the same operations on the same constants; one that takes the batch, or looks at modes,
-        equals no other."""
+        """Equal for graphs of the same operations that read the same kinds of things in the same order; one that takes
+        the batch, or looks at modes, equals no other."""
         odd: list[Any] = [] if self.guard is None and self.traced_modes is None else [self]
         nodes = operations(self.graph.graph, odd, self.graph)
-        return nodes, tuple(self.places), self.many, len(self.names), self.modes(), Same(self) if odd else None
-
-
-class BatchGuard:
-    """Refuses a batch that the trace of the example is not valid for.
-
-    Args:
-        example: the inputs, or the target, of the example.
-        word: which of the two errors say.
-        sizes: for each of its leaves, and then for each value that comes along, the dimensions that the trace leaves
-            open, as expressions; a symbol is one number throughout.
-        guards: what was decided by these symbols.
-        who, door: what errors call what was traced, and what has traced it.
-    """
-
-    def __init__(
-        self,
-        example: Any,
-        word: str,
-        sizes: Sequence[Mapping[int, Any]],
-        guards: Sequence[Any],
-        who: str = "loss_fn",
-        door: str = "from_loss",
-    ) -> None:
-        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(_place, example), word
-        self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
-        self.sizes, self.guards = sizes, guards
-        self.known: set[tuple[Any, ...]] = set()
-
-    def ordered(self, found: Any) -> Any:
-        """The inputs with their dicts in the example's order, by which leaves are told."""
-        odd = tree.misfit(self.whole, found)
-        if odd is not None:
-            place, wanted, here = odd
-            raise ValueError(f"{self.word}{place} was {wanted} when {self.who} was traced, found {here}.")
-        return tree.like(self.whole, found)
-
-    def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
-        """A ValueError unless all dtypes, and all sizes but the rows, are the example's, and all that was decided by
-        rows holds."""
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
-        if shapes in self.known:
-            return
-        for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
-            if isinstance(example, Tensor):
-                if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
-                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                    fixed = (
-                        "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; "
-                        "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its "
-                        "rows, which len(x) and list(x) fix."
-                    )
-                    raise ValueError(
-                        f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
-                        f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."
-                    )
-                if leaf.dtype != example.dtype:
-                    raise ValueError(
-                        f"{place} was {_dtype(example)} when {self.who} was traced, found {_dtype(leaf)}. Cast it, or "
-                        f"call {self.door} again for another dtype."
-                    )
-            elif leaf != example:
-                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
-        self._check_open([*others, *leaves])
-        self.known.add(shapes)
-
-    def _check_open(self, values: Sequence[Any]) -> None:
-        """What the trace left open is one number for each symbol, of which the guards hold."""
-        count = len(self.example)
-        sizes = [*self.sizes[count:], *self.sizes[:count]]
-        places = ["the last stage's output"] * (len(sizes) - count) + [place for place, _ in self.example]
-        found = [
-            (expr, value.shape[dim], place)
-            for each, value, place in zip(sizes, values, places, strict=True)
-            for dim, expr in each.items()
-        ]
-        of: dict[Any, tuple[int, str]] = {}
-        for expr, size, place in found:
-            if expr.is_Symbol:
-                of.setdefault(expr, (size, place))
-        numbers = {symbol: size for symbol, (size, _) in of.items()}
-        for expr, size, place in found:
-            if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
-                other, home = of[min(expr.free_symbols, key=str)]
-                raise ValueError(
-                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: {self.who} puts "
-                    f"the two together, as x + y does. Cut both alike, or call {self.door} on an example with rows "
-                    "like these."
-                )
-        for guard in self.guards:
-            if guard.free_symbols <= numbers.keys() and not guard.subs(numbers):
-                said = {str(symbol): of[symbol] for symbol in sorted(guard.free_symbols, key=lambda one: of[one][1])}
-                text = str(guard)
-                for symbol, (_, place) in said.items() if len(said) > 1 else ():
-                    text = text.replace(symbol, f"len({place})")
-                rows = " and ".join(str(size) for size, _ in said.values())
-                raise ValueError(
-                    f"{self.who} takes another branch for {rows} rows than for the example: {in_words(text)} is false."
-                )
-
-
-def _place(leaf: Any) -> int:
-    """Stands for any leaf."""
-    return 0
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:
-    """The sizes but for those of some dimensions."""
-    return [None if dim in dims else size for dim, size in enumerate(shape)]
+        kinds = [{name: at for at, name in enumerate(names)} for names in (self.reads, self.fixed, self.holds)]
+        takes = tuple(tuple(kind.get(name) for kind in kinds) for name in self.takes)
+        shape = tuple(self.places), self.many, len(self.names), self.modes(), takes, self.whole, self.change is None
+        return nodes, shape, Same(self) if odd else None

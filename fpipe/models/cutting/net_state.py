@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fpipe.graphs.purity.in_place import mutated_by
-from fpipe.models.cutting.cut_at_marks import Part
+from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.tracing.places import place_of
 
@@ -42,7 +42,7 @@ class Written:
     apart: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     ops: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
     norms: list[fx.Node] = field(default_factory=list[fx.Node])
-    part: Part | None = None
+    part: Subgraph | None = None
 
     def seen(self) -> list[fx.Node]:
         """What its forward leaves for its update."""
@@ -123,7 +123,7 @@ def _take_apart(marked: MarkedGraph, home: Written, given: Mapping[fx.Node, str]
         home.ops[update] = None
         norm.args = (*norm.args[:_MEAN], None, None, *norm.args[_TRAINING:])
     own: Callable[[fx.Node], bool] = home.ops.__contains__
-    home.part = Part(marked, home.ops, own, given, {})
+    home.part = Subgraph(marked, home.ops, own, given, {})
 
 
 def _update_of(norm: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -27,20 +27,26 @@ _AMP: Any = torch.amp.autocast_mode
 _COPY: Any = torch.ops.aten.copy_.default
 
 
-class Held(NamedTuple):
+class NetTensors(NamedTuple):
     """The tensors of a net by name, as it has them now.
 
     Attributes:
-        first: for each name the first name of the same tensor; its keys are all names.
-        now: what is under a name now.
+        home: the tensor under a name.
         trains: the first names of the parameters that require gradients.
+        first: for each name the first name of the same tensor; its keys are all names.
         buffers: the names of the buffers.
+        literals: the tensors that its code makes of numbers.
     """
 
-    first: Mapping[str, str]
-    now: Callable[[str], Tensor]
+    home: Callable[[str], Tensor]
     trains: frozenset[str]
-    buffers: frozenset[str]
+    first: Mapping[str, str] = {}
+    buffers: frozenset[str] = frozenset()
+    literals: Mapping[str, Tensor] = {}
+
+    def now(self, name: str) -> Tensor:
+        """The tensor that is under a name now."""
+        return self.literals[name] if name in self.literals else self.home(name)
 
     def names(self, first: str) -> tuple[str, ...]:
         """All names of a tensor, the first one first."""
@@ -48,58 +54,55 @@ class Held(NamedTuple):
 
 
 class NetGraph(NamedTuple):
-    """A net as a graph.
+    """A net, or a loss function, as a graph.
 
     Attributes:
         module: the graph, without calls of other graphs.
         params: by placeholder the first names of the parameters that train.
         constants: the same of frozen parameters, of buffers, and of literal tensors.
-        literals: the literal tensors by name.
-        inputs: the arguments and keywords of the call, of placeholders.
+        inputs: the arguments and keywords of the call, or the batch, of placeholders.
         output: what the net returns, of nodes.
         guards: what was decided by open sizes.
+        who, door: what errors call the net, and what has traced it.
     """
 
     module: fx.GraphModule
     params: dict[fx.Node, str]
     constants: dict[fx.Node, str]
-    literals: dict[str, Tensor]
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: tuple[Any, Any]
     output: Any
     guards: tuple[Any, ...]
+    who: str = "the net"
+    door: str = "from_module"
 
 
-def held_by(net: nn.Module | ExportedProgram) -> Held:
-    """The tensors of a module, or of an exported program."""
+def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> NetTensors:
+    """The tensors of a module, or of an exported program, and those that its code makes of numbers."""
+    constants: dict[str, Any] = exported.constants
     if isinstance(net, nn.Module):
         params = dict(net.named_parameters(remove_duplicate=False))
         buffers = dict(net.named_buffers(remove_duplicate=False))
-        now = _attribute_of(net)
+        places = {name: name.rpartition(".") for name in (*params, *buffers)}
+        homes = {name: (net.get_submodule(path), attribute) for name, (path, _, attribute) in places.items()}
+        home = partial(_attribute, homes)
     else:
-        tensors: dict[str, Any] = {**net.constants, **net.state_dict}
+        tensors: dict[str, Any] = {**constants, **net.state_dict}
         params = {name: tensors[name] for name in net.graph_signature.parameters}
         buffers = {name: tensors[name] for name in net.graph_signature.buffers}
-        now = tensors.__getitem__
+        home = tensors.__getitem__
     known: dict[int, str] = {}
     first = {name: known.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())}
     trains = frozenset(first[name] for name, tensor in params.items() if tensor.requires_grad)
-    return Held(first, now, trains, frozenset(buffers))
+    specs = exported.graph_signature.input_specs
+    literals = [spec.target or "" for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
+    return NetTensors(home, trains, first, frozenset(buffers), {name: constants[name] for name in literals})
 
 
-def _attribute_of(net: nn.Module) -> Callable[[str], Tensor]:
-    places = {
-        name: (net.get_submodule(path), attribute)
-        for name, _ in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False))
-        for path, _, attribute in [name.rpartition(".")]
-    }
-    return partial(_attribute, places)
+def _attribute(homes: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
+    return getattr(*homes[name])
 
 
-def _attribute(places: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
-    return getattr(*places[name])
-
-
-def read_graph(exported: ExportedProgram, held: Held) -> NetGraph:
+def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
     """The flat graph of an exported program.
 
     Raises:
@@ -107,38 +110,28 @@ def read_graph(exported: ExportedProgram, held: Held) -> NetGraph:
     """
     flat = _Flat(exported)
     first: dict[str, fx.Node] = {}
-    found: dict[InputKind, dict[fx.Node, str]] = {}
+    given: list[fx.Node] = []
     for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True):
-        name = held.first.get(spec.target or "", spec.target or "")
+        name = tensors.first.get(spec.target or "", spec.target or "")
         if spec.kind == InputKind.USER_INPUT:
-            continue
-        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            given.append(node)
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             place = next((place_of(user) for user in node.users), "")
             raise ValueError(
                 f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
             )
-        if name in first:
+        elif name in first:
             node.replace_all_uses_with(first[name])
         else:
             first[name] = node
-            found.setdefault(spec.kind, {})[node] = name
-    tensors = {node: name for nodes in found.values() for node, name in nodes.items()}
-    constants: dict[str, Any] = exported.constants
-    literals = {name: constants[name] for name in found.get(InputKind.CONSTANT_TENSOR, {}).values()}
-    _write_assigned(flat, {node for node, name in tensors.items() if name in held.buffers})
+    _write_assigned(flat, {node for name, node in first.items() if name in tensors.buffers})
     make_literals_pure(flat.graph)
-    given = [
-        node
-        for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True)
-        if spec.kind == InputKind.USER_INPUT
-    ]
     in_spec: Any = exported.call_spec.in_spec
     out_spec: Any = exported.call_spec.out_spec
     return NetGraph(
         fx.GraphModule(flat.attributes, flat.graph),
-        {node: name for node, name in tensors.items() if name in held.trains},
-        {node: name for node, name in tensors.items() if name not in held.trains},
-        literals,
+        {node: name for name, node in first.items() if name in tensors.trains},
+        {node: name for name, node in first.items() if name not in tensors.trains},
         _pytree.tree_unflatten(given, in_spec),
         _pytree.tree_unflatten(flat.results, out_spec),
         _guards(flat.placeholders),

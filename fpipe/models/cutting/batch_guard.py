@@ -1,0 +1,126 @@
+"""Refuse a batch that the trace of an example is not valid for: other sizes, dtypes or values than it has fixed.
+
+traced with x: (s0, 4), s0 > 3        -->        x: (2, 4) is refused, x: (8, 4) is not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.language.symbols import in_words
+
+
+class BatchGuard:
+    """Refuses a batch that the trace of the example is not valid for.
+
+    Args:
+        example: the inputs, or the target, of the example.
+        word: which of the two errors say.
+        sizes: for each of its leaves, and then for each value that comes along, the dimensions that the trace leaves
+            open, as expressions; a symbol is one number throughout.
+        guards: what was decided by these symbols.
+        who, door: what errors call what was traced, and what has traced it.
+    """
+
+    def __init__(
+        self,
+        example: Any,
+        word: str,
+        sizes: Sequence[Mapping[int, Any]],
+        guards: Sequence[Any],
+        who: str,
+        door: str,
+    ) -> None:
+        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(_place, example), word
+        self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
+        self.sizes, self.guards = sizes, guards
+        self.known: set[tuple[Any, ...]] = set()
+
+    def ordered(self, found: Any) -> Any:
+        """The inputs with their dicts in the example's order, by which leaves are told."""
+        odd = tree.misfit(self.whole, found)
+        if odd is not None:
+            place, wanted, here = odd
+            raise ValueError(f"{self.word}{place} was {wanted} when {self.who} was traced, found {here}.")
+        return tree.like(self.whole, found)
+
+    def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
+        """A ValueError unless all dtypes, and all sizes but the rows, are the example's, and all that was decided by
+        rows holds."""
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
+        if shapes in self.known:
+            return
+        for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
+            if isinstance(example, Tensor):
+                if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
+                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                    fixed = (
+                        "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; "
+                        "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its "
+                        "rows, which len(x) and list(x) fix."
+                    )
+                    raise ValueError(
+                        f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
+                        f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."
+                    )
+                if leaf.dtype != example.dtype:
+                    raise ValueError(
+                        f"{place} was {_dtype(example)} when {self.who} was traced, found {_dtype(leaf)}. Cast it, or "
+                        f"call {self.door} again for another dtype."
+                    )
+            elif leaf != example:
+                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
+        self._check_open([*others, *leaves])
+        self.known.add(shapes)
+
+    def _check_open(self, values: Sequence[Any]) -> None:
+        """Check that what the trace left open is one number for each symbol, and that the guards hold."""
+        count = len(self.example)
+        sizes = [*self.sizes[count:], *self.sizes[:count]]
+        places = ["the last stage's output"] * (len(sizes) - count) + [place for place, _ in self.example]
+        found = [
+            (expr, value.shape[dim], place)
+            for each, value, place in zip(sizes, values, places, strict=True)
+            for dim, expr in each.items()
+        ]
+        of: dict[Any, tuple[int, str]] = {}
+        for expr, size, place in found:
+            if expr.is_Symbol:
+                of.setdefault(expr, (size, place))
+        numbers = {symbol: size for symbol, (size, _) in of.items()}
+        for expr, size, place in found:
+            if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
+                other, home = of[min(expr.free_symbols, key=str)]
+                raise ValueError(
+                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: {self.who} puts "
+                    f"the two together, as x + y does. Cut both alike, or call {self.door} on an example with rows "
+                    "like these."
+                )
+        for guard in self.guards:
+            if guard.free_symbols <= numbers.keys() and not guard.subs(numbers):
+                said = {str(symbol): of[symbol] for symbol in sorted(guard.free_symbols, key=lambda one: of[one][1])}
+                text = str(guard)
+                for symbol, (_, place) in said.items() if len(said) > 1 else ():
+                    text = text.replace(symbol, f"len({place})")
+                rows = " and ".join(str(size) for size, _ in said.values())
+                raise ValueError(
+                    f"{self.who} takes another branch for {rows} rows than for the example: {in_words(text)} is false."
+                )
+
+
+def _place(leaf: Any) -> int:
+    """Stands for any leaf."""
+    return 0
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:
+    """The sizes but for those of some dimensions."""
+    return [None if dim in dims else size for dim, size in enumerate(shape)]
