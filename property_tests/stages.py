@@ -42,41 +42,23 @@ class Layer(NamedTuple):
 LAYERS: dict[str, Layer] = {}
 
 
-def layer(in_place: bool = False, **shapes: tuple[str | int, ...]) -> Any:
-    def add(apply: Callable[[Params, Tensor], Tensor]) -> Any:
-        LAYERS[apply.__name__] = Layer(apply, shapes, in_place)
-        return apply
+def row(name: str, apply: Callable[[Params, Tensor], Tensor], in_place: bool = False, **shapes: Any) -> None:
+    LAYERS[name] = Layer(apply, shapes, in_place)
 
-    return add
+
+def layer(**how: Any) -> Callable[[Any], None]:
+    return lambda apply: row(apply.__name__, apply, **how)
 
 
 N = ("n",)
 NN = ("n", "n")
 
 
-@layer(w=NN, b=N)
-def linear(p: Params, h: Tensor) -> Tensor:
-    return F.linear(h, p["w"], p["b"])
-
-
-@layer(w=NN)
-def matmul(p: Params, h: Tensor) -> Tensor:
-    return h @ p["w"]
-
-
-@layer(w=NN, v=NN)
-def reused(p: Params, h: Tensor) -> Tensor:
-    return torch.tanh(h @ p["w"]) @ p["v"] @ p["w"]
-
-
-@layer(tied=NN)
-def tied(p: Params, h: Tensor) -> Tensor:
-    return torch.tanh(h @ p["tied"])
-
-
-@layer(tied=NN)
-def tied_turned(p: Params, h: Tensor) -> Tensor:
-    return F.linear(h, p["tied"])
+row("linear", lambda p, h: F.linear(h, p["w"], p["b"]), w=NN, b=N)
+row("matmul", lambda p, h: h @ p["w"], w=NN)
+row("reused", lambda p, h: torch.tanh(h @ p["w"]) @ p["v"] @ p["w"], w=NN, v=NN)
+row("tied", lambda p, h: torch.tanh(h @ p["tied"]), tied=NN)
+row("tied_turned", lambda p, h: F.linear(h, p["tied"]), tied=NN)
 
 
 @layer(w=("3n", "n"))
@@ -91,24 +73,10 @@ def unbound_weight(p: Params, h: Tensor) -> Tensor:
     return h * scale + shift
 
 
-@layer(w=N, b=N)
-def layer_norm(p: Params, h: Tensor) -> Tensor:
-    return F.layer_norm(h, h.shape[-1:], p["w"], p["b"])
-
-
-@layer()
-def layer_norm_alone(p: Params, h: Tensor) -> Tensor:
-    return F.layer_norm(h, h.shape[-1:])
-
-
-@layer(w=N)
-def rms_norm(p: Params, h: Tensor) -> Tensor:
-    return F.rms_norm(h, h.shape[-1:], p["w"])
-
-
-@layer(w=N, b=N)
-def group_norm(p: Params, h: Tensor) -> Tensor:
-    return F.group_norm(h.transpose(1, -1), 2, p["w"], p["b"]).transpose(1, -1)
+row("layer_norm", lambda p, h: F.layer_norm(h, h.shape[-1:], p["w"], p["b"]), w=N, b=N)
+row("layer_norm_alone", lambda p, h: F.layer_norm(h, h.shape[-1:]))
+row("rms_norm", lambda p, h: F.rms_norm(h, h.shape[-1:], p["w"]), w=N)
+row("group_norm", lambda p, h: F.group_norm(h.transpose(1, -1), 2, p["w"], p["b"]).transpose(1, -1), w=N, b=N)
 
 
 @layer(w=("n", "n", 3), b=N)
@@ -230,89 +198,42 @@ def _largest(h: Tensor) -> Tensor:
     return h.abs().amax()
 
 
-@layer(b=N)
-def bias(p: Params, h: Tensor) -> Tensor:
-    return h + p["b"]
+row("bias", lambda p, h: h + p["b"], b=N)
 
 
-@layer(b=(1, "n"))
-def row_bias(p: Params, h: Tensor) -> Tensor:
-    """Where there is one row, the gradient of `b` is the cotangent itself."""
-    return h + p["b"]
+# Where there is one row, the gradient of `b` is the cotangent itself.
+row("row_bias", lambda p, h: h + p["b"], b=(1, "n"))
+row("sine_of_sum", lambda p, h: torch.sin(h + p["b"]), b=(1, "n"))
 
 
-@layer(b=(1, "n"))
-def sine_of_sum(p: Params, h: Tensor) -> Tensor:
-    return torch.sin(h + p["b"])
+# The gradients of `a` and `b` are one tensor.
+row("two_biases", lambda p, h: h + (p["a"] + p["b"]), a=N, b=N)
+row("numbers", lambda p, h: h * p["a"] + p["b"], a=(), b=())
+row("sum_with_turned", lambda p, h: h + (p["w"] + p["w"].T)[0] * p["w"].sum(), w=NN)
 
 
-@layer(a=N, b=N)
-def two_biases(p: Params, h: Tensor) -> Tensor:
-    """The gradients of `a` and `b` are one tensor."""
-    return h + (p["a"] + p["b"])
+# What is not the largest weight has the gradient 0, and not -0.
+row("by_the_largest", lambda p, h: h - p["w"].max() * p["w"].median(), w=NN)
+row("frozen", lambda p, h: F.linear(h, p["w"].detach(), p["b"]), w=NN, b=N)
+row("unused", lambda p, h: h, w=NN)
 
 
-@layer(a=(), b=())
-def numbers(p: Params, h: Tensor) -> Tensor:
-    return h * p["a"] + p["b"]
+# A parameter of ints, which has no gradient.
+row("permuted", lambda p, h: h[..., p["order"]], order=("order",))
+row("embedded", lambda p, h: h + F.embedding(h.argmax(-1), p["table"]), table=(8, "n"))
 
 
-@layer(w=NN)
-def sum_with_turned(p: Params, h: Tensor) -> Tensor:
-    return h + (p["w"] + p["w"].T)[0] * p["w"].sum()
-
-
-@layer(w=NN)
-def by_the_largest(p: Params, h: Tensor) -> Tensor:
-    """What is not the largest weight has the gradient 0, and not -0."""
-    return h - p["w"].max() * p["w"].median()
-
-
-@layer(w=NN, b=N)
-def frozen(p: Params, h: Tensor) -> Tensor:
-    return F.linear(h, p["w"].detach(), p["b"])
-
-
-@layer(w=NN)
-def unused(p: Params, h: Tensor) -> Tensor:
-    return h
-
-
-@layer(order=("order",))
-def permuted(p: Params, h: Tensor) -> Tensor:
-    """A parameter of ints, which has no gradient."""
-    return h[..., p["order"]]
-
-
-@layer(table=(8, "n"))
-def embedded(p: Params, h: Tensor) -> Tensor:
-    return h + F.embedding(h.argmax(-1), p["table"])
-
-
-@layer(table=(8, "n"))
-def looked_up(p: Params, h: Tensor) -> Tensor:
-    """Depends on the input through whole numbers only."""
-    return p["table"][h.argmax(-1)]
-
-
-@layer(w=N)
-def prelu(p: Params, h: Tensor) -> Tensor:
-    return F.prelu(h.reshape(-1, h.shape[-1]), p["w"]).reshape(h.shape)
-
-
-@layer(w=("n", 2, "n"))
-def einsum(p: Params, h: Tensor) -> Tensor:
-    return torch.einsum("...i,ikj->...kj", h, p["w"]).sum(-2)
-
-
-@layer(w=NN, b=N)
-def addmm(p: Params, h: Tensor) -> Tensor:
-    return torch.addmm(p["b"], h.reshape(-1, h.shape[-1]), p["w"], beta=0.5, alpha=2.0).view(h.shape)
-
-
-@layer(w=("n", "n"))
-def weight_norm(p: Params, h: Tensor) -> Tensor:
-    return h @ (p["w"] / torch.linalg.vector_norm(p["w"], dim=0))
+# Depends on the input through whole numbers only.
+row("looked_up", lambda p, h: p["table"][h.argmax(-1)], table=(8, "n"))
+row("prelu", lambda p, h: F.prelu(h.reshape(-1, h.shape[-1]), p["w"]).reshape(h.shape), w=N)
+row("einsum", lambda p, h: torch.einsum("...i,ikj->...kj", h, p["w"]).sum(-2), w=("n", 2, "n"))
+row(
+    "addmm",
+    lambda p, h: torch.addmm(p["b"], h.reshape(-1, h.shape[-1]), p["w"], beta=0.5, alpha=2.0).view(h.shape),
+    w=NN,
+    b=N,
+)
+row("weight_norm", lambda p, h: h @ (p["w"] / torch.linalg.vector_norm(p["w"], dim=0)), w=("n", "n"))
 
 
 @layer(w=("n", "n"))
@@ -337,9 +258,7 @@ class Scaled(torch.autograd.Function):
         return dy * w * 0.5, (dy * h).reshape(-1, h.shape[-1]).sum(0)
 
 
-@layer(w=N)
-def own_function(p: Params, h: Tensor) -> Tensor:
-    return Scaled.apply(h, p["w"])[0]
+row("own_function", lambda p, h: Scaled.apply(h, p["w"])[0], w=N)
 
 
 class Doubled(torch.autograd.Function):
@@ -356,9 +275,7 @@ class Doubled(torch.autograd.Function):
         return dy
 
 
-@layer()
-def straight_through(p: Params, h: Tensor) -> Tensor:
-    return Doubled.apply(h)
+row("straight_through", lambda p, h: Doubled.apply(h))
 
 
 @layer()
@@ -372,14 +289,8 @@ def hooked(p: Params, h: Tensor) -> Tensor:
 # In place, on a tensor that the layer itself makes.
 
 
-@layer(in_place=True, b=N)
-def relu_(p: Params, h: Tensor) -> Tensor:
-    return (h + p["b"]).relu_()
-
-
-@layer(in_place=True)
-def silu_(p: Params, h: Tensor) -> Tensor:
-    return F.silu(h * 1.5, inplace=True)
+row("relu_", lambda p, h: (h + p["b"]).relu_(), in_place=True, b=N)
+row("silu_", lambda p, h: F.silu(h * 1.5, inplace=True), in_place=True)
 
 
 @layer(in_place=True, w=NN)

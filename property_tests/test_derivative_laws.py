@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import fpipe
@@ -91,21 +90,6 @@ def test_gradients_of_single_rows_are_mapped_ones(run: Run):
     expected, losses = torch.func.vmap(torch.func.grad_and_value(alone), in_dims=(None, 0, 0))(params, x, target)
     assert close(found.grads, expected)
     assert close(found.aux["loss"], losses)
-
-
-@few(2)
-@given(runs(DOUBLE), st.booleans())
-def test_threads_give_the_same_bits(run: Run, rows: bool):
-    model = fpipe.per_example(run.net.model) if rows else fpipe.jvp(run.net.model)
-    own = run.net.params(run.seed)
-    params = own if rows else fpipe.make_dual(own, run.net.params(run.seed + 1))
-    merge = fpipe.merge(grads="rows") if rows else fpipe.merge()
-    program = run.chain(fpipe.split(run.microbatches)(fpipe.program(model)), merge)
-    batch = run.net.batch(run.rows, run.seed)
-    alone, together = (fpipe.build(program, model, runtime=runtime)(params, batch) for runtime in ("local", "threads"))
-    assert all(
-        a is b or torch.equal(a, b) for a, b in zip(tree.leaves(alone.grads), tree.leaves(together.grads), strict=True)
-    )
 
 
 def small(name: str) -> tuple[int, int, int]:
