@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.models.from_functions import from_functions
@@ -26,6 +26,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
 from fpipe.verification.verify import verify
+from tests.toys import Toy, assert_unsplit, one_by_one
 
 
 class Tied(nn.Module):
@@ -63,15 +64,6 @@ class Writer(nn.Module):
         return x + self.seen
 
 
-class Recomputed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return checkpoint(lambda h: self.inner(h).sin(), x, use_reentrant=False)
-
-
 def frozen(module):
     return module.requires_grad_(False)
 
@@ -82,43 +74,27 @@ def mlp(**more):
 
 
 def kinds():
-    """Nets of many kinds, and an input for each."""
+    """Nets of kinds that `test_module_kinds` has not, and an input for each."""
     torch.manual_seed(0)
-    image, word, sequence = torch.randn(4, 3, 6, 6), torch.randint(5, (4, 7)), torch.randn(4, 7, 8)
+    word, sequence = torch.randint(5, (4, 7)), torch.randn(4, 7, 8)
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    recomputed = Toy(
+        lambda own, x: checkpoint(lambda h: own.inner(h).sin(), x, use_reentrant=False), inner=nn.Linear(3, 3)
+    )
+    first = Toy(lambda own, x: own.rnn(x)[0], rnn=nn.LSTM(8, 3, batch_first=True))
+    ordered = OrderedDict(embed=nn.Linear(3, 4), act=nn.ReLU(), head=nn.Linear(4, 1))
     return {
         "mlp": (mlp(), torch.randn(4, 3)),
         "tied": (nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 1)), torch.randn(4, 3)),
-        "conv": (
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2)),
-            image,
-        ),
-        "batchnorm": (
-            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(), nn.Linear(64, 2)),
-            image,
-        ),
         "attention": (nn.Sequential(nn.Embedding(5, 8), attention, nn.Linear(8, 5)), word),
         "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval(), sequence),
         "frozen": (nn.Sequential(nn.Linear(8, 8), frozen(nn.Linear(8, 8)), nn.Linear(8, 1)), sequence),
         "weight norm": (nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 3))), sequence),
         "pruned": (nn.Sequential(nn.Linear(8, 8), prune.l1_unstructured(nn.Linear(8, 3), "weight", 0.5)), sequence),
-        "rnn": (nn.Sequential(nn.Linear(8, 8), _First(nn.LSTM(8, 3, batch_first=True)), nn.Linear(3, 1)), sequence),
-        "named": (nn.Sequential(_ordered()), torch.randn(4, 3)),
-        "recomputed": (nn.Sequential(nn.Linear(3, 3), Recomputed(), nn.Linear(3, 1)), torch.randn(4, 3)),
+        "rnn": (nn.Sequential(nn.Linear(8, 8), first, nn.Linear(3, 1)), sequence),
+        "named": (nn.Sequential(ordered), torch.randn(4, 3)),
+        "recomputed": (nn.Sequential(nn.Linear(3, 3), recomputed, nn.Linear(3, 1)), torch.randn(4, 3)),
     }
-
-
-class _First(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)[0]
-
-
-def _ordered():
-    return OrderedDict(embed=nn.Linear(3, 4), act=nn.ReLU(), head=nn.Linear(4, 1))
 
 
 KINDS = sorted(kinds())
@@ -156,10 +132,12 @@ def everything(net):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_give_the_gradients_of_the_net(kind):
+def test_stages_are_the_net_which_is_never_changed_and_compute_with_the_params_they_are_given(kind):
     net, x = kinds()[kind]
+    before = everything(net)
     model, params, state = from_sequential(net, stages=2)
     y, grads = run(model, params, x)
+    assert everything(net) == before
     whole = net(x)
     trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
     found = torch.autograd.grad((whole * whole).sum(), list(trained.values()))
@@ -167,39 +145,18 @@ def test_stages_give_the_gradients_of_the_net(kind):
     assert state == ({}, {})
     joined = join_params(model, grads)
     assert all(torch.equal(joined[name], grad) for name, grad in zip(trained, found, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_users_module_is_never_changed(kind):
-    net, x = kinds()[kind]
-    before = everything(net)
-    run(*from_sequential(net, stages=2)[:2], x)
-    assert everything(net) == before
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stages_compute_with_the_params_they_are_given(kind):
-    net, x = kinds()[kind]
-    model, params, _ = from_sequential(net, stages=2)
-    torch.manual_seed(1)
     other = tuple({name: torch.randn_like(leaf) for name, leaf in stage.items()} for stage in params)
     y, grads = run(model, other, x)
     net.load_state_dict(join_params(model, other), strict=False)
     again, grads_again = run(model, params, x)
     assert torch.equal(y, again)
     assert all(torch.equal(one[name], two[name]) for one, two in zip(grads, grads_again, strict=True) for name in one)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_split_params_undoes_join_params(kind):
-    net, _ = kinds()[kind]
-    model, params, _ = from_sequential(net, stages=2)
-    whole = join_params(model, params)
-    assert whole.keys() == {name for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
-    assert all(whole[name].data_ptr() == net.state_dict()[name].data_ptr() for name in whole)
-    back = split_params(model, whole)
+    both = join_params(model, params)
+    assert both.keys() == {name for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    assert all(both[name].data_ptr() == net.state_dict()[name].data_ptr() for name in both)
+    back = split_params(model, both)
     assert [list(stage.items()) for stage in back] == [list(stage.items()) for stage in params]
-    assert join_params(model, back) == whole
+    assert join_params(model, back) == both
 
 
 def test_params_and_grads_of_functions_are_joined_by_stage():
@@ -353,28 +310,17 @@ def test_a_written_buffer_does_not_pass_silently(how, trace):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-class Functional(nn.Module):
-    """Batch norm by hand: F.batch_norm writes its running statistics without a new version."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("var", torch.ones(3))
-
-    def forward(self, x):
-        return hidden_norm(x, self.mean, self.var)
-
-
-def hidden_norm(x, *statistics):
-    return nn.functional.batch_norm(x, *statistics, training=True)
-
-
 def test_a_buffer_that_batch_norm_writes_by_hand_is_seen():
-    net = nn.Sequential(Functional())
-    model, params, _ = from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    """F.batch_norm writes its running statistics without a new version."""
+    norm = Toy(
+        lambda own, x: nn.functional.batch_norm(x, own.mean, own.var, training=True),
+        mean=torch.zeros(3),
+        var=torch.ones(3),
+    )
+    model, params, _ = from_sequential(nn.Sequential(norm), stages=1, loss=nn.functional.mse_loss)
     with pytest.raises(RuntimeError, match=r"stage 0 \(0\) writes buffer or parameter '0\.mean' in place"):
         reference(model, params, (torch.randn(4, 3), torch.randn(4, 3)))
-    assert torch.equal(net[0].mean, torch.zeros(3))
+    assert torch.equal(norm.mean, torch.zeros(3))
 
 
 def test_threads_that_run_one_stage_do_not_mix_their_params():
@@ -466,26 +412,23 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("sentence", "net"), REFUSED)
-def test_what_a_stage_cannot_be_is_refused_by_name(sentence, net):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        from_sequential(net(), stages=2)
+NOT_FIT = [
+    ("5 children make at most 5 stages and at least one, found stages=6.", {"stages": 6}),
+    ("5 children make at most 5 stages and at least one, found stages=0.", {"stages": 0}),
+    ("sizes=[2, 2] sum to 4, the net has 5 children; a stage has at least one.", {"sizes": [2, 2]}),
+    ("sizes=[5, 0] sum to 5, the net has 5 children; a stage has at least one.", {"sizes": [5, 0]}),
+    ("stages=3, but sizes=[2, 3] are 2 stages; say one of the two.", {"stages": 3, "sizes": [2, 3]}),
+    ("say the number of stages, or sizes= with the number of children in each.", {}),
+]
 
 
 @pytest.mark.parametrize(
-    ("sentence", "how"),
-    [
-        ("5 children make at most 5 stages and at least one, found stages=6.", {"stages": 6}),
-        ("5 children make at most 5 stages and at least one, found stages=0.", {"stages": 0}),
-        ("sizes=[2, 2] sum to 4, the net has 5 children; a stage has at least one.", {"sizes": [2, 2]}),
-        ("sizes=[5, 0] sum to 5, the net has 5 children; a stage has at least one.", {"sizes": [5, 0]}),
-        ("stages=3, but sizes=[2, 3] are 2 stages; say one of the two.", {"stages": 3, "sizes": [2, 3]}),
-        ("say the number of stages, or sizes= with the number of children in each.", {}),
-    ],
+    ("sentence", "net", "how"),
+    [*((*case, {"stages": 2}) for case in REFUSED), *((sentence, mlp, how) for sentence, how in NOT_FIT)],
 )
-def test_stages_that_do_not_fit_are_refused(sentence, how):
+def test_what_a_stage_cannot_be_is_refused_by_name(sentence, net, how):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        from_sequential(mlp(), **how)
+        from_sequential(net(), **how)
 
 
 def test_the_state_dict_of_a_net_with_buffers_is_split():
@@ -582,18 +525,6 @@ def test_params_of_another_model_are_refused():
         split_params(tied, {**whole, "0.down.weight": whole["0.down.weight"] + 1})
 
 
-def test_what_is_switched_off_is_accepted():
-    net = nn.Sequential(
-        nn.Dropout(0.0), nn.BatchNorm1d(3, track_running_stats=False), nn.LSTM(3, 3, dropout=0.0), nn.InstanceNorm1d(3)
-    )
-    assert len(from_sequential(net, stages=4)[0].stages) == 4
-    eval_spectral = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3))).eval()
-    model, params, _ = from_sequential(eval_spectral, stages=1)
-    x = torch.randn(2, 3)
-    assert parametrize.is_parametrized(eval_spectral[0])
-    assert torch.equal(model.stages[0].forward(params[0], x), eval_spectral(x))
-
-
 def test_a_module_that_stands_twice_keeps_its_parameters():
     """Both paths were swapped, and the second put back what the first had swapped in: a tensor without data."""
     linear = nn.Linear(3, 3)
@@ -639,46 +570,25 @@ def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, 
 
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
-def test_a_module_that_changes_what_its_own_stage_made_is_the_unsplit_module(policy, trace):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Hardtanh(inplace=True))
-    batch = torch.randn(6, 8), torch.randn(6, 8)
-    model, params, _ = from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
-    program = chain(split(3), policy(), gpipe(2), merge())(training_step(model))
-    found = join_params(model, build(program, model, trace=trace)(params, batch).grads)
-    for x, t in zip(*(half.tensor_split(3) for half in batch), strict=True):
-        (nn.functional.mse_loss(net(x), t) * (2 / 6)).backward()
-    assert all(torch.equal(found[name], leaf.grad) for name, leaf in net.named_parameters())
-
-
-@pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
 def test_a_module_that_is_called_again_in_the_backward_has_the_parameters_it_is_given(policy, trace):
     """A trace once had the module's own parameters in what torch.utils.checkpoint computes again: of two equal stages,
     which share their trace, the first had the gradients of the second's weights, and other params were not seen."""
+
+    def again(own, x):
+        return checkpoint(own.inner, x, use_reentrant=False)
+
+    def inner():
+        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), frozen(nn.Linear(3, 3)))
+
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Again(), nn.Tanh()) for _ in range(2)))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Toy(again, inner=inner()), nn.Tanh()) for _ in range(2)))
     batch = torch.randn(6, 3), torch.randn(6, 3)
     model, params, state = from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     step = build(chain(split(3), policy(), gpipe(2), merge())(training_step(model)), model, trace=trace)
     for factor in (1.0, 1.5):
-        right = copy.deepcopy(net)
+        other = copy.deepcopy(net)
         with torch.no_grad():
-            for leaf in right.parameters():
+            for leaf in other.parameters():
                 leaf.mul_(factor if leaf.requires_grad else 1)
-        for x, t in zip(*(half.tensor_split(3) for half in batch), strict=True):
-            (nn.functional.mse_loss(right(x), t) * (2 / 6)).backward()
         given = tuple({name: leaf * factor for name, leaf in stage.items()} for stage in params)
-        found = join_params(model, step(given, batch, state=state).grads)
-        assert all(torch.equal(grad, right.get_parameter(name).grad) for name, grad in found.items())
-
-
-class Again(nn.Module):
-    """Computes a norm and a layer again, beside a frozen layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), frozen(nn.Linear(3, 3)))
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
+        assert_unsplit(model, step(given, batch, state=state), one_by_one(other, batch, 3)[0])
