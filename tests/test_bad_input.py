@@ -12,6 +12,7 @@ from torch import Tensor
 import fpipe
 from fpipe.runtimes.definition.meaning import RULES
 from property_tests.strategies import Net, linear, plain_autograd
+from tests.refusals import refusals
 
 NET = Net(("linear", "mlp"), ("batch", 0))
 PIPELINE = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())
@@ -27,174 +28,6 @@ def total(y: Tensor, target: Tensor) -> Tensor:
 def step_of(*stages, loss=total, reduction="mean"):
     model = fpipe.from_functions(stages, loss, reduction=reduction)
     return fpipe.build(fpipe.program(model), model)
-
-
-ARGUMENTS = {
-    "params of another number": (
-        (PARAMS[:1], BATCH),
-        "params is a tuple with one pytree for each of the 2 stages, found 1 of them.",
-    ),
-    "params of another type": (
-        ({"w": torch.eye(4)}, BATCH),
-        "params is a tuple with one pytree for each of the 2 stages, found dict.",
-    ),
-    "no pair": ((PARAMS, BATCH[0]), "a batch is a pair (inputs, target), found Tensor."),
-    "fewer rows than microbatches": (
-        (PARAMS, NET.batch(2)),
-        "2 rows cannot fill 3 microbatches; use split(3, rows=2, allow_fewer=True).",
-    ),
-    "zero rows": ((PARAMS, NET.batch(0)), "inputs has 0 rows; a microbatch has at least one."),
-    "other rows in the target": ((PARAMS, (BATCH[0], BATCH[1][:5])), "inputs has 6 rows, target has 5."),
-    "no rows at all": ((PARAMS, (1, "two")), "no leaf of the batch has rows"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS.values(), ids=ARGUMENTS.keys())
-def test_a_step_refuses(arguments, sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        STEP(*arguments)
-
-
-MODELS = {
-    "zero stages": (lambda: fpipe.from_functions([]), "a model has at least one stage, found zero stages."),
-    "zero stages in a program": (lambda: fpipe.program(0), "a model has at least one stage, found zero stages."),
-    "a stage that is no function": (
-        lambda: fpipe.from_functions([linear, 3]),
-        "stage 1 is a function f(params, x), found int.",
-    ),
-    "a stage that takes itself": (
-        lambda: fpipe.program(2, inputs=("batch", 1)),
-        "stage 1 takes 1; it can take a stage from 0 to 0, or 'batch'.",
-    ),
-    "too few inputs": (
-        lambda: fpipe.program(2, inputs=("batch",)),
-        "inputs says what each stage takes: 2 entries for 2 stages, found 1.",
-    ),
-    "an output that nobody takes": (
-        lambda: fpipe.program(2, inputs=("batch", "batch")),
-        "nobody takes the output of stage 0",
-    ),
-    "a reduction of another name": (
-        lambda: fpipe.from_functions([linear], reduction="avg"),
-        "reduction is 'mean', 'sum' or 'count', found 'avg'.",
-    ),
-    "a loss that is a class": (
-        lambda: fpipe.from_functions([linear], torch.nn.MSELoss),
-        "loss is a class; make one: MSELoss().",
-    ),
-    "a loss that is a class, of modules": (
-        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, loss=torch.nn.CrossEntropyLoss),
-        "loss is a class; make one: CrossEntropyLoss().",
-    ),
-    "a loss of the output alone": (
-        lambda: fpipe.from_functions([linear], lambda y: y.mean()),
-        "loss is a function loss(y, target), found one of (y).",
-    ),
-    "a loss of three": (
-        lambda: fpipe.from_functions([linear], torch.nn.CosineEmbeddingLoss()),
-        "loss is a function loss(y, target), found one of (input1: torch.Tensor, input2: torch.Tensor, target:",
-    ),
-    "stages that are no number": (
-        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), "2"),  # type: ignore[arg-type]
-        "stages is a whole number, found '2'.",
-    ),
-    "one size": (
-        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=3),  # type: ignore[arg-type]
-        "sizes lists whole numbers, the children of each stage, as in [2, 1]; found 3.",
-    ),
-    "sizes that are no numbers": (
-        lambda: fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=["2", "2"]),  # type: ignore[list-item]
-        "sizes lists whole numbers, the children of each stage, as in [2, 1]; found ['2', '2'].",
-    ),
-    "inputs that are no list": (
-        lambda: fpipe.from_functions([linear], inputs=3),  # type: ignore[arg-type]
-        "inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found int.",
-    ),
-    "ties that are no list": (
-        lambda: fpipe.from_functions([linear], ties=3),  # type: ignore[arg-type]
-        "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]; found int.",
-    ),
-    "a tie that is no group": (
-        lambda: fpipe.from_functions([linear], ties=[3]),  # type: ignore[list-item]
-        "as in [((0, 'e'), (3, 'e'))]; found the group 3.",
-    ),
-    "aux losses that are no list": (
-        lambda: fpipe.from_functions([linear], aux_losses=3),  # type: ignore[arg-type]
-        "aux_losses lists stages, as in [1]; found int.",
-    ),
-    "a tie with nobody": (
-        lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w")]]),
-        "a tie is between leaves of at least two stages",
-    ),
-    "a tie with no stage": (
-        lambda: fpipe.from_functions([linear] * 2, ties=[[(0, "w"), (5, "w")]]),
-        "names stage 5; the stages are 0 to 1.",
-    ),
-    "an unknown runtime": (
-        lambda: fpipe.build(fpipe.program(2), NET.model, runtime="mpi"),
-        "runtime 'mpi' is not known; there are",
-    ),
-    "a program of another length": (
-        lambda: fpipe.build(fpipe.program(3), NET.model),
-        "the program has 3 stages and the model 2; start from fpipe.program(model).",
-    ),
-    "a program of another graph": (
-        lambda: fpipe.build(fpipe.program(2, inputs=("batch", (0, "batch"))), NET.model),
-        "start from fpipe.program(model).",
-    ),
-    "a program without the ties": (
-        lambda: fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model),
-        "stage 0 of the model takes params[0] params[0]:1 inputs, in the program 0F0 takes params[0] inputs;",
-    ),
-    "zero microbatches": (lambda: fpipe.split(0), "microbatches is a whole number, at least 1; found 0."),
-    "no size and no number": (lambda: fpipe.split(), "say either the number of microbatches, split(8), or their size"),
-    "a size without rows": (lambda: fpipe.split(size=2), "split(size=2) needs rows=, the rows of a batch"),
-    "more microbatches than rows": (
-        lambda: fpipe.split(4, rows=3),
-        "3 rows cannot fill 4 microbatches; use at most 3, or allow_fewer=True.",
-    ),
-    "zero ranks": (lambda: fpipe.schedules.gpipe(0)(fpipe.program(2)), "ranks is a whole number, at least 1; found 0."),
-    "a time below zero": (lambda: fpipe.Costs(forward=-1), "forward is a time in seconds, at least 0; found -1."),
-    "too few costs": (
-        lambda: fpipe.simulate(fpipe.program(2), fpipe.Costs(forward=[1])),
-        "forward lists 1 costs, but the program has a stage 1",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "sentence"), MODELS.values(), ids=MODELS.keys())
-def test_it_is_refused_before_the_first_op(build, sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        build()
-
-
-LOSSES = {
-    "not a scalar": (
-        lambda y, t: (y - t).square(),
-        "mean",
-        ValueError,
-        "the loss is a 0-d tensor, found shape (6, 4); reduce it, for instance by .mean().",
-    ),
-    "not a tensor": (lambda y, t: 1.0, "mean", TypeError, "the loss is a 0-d tensor, found float."),
-    "no count": (
-        lambda y, t: y.sum(),
-        "count",
-        TypeError,
-        'with reduction="count" the loss returns (total, count), found Tensor.',
-    ),
-    "no loss": (
-        None,
-        "mean",
-        ValueError,
-        "the last stage's output, which is the loss since no loss= was given, is a 0-d tensor, found shape (6, 4)",
-    ),
-}
-
-
-@pytest.mark.parametrize(("loss", "reduction", "kind", "sentence"), LOSSES.values(), ids=LOSSES.keys())
-def test_a_loss_is_a_scalar(loss, reduction: str, kind: type[Exception], sentence: str):
-    with pytest.raises(kind, match=re.escape(sentence)):
-        step_of(linear, loss=loss, reduction=reduction)((EYE,), BATCH)
 
 
 def shouting(p, x):
@@ -285,11 +118,6 @@ def test_a_stage_that_changes_what_another_wrote_is_right_or_refused():
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_loss_that_changes_the_target_is_refused_as_the_loss():
-    with pytest.raises(RuntimeError, match=r"the loss writes what it was given in place"):
-        step_of(linear, loss=lambda y, t: t.sub_(y).square().mean())((EYE,), NET.batch(6))
-
-
 def test_a_model_without_parameters_has_a_loss_and_no_gradients():
     net = Net(("plain", "plain"), ("batch", 0))
     found = fpipe.build(PIPELINE(fpipe.program(2)), net.model)(({}, {}), BATCH)
@@ -328,13 +156,6 @@ def test_what_is_not_finite_is_so_bit_by_bit(poison: float):
     inputs = BATCH[0].clone()
     inputs[3, 1] = poison
     assert fpipe.verify(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, (inputs, BATCH[1])).bitwise
-
-
-def test_check_finite_names_the_op():
-    step = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, check_finite=True)
-    broken = {name: leaf * math.inf for name, leaf in PARAMS[1].items()}
-    with pytest.raises(FloatingPointError, match=re.escape("1F0 wrote y[1,0] with NaN or infinite numbers.")):
-        step((PARAMS[0], broken), BATCH)
 
 
 def test_check_finite_names_the_microbatch_that_came_with_it():
@@ -417,40 +238,10 @@ def test_a_tied_stage_has_a_dict_of_params():
         fpipe.reference(model, ({}, {}), NET.batch(6))
 
 
-def test_except_last_is_about_microbatches():
-    with pytest.raises(fpipe.ProgramError, match=re.escape("put fpipe.split() before fpipe.checkpoint()")):
-        fpipe.checkpoint("except_last")(fpipe.program(2))
-
-
 @pytest.mark.parametrize("asks", ["state", frozenset({"mask"})], ids=["a word", "another"])
 def test_a_stage_asks_for_what_there_is(asks):
     with pytest.raises(ValueError, match="asks is a set of 'state', 'key', 'microbatch' and 'carry'; found"):
         fpipe.Stage(lambda p, x: x, asks=asks)
-
-
-NAMES = {
-    "offload": (
-        lambda: fpipe.offload(values=["residuals"]),
-        "values= names 'residuals', this program has values named",
-    ),
-    "offload a number": (
-        lambda: fpipe.offload(values=[3]),
-        "values= takes names of values, such as ('res',); found 3.",
-    ),
-    "communicate": (lambda: fpipe.communicate(again=["foo"]), "again= names 'foo', this program has values named dx,"),
-    "communicate a number": (lambda: fpipe.communicate(again=3), "again= takes names of values"),
-    "communicate no share": (
-        lambda: fpipe.communicate(again={"y": 1}),
-        "again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "sentence"), NAMES.values(), ids=NAMES.keys())
-def test_a_name_that_no_value_has_is_refused(make, sentence: str):
-    """It moved nothing, in silence."""
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        make()(fpipe.place("linear")(fpipe.program(2)))
 
 
 KINDS = {
@@ -476,67 +267,6 @@ def test_a_transform_is_no_schedule_of_ranks(transform):
 
 
 THREE = fpipe.Costs(forward=[1, 1, 1])
-PLANS = {
-    "numbers": (
-        lambda: fpipe.plan([1, 2, 3], 2),
-        "costs is an fpipe.Costs, or a list of them, one for each model; found",
-    ),
-    "a number": (
-        lambda: fpipe.plan(3, 2),
-        "costs is an fpipe.Costs, or a list of them, one for each model; found int.",
-    ),
-    "stages as text": (
-        lambda: fpipe.plan(fpipe.Costs(), 2, stages="3"),
-        "stages is a whole number, at least 1; found '3'.",
-    ),
-    "stages of several models": (
-        lambda: fpipe.plan([THREE], 2, stages=3),
-        "stages is a list with an entry for each model, found 3.",
-    ),
-    "memory as a number": (
-        lambda: fpipe.plan(THREE, 2, memory=3, limit=4),
-        "memory lists the bytes of each stage, found 3.",
-    ),
-    "a limit as text": (
-        lambda: fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a"),
-        "limit is the most bytes of a group, at least 0; found 'a'.",
-    ),
-    "a balance of Costs": (
-        lambda: fpipe.balance(fpipe.Costs(), 2),
-        "costs is a list with a number for each layer, found Costs.",
-    ),
-    "a balance by one number": (
-        lambda: fpipe.balance([1, 2], 2, parameters=3),
-        "parameters is a list with a number for each layer, found int.",
-    ),
-    "a balance of words": (
-        lambda: fpipe.balance([1, 2], 2, parameters=["a", "b"]),
-        "the size of the parameters of layer 0 is a number, at least 0; found 'a'.",
-    ),
-    "a scale as text": (
-        lambda: fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a"),
-        "scale is how many bytes are kept for a byte of parameters, at least 0; found 'a'.",
-    ),
-    "an average with nothing": (
-        lambda: fpipe.average(THREE, None),
-        "now is an fpipe.Costs, as fpipe.profile measures them; found None.",
-    ),
-    "an average of a number": (
-        lambda: fpipe.average(3, THREE),
-        "before is an fpipe.Costs, as fpipe.profile measures them; found 3.",
-    ),
-    "progress as a number": (
-        lambda: fpipe.profile(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, progress=3),
-        "progress is called as progress(done, all), found 3.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "sentence"), PLANS.values(), ids=PLANS.keys())
-def test_a_plan_of_what_is_no_cost_is_refused_in_a_sentence(call, sentence: str):
-    """It was an AttributeError, or a TypeError of Python's own."""
-    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
-        call()
 
 
 @pytest.mark.parametrize("scale", ["1", None, torch.ones(2), 0, -1.0, math.nan, math.inf], ids=str)
@@ -555,67 +285,8 @@ def test_a_tolerance_is_a_number(word: str, tolerance):
         fpipe.verify(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, **{word: tolerance})
 
 
-GIVEN_AS = {
-    "groups without groups": (
-        lambda: fpipe.checkpoint(groups=[0, 1]),
-        "groups lists groups of stages, such as [(0, 1), (2, 3)]; found [0, 1].",
-    ),
-    "an op by its name": (
-        lambda: fpipe.checkpoint(grain="layer", save="mm"),
-        "save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found 'mm'.",
-    ),
-    "a dimension as text": (
-        lambda: fpipe.Chunk("0"),
-        "Chunk(dim) names the dimension of the rows by a whole number, found '0'.",
-    ),
-    "an order of nothing": (
-        lambda: fpipe.reorder(lambda program: None)(fpipe.program(2)),
-        "the order is a list of cells for each rank; the function gave None.",
-    ),
-    "a row of nothing": (
-        lambda: fpipe.schedules.from_table([["0F0", "0B0"], None]),
-        "a row of a table is a list of cells, or text; found None.",
-    ),
-    "no JSON": (
-        lambda: fpipe.interop.from_json(None),
-        "from_json takes the text that to_json made, found NoneType.",
-    ),
-    "a file by number": (
-        lambda: fpipe.plot(fpipe.program(2), file=3),
-        "file= is the name of a file, such as 'picture.svg', found 3.",
-    ),
-    "results for gradients": (
-        lambda: fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH)),
-        "gradients are tensors, as Result.grads has them; found Result.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "sentence"), GIVEN_AS.values(), ids=GIVEN_AS.keys())
-def test_what_is_of_another_type_is_answered_with_a_sentence(call, sentence: str):
-    """It was an error of Python's own, far from where it was given."""
-    with pytest.raises(TypeError, match=re.escape(sentence)):
-        call()
-
-
 PROGRAM, OTHER = PIPELINE(fpipe.program(NET.model)), Net(("linear",), ("batch",)).model
 GIVEN = "example is (params, batch) or (params, batch, state), as a step takes them; found "
-SIZED = {
-    "another model": ((PROGRAM, OTHER, PARAMS, BATCH), "the program has 2 stages and the model 1"),
-    "no model": ((PROGRAM, None, PARAMS, BATCH), "a Model is wanted, as from_functions makes it; found NoneType."),
-    "no program": ((None, NET.model, PARAMS, BATCH), "a Program is wanted here"),
-    "no params": (
-        (PROGRAM, NET.model, None, BATCH),
-        "params is a tuple with one pytree for each of the 2 stages, found NoneType.",
-    ),
-    "no batch": ((PROGRAM, NET.model, PARAMS, None), "a batch is a pair (inputs, target), found NoneType."),
-}
-
-
-@pytest.mark.parametrize(("given", "words"), SIZED.values(), ids=SIZED.keys())
-def test_sizes_of_what_does_not_belong_together_are_refused(given, words: str):
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        fpipe.sizes(*given)
 
 
 NORMED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -696,11 +367,6 @@ def test_a_key_is_a_whole_number(key):
         STEP(PARAMS, BATCH, key=key)
 
 
-def test_no_microbatches_are_no_batch():
-    with pytest.raises(ValueError, match=re.escape("is a list of pairs (inputs, target), cut already; found an empty")):
-        fpipe.reference(NET.model, PARAMS, [])
-
-
 NO_GRADS = {
     "a result": (STEP(PARAMS, BATCH), "found Result. Hand in result.grads."),
     "nothing": (None, "found NoneType."),
@@ -741,23 +407,12 @@ def test_what_takes_a_model_says_so(use):
         use(MADE)
 
 
-def test_a_program_is_of_a_model_or_a_number_of_stages():
-    with pytest.raises(TypeError, match=re.escape("program() takes a Model or a number of stages, found tuple. Of")):
-        fpipe.program(MADE)
-
-
 @pytest.mark.parametrize(
     ("example", "found"), [(3, "int"), ((PARAMS,), "a tuple of 1"), ({"params": PARAMS}, "dict")], ids=str
 )
 def test_an_example_is_what_a_step_takes(example, found: str):
     with pytest.raises(ValueError, match=re.escape(GIVEN + found)):
         fpipe.build(PROGRAM, NET.model, example=example)
-
-
-def test_a_module_is_no_function_of_params():
-    words = r"linearize takes a function f\(params, x\), found a module \(Linear\)"
-    with pytest.raises(TypeError, match=words):
-        fpipe.linearize(torch.nn.Linear(4, 4), EYE, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("x", [torch.ones(2, 5), "text"], ids=["shape", "type"])
@@ -817,15 +472,6 @@ def test_a_program_of_a_model_with_another_loss_is_refused(one: str, other: str,
         fpipe.build(program, KINDS_OF_LOSS[other])
 
 
-def test_a_program_of_the_model_before_it_was_deferred_is_refused():
-    """It was a TypeError: updated_at_the_end() misses its index and count."""
-    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(DEFERRED))
-    later = fpipe.deferred_batch_norm(DEFERRED)
-    sentence = "the update of stage 1 of the model comes once a step, in the program once a microbatch; start from"
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.build(program, later)
-
-
 @pytest.mark.parametrize("use", [fpipe.build, fpipe.sizes, fpipe.verify, fpipe.profile])
 def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
     """A step of program(2) left the running statistics out, and verify agreed."""
@@ -840,3 +486,169 @@ def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
     words = "stage 1 (1) of the model has no update of its module state, such as running statistics, and the program an"
     with pytest.raises(ValueError, match=re.escape(words)):
         fpipe.build(fpipe.program(model), evaluated)
+
+
+test_refusals = refusals(
+    globals(),
+    """
+STEP(PARAMS[:1], BATCH)
+    ValueError: params is a tuple with one pytree for each of the 2 stages, found 1 of them.
+STEP({"w": torch.eye(4)}, BATCH)
+    ValueError: params is a tuple with one pytree for each of the 2 stages, found dict.
+STEP(PARAMS, BATCH[0])
+    ValueError: a batch is a pair (inputs, target), found Tensor.
+STEP(PARAMS, (BATCH[0], BATCH[1][:5]))
+    ValueError: inputs has 6 rows, target has 5.
+STEP(PARAMS, (1, "two"))
+    ValueError: no leaf of the batch has rows
+fpipe.from_functions([])
+    ValueError: a model has at least one stage, found zero stages.
+fpipe.program(0)
+    ValueError: a model has at least one stage, found zero stages.
+fpipe.from_functions([linear, 3])
+    ValueError: stage 1 is a function f(params, x), found int.
+fpipe.program(2, inputs=("batch", 1))
+    ValueError: stage 1 takes 1; it can take a stage from 0 to 0, or 'batch'.
+fpipe.program(2, inputs=("batch",))
+    ValueError: inputs says what each stage takes: 2 entries for 2 stages, found 1.
+fpipe.program(2, inputs=("batch", "batch"))
+    ValueError: nobody takes the output of stage 0
+fpipe.from_functions([linear], reduction="avg")
+    ValueError: reduction is 'mean', 'sum' or 'count', found 'avg'.
+fpipe.from_functions([linear], torch.nn.MSELoss)
+    ValueError: loss is a class; make one: MSELoss().
+fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, loss=torch.nn.CrossEntropyLoss)
+    ValueError: loss is a class; make one: CrossEntropyLoss().
+fpipe.from_functions([linear], lambda y: y.mean())
+    ValueError: loss is a function loss(y, target), found one of (y).
+fpipe.from_functions([linear], torch.nn.CosineEmbeddingLoss())
+    ValueError: loss is a function loss(y, target), found one of (input1: torch.Tensor, input2: torch.Tensor, target:
+fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), "2")
+    ValueError: stages is a whole number, found '2'.
+fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=3)
+    ValueError: sizes lists whole numbers, the children of each stage, as in [2, 1]; found 3.
+fpipe.from_sequential(torch.nn.Sequential(torch.nn.Tanh()), sizes=["2", "2"])
+    ValueError: sizes lists whole numbers, the children of each stage, as in [2, 1]; found ['2', '2'].
+fpipe.from_functions([linear], inputs=3)
+    ValueError: inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found int.
+fpipe.from_functions([linear], ties=3)
+    ValueError: ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]; found int.
+fpipe.from_functions([linear], ties=[3])
+    ValueError: as in [((0, 'e'), (3, 'e'))]; found the group 3.
+fpipe.from_functions([linear], aux_losses=3)
+    ValueError: aux_losses lists stages, as in [1]; found int.
+fpipe.from_functions([linear] * 2, ties=[[(0, "w")]])
+    ValueError: a tie is between leaves of at least two stages
+fpipe.from_functions([linear] * 2, ties=[[(0, "w"), (5, "w")]])
+    ValueError: names stage 5; the stages are 0 to 1.
+fpipe.build(fpipe.program(2), NET.model, runtime="mpi")
+    ValueError: runtime 'mpi' is not known; there are
+fpipe.build(fpipe.program(3), NET.model)
+    ValueError: the program has 3 stages and the model 2; start from fpipe.program(model).
+fpipe.build(fpipe.program(2, inputs=("batch", (0, "batch"))), NET.model)
+    ValueError: start from fpipe.program(model).
+fpipe.build(fpipe.program(2), Net(("tied", "tied"), ("batch", 0)).model)
+    ValueError: stage 0 of the model takes params[0] params[0]:1 inputs, in the program 0F0 takes params[0] inputs;
+fpipe.split(0)
+    ValueError: microbatches is a whole number, at least 1; found 0.
+fpipe.split()
+    ValueError: say either the number of microbatches, split(8), or their size
+fpipe.split(size=2)
+    ValueError: split(size=2) needs rows=, the rows of a batch
+fpipe.schedules.gpipe(0)(fpipe.program(2))
+    ValueError: ranks is a whole number, at least 1; found 0.
+fpipe.Costs(forward=-1)
+    ValueError: forward is a time in seconds, at least 0; found -1.
+fpipe.simulate(fpipe.program(2), fpipe.Costs(forward=[1]))
+    ValueError: forward lists 1 costs, but the program has a stage 1
+step_of(linear, loss=lambda y, t: (y - t).square(), reduction="mean")((EYE,), BATCH)
+    ValueError: the loss is a 0-d tensor, found shape (6, 4); reduce it, for instance by .mean().
+step_of(linear, loss=lambda y, t: 1.0, reduction="mean")((EYE,), BATCH)
+    TypeError: the loss is a 0-d tensor, found float.
+step_of(linear, loss=lambda y, t: y.sum(), reduction="count")((EYE,), BATCH)
+    TypeError: with reduction="count" the loss returns (total, count), found Tensor.
+step_of(linear, loss=None, reduction="mean")((EYE,), BATCH)
+    ValueError: the last stage's output, which is the loss since no loss= was given, is a 0-d tensor, found shape (6, 4)
+step_of(linear, loss=lambda y, t: t.sub_(y).square().mean())((EYE,), NET.batch(6))
+    RuntimeError: the loss writes what it was given in place
+fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model, check_finite=True)((PARAMS[0],
+{name: leaf * math.inf for name, leaf in PARAMS[1].items()}), BATCH)
+    FloatingPointError: 1F0 wrote y[1,0] with NaN or infinite numbers.
+fpipe.checkpoint("except_last")(fpipe.program(2))
+    ProgramError: put fpipe.split() before fpipe.checkpoint()
+# It moved nothing, in silence.
+fpipe.offload(values=["residuals"])(fpipe.place("linear")(fpipe.program(2)))
+    ProgramError: values= names 'residuals', this program has values named
+fpipe.offload(values=[3])(fpipe.place("linear")(fpipe.program(2)))
+    ValueError: values= takes names of values, such as ('res',); found 3.
+fpipe.communicate(again=["foo"])(fpipe.place("linear")(fpipe.program(2)))
+    ProgramError: again= names 'foo', this program has values named dx,
+fpipe.communicate(again=3)(fpipe.place("linear")(fpipe.program(2)))
+    ValueError: again= takes names of values
+fpipe.communicate(again={"y": 1})(fpipe.place("linear")(fpipe.program(2)))
+    ValueError: again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.
+# It was an AttributeError, or a TypeError of Python's own.
+fpipe.plan([1, 2, 3], 2)
+    TypeError: costs is an fpipe.Costs, or a list of them, one for each model; found
+fpipe.plan(3, 2)
+    TypeError: costs is an fpipe.Costs, or a list of them, one for each model; found int.
+fpipe.plan(fpipe.Costs(), 2, stages="3")
+    ValueError: stages is a whole number, at least 1; found '3'.
+fpipe.plan([THREE], 2, stages=3)
+    TypeError: stages is a list with an entry for each model, found 3.
+fpipe.plan(THREE, 2, memory=3, limit=4)
+    TypeError: memory lists the bytes of each stage, found 3.
+fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a")
+    ValueError: limit is the most bytes of a group, at least 0; found 'a'.
+fpipe.balance(fpipe.Costs(), 2)
+    TypeError: costs is a list with a number for each layer, found Costs.
+fpipe.balance([1, 2], 2, parameters=3)
+    TypeError: parameters is a list with a number for each layer, found int.
+fpipe.balance([1, 2], 2, parameters=["a", "b"])
+    ValueError: the size of the parameters of layer 0 is a number, at least 0; found 'a'.
+fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")
+    ValueError: scale is how many bytes are kept for a byte of parameters, at least 0; found 'a'.
+fpipe.average(THREE, None)
+    TypeError: now is an fpipe.Costs, as fpipe.profile measures them; found None.
+fpipe.average(3, THREE)
+    TypeError: before is an fpipe.Costs, as fpipe.profile measures them; found 3.
+fpipe.profile(PIPELINE(fpipe.program(NET.model)), NET.model, PARAMS, BATCH, progress=3)
+    TypeError: progress is called as progress(done, all), found 3.
+# It was an error of Python's own, far from where it was given.
+fpipe.checkpoint(groups=[0, 1])
+    TypeError: groups lists groups of stages, such as [(0, 1), (2, 3)]; found [0, 1].
+fpipe.checkpoint(grain="layer", save="mm")
+    TypeError: save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found 'mm'.
+fpipe.Chunk("0")
+    TypeError: Chunk(dim) names the dimension of the rows by a whole number, found '0'.
+fpipe.reorder(lambda program: None)(fpipe.program(2))
+    TypeError: the order is a list of cells for each rank; the function gave None.
+fpipe.schedules.from_table([["0F0", "0B0"], None])
+    TypeError: a row of a table is a list of cells, or text; found None.
+fpipe.interop.from_json(None)
+    TypeError: from_json takes the text that to_json made, found NoneType.
+fpipe.plot(fpipe.program(2), file=3)
+    TypeError: file= is the name of a file, such as 'picture.svg', found 3.
+fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH))
+    TypeError: gradients are tensors, as Result.grads has them; found Result.
+fpipe.sizes(PROGRAM, OTHER, PARAMS, BATCH)
+    ValueError: the program has 2 stages and the model 1
+fpipe.sizes(PROGRAM, None, PARAMS, BATCH)
+    TypeError: a Model is wanted, as from_functions makes it; found NoneType.
+fpipe.sizes(None, NET.model, PARAMS, BATCH)
+    TypeError: a Program is wanted here
+fpipe.sizes(PROGRAM, NET.model, None, BATCH)
+    ValueError: params is a tuple with one pytree for each of the 2 stages, found NoneType.
+fpipe.sizes(PROGRAM, NET.model, PARAMS, None)
+    ValueError: a batch is a pair (inputs, target), found NoneType.
+fpipe.reference(NET.model, PARAMS, [])
+    ValueError: is a list of pairs (inputs, target), cut already; found an empty
+fpipe.program(MADE)
+    TypeError: program() takes a Model or a number of stages, found tuple. Of
+fpipe.linearize(torch.nn.Linear(4, 4), EYE, torch.ones(2, 4))
+    TypeError: linearize takes a function f(params, x), found a module (Linear)
+# It was a TypeError: updated_at_the_end() misses its index and count.
+fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(DEFERRED)), fpipe.deferred_batch_norm(DEFERRED))
+    ValueError: the update of stage 1 of the model comes once a step, in the program once a microbatch; start from
+""",
+)

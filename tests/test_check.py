@@ -1,12 +1,12 @@
 """Every way to be no program has a sentence of its own."""
 
-import re
 from collections.abc import Callable
 
 import pytest
 
 import fpipe
 from fpipe.program import Program, ProgramError
+from tests.refusals import refusals
 
 BASE = fpipe.program(2)
 TWO = fpipe.split(2)(BASE)
@@ -45,245 +45,6 @@ def changed(program: Program, line: str, old: str, new: str) -> str:
     return "\n".join(found.replace(old, new) if line in found else found for found in lines(program))
 
 
-TEXTS = {
-    "forward without backward": (
-        without(BASE, "= B[1,0]"),
-        "rank 0, step 2: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which nothing writes.\n"
-        "  rank 0 | 0F0 1F0 [0B0]\nAdd the backward of stage 1: 1B0, or 1I0 and 1W0.",
-    ),
-    "forward and gradient without backward": (
-        without(BASE, "= B[0,0]", "grads[0]"),
-        "rank 0, step 0: 0F0 writes res[0,0] (the residuals of 0F0), which nobody reads and which is no output: "
-        "its backward, 0B0 (or 0I0 and 0W0), is missing",
-    ),
-    "a gradient nobody computes": (
-        without(BASE, "= B[0,0]"),
-        "the output grads[0] is g[0,0] (the weight gradient of stage 0 for microbatch 0), which nothing "
-        "writes. Add 0B0, or 0W0 after 0I0.",
-    ),
-    "backward before forward": (
-        swapped(BASE, "= F[1,0]", "= B[1,0]"),
-        "rank 0, step 1: 1B0 reads res[1,0] (the residuals of 1F0), which 1F0 writes later on the same rank.\n"
-        "  rank 0 | 0F0 [1B0] 1F0 0B0\nPut 1F0 before 1B0, or start from fpipe.schedules.one_f_one_b(ranks=1).",
-    ),
-    "W before I": (
-        swapped(HALVES, "= I[1,0]", "= W[1,0]"),
-        "1W0 reads wres[1,0] (what 1I0 leaves for the weight gradient), which 1I0 writes later on the same rank.",
-    ),
-    "I without W": (
-        without(HALVES, "= W[1,0]", "grads[1]"),
-        "1I0 writes wres[1,0] (what 1I0 leaves for the weight gradient), which nobody reads and which is no output: "
-        "1W0 is missing: an I without its W leaves the weight gradient undone",
-    ),
-    "W without I": (
-        without(HALVES, "= I[1,0]"),
-        "which nothing writes.\n  rank 0 | 0F0 1F0 [1W0] 0I0 0W0\nAdd 1I0 before 1W0.",
-    ),
-    "B and I for one microbatch": (
-        added(BASE, "= F[1,0]", "dx[1,0] wres[1,0] = I[1,0] params[1] res[1,0] @ 0"),
-        "1B0 writes dx[1,0] (the input gradient of stage 1 for microbatch 0), which 1I0 writes already; a "
-        "value is written once.",
-    ),
-    "an op that stands twice": (
-        added(BASE, "= F[0,0]", lines(BASE)[at(BASE, "= F[0,0]")]),
-        "0F0 writes y[0,0] (the output of 0F0), which 0F0 writes already; a value is written once. The same op",
-    ),
-    "an input handed in twice": (
-        added(BASE, "params[0] @ 0", "params[0] @ 0"),
-        "params[0] is handed in twice; list each input once.",
-    ),
-    "an op that writes an input": (
-        changed(BASE, "= F[0,0]", "y[0,0] res", "y[0,0] params[1] res"),
-        "0F0 writes params[1], which is an input; a value is written once.",
-    ),
-    "an op that reads what it writes": (
-        changed(BASE, "= F[0,0]", "params[0] inputs", "params[0] inputs y[0,0]"),
-        "0F0 reads y[0,0] (the output of 0F0), which it writes itself.\n  rank 0 | [0F0] 1F0 1B0 0B0\nAn op "
-        "reads only what others wrote before.",
-    ),
-    "a value that nobody reads": (
-        changed(BASE, "= F[0,0]", "y[0,0] res", "y[0,0] spare[0,0] res"),
-        "0F0 writes spare[0,0], which nobody reads and which is no output: drop it, or name it as an output.",
-    ),
-    "an output of nothing": (
-        added(BASE, "outputs =", "other = nothing @ 0"),
-        "the output other is nothing, which nothing writes. Add the op that writes it, or leave the output out.",
-    ),
-    "a missing rank": (
-        changed(BASE, "params[1] @", "@ 0", "@ 2"),
-        "rank 1 is missing: ranks are 0..2, and each has an op or is the home of a value.",
-    ),
-    "SEND without RECV": (
-        changed(SENT, "= F[1,0]", "y[0,0]@1", "y[0,0]").replace("y[0,0]@1 = RECV[0,0] y[0,0]>1 @ 1\n", ""),
-        "SEND(y[0,0]>1) has no RECV: nobody reads y[0,0]>1.\n  rank 0 | 0F0 [SEND(y[0,0]>1)] 0B0\nAdd the "
-        "RECV, or use fpipe.communicate().",
-    ),
-    "SEND without RECV, its copy read": (
-        without(SENT, "= RECV[0,0]"),
-        "rank 1, step 0: 1F0 reads y[0,0]@1 (the output of 0F0), which nothing writes.\n  rank 1 | [1F0] "
-        "1B0\nAdd the RECV",
-    ),
-    "RECV without SEND": (
-        without(SENT, "= SEND[0,0]"),
-        "RECV(y[0,0]@1) reads y[0,0]>1 (the output of 0F0), which nothing writes.\n  rank 1 | "
-        "[RECV(y[0,0]@1)] 1F0 1B0\nAdd the SEND",
-    ),
-    "RECV twice": (
-        added(SENT, "= RECV[0,0]", "y[0,0]@1.1 = RECV[0,0] y[0,0]>1 @ 1").replace(
-            "params[1] y[0,0]@1 ", "params[1] y[0,0]@1 y[0,0]@1.1 "
-        ),
-        "RECV(y[0,0]@1.1) receives y[0,0]>1, which RECV(y[0,0]@1) received already.",
-    ),
-    "RECV on another rank": (
-        changed(SENT, "= RECV[0,0]", "@ 1", "@ 0").replace(">1 @ 1", ">1 @ 0"),
-        "RECV(y[0,0]@1) receives y[0,0]>1, which is on its way to rank 1.",
-    ),
-    "a read of what is in flight": (
-        changed(SENT, "= F[1,0]", "y[0,0]@1", "y[0,0]@1 y[0,0]>1"),
-        "1F0 reads y[0,0]>1, which is in flight; only a RECV may.",
-    ),
-    "a read after FREE": (
-        swapped(FREED, "_ = FREE[1,0] y[0,0]", "= F[1,0]"),
-        "1F0 reads y[0,0] (the output of 0F0) after it was freed on rank 0.\n  rank 0 | 0F0 [1F0] 1B0 "
-        "0B0\nApply fpipe.free() last.",
-    ),
-    "a PAIR whose parts read each other": (
-        "\n".join(
-            "{ " + lines(BASE)[at(BASE, "= F[0,0]")].removesuffix(" @ 0") + " ; " + line.removesuffix(" @ 0") + " } @ 0"
-            if "= F[1,0]" in line
-            else line
-            for line in lines(BASE)
-            if "= F[0,0]" not in line
-        ),
-        "inside the PAIR (0F0;1F0), 1F0 reads y[0,0] of 0F0; pair ops that do not need each other.",
-    ),
-    "a kind that nobody registered": (
-        changed(BASE, "= B[1,0]", "B[1,0]", "Q[1,0]"),
-        "'Q' is not a kind of op; known: F, B, I, W,",
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "sentence"), TEXTS.values(), ids=TEXTS.keys())
-def test_a_text_that_is_no_program_is_refused(text: str, sentence: str):
-    with pytest.raises(ProgramError, match=re.escape(sentence)):
-        Program.parse(text)
-
-
-def test_a_pair_whose_parts_read_each_other_says_so():
-    text = TEXTS["a PAIR whose parts read each other"][0]
-    with pytest.raises(ProgramError, match=re.escape("inside the PAIR (0F0;1F0), 1F0 reads y[0,0] of 0F0")):
-        Program.parse(text)
-
-
-def test_a_table_whose_pair_reads_itself_is_refused():
-    with pytest.raises(ProgramError, match=re.escape("inside the PAIR (0F0;1F0), 1F0 reads y[0,0]")):
-        from_table([["(0F0;1F0)", "1B0", "0B0"]])(BASE)
-
-
-TABLES = {
-    "a missing rank": (
-        {0: ["0F0", "0F1", "0B0", "0B1"], 2: ["1F0", "1B0", "1F1", "1B1"]},
-        "rank 1 is missing: the table names ranks [0, 2]; ranks are 0..n-1.",
-    ),
-    "a rank without ops": ([["0F0", "0F1", "0B0", "0B1"], [], ["1F0", "1B0", "1F1", "1B1"]], "rank 1"),
-    "a rank that lost its ops": (
-        [["0F0", "0F1", "0B0", "0B1"], []],
-        "rank 1 has no ops in the table: ranks are 0..n-1, and each has a row of cells.",
-    ),
-    "no table": ([], "the table is empty; give a list of cells for each rank."),
-    "F without B": (
-        [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1"]],
-        "the table has 1F0 without its backward: add 1B0, or 1I0 and 1W0.",
-    ),
-    "no F": (
-        [["0F0", "0F1", "0B0", "0B1"], ["1B0", "1F1", "1B1"]],
-        "the table does not name 1F0; every F and every backward is named once.",
-    ),
-    "B before F": (
-        [["0F0", "0F1", "0B0", "0B1"], ["1B0", "1F0", "1F1", "1B1"]],
-        "rank 1, step 0: 1B0 reads res[1,0] (the residuals of 1F0), which comes later on the same rank.\n"
-        "  rank 1 | [1B0] 1F0 1F1 1B1\nPut 1F0 before 1B0, or start from fpipe.schedules.one_f_one_b(ranks=2).",
-    ),
-    "W before I": (
-        [["0F0", "0F1", "0W0", "0I0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, step 2: 0W0 reads wres[0,0] (what 0I0 leaves for the weight gradient), which comes later on "
-        "the same rank.",
-    ),
-    "I without W": (
-        [["0F0", "0F1", "0I0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "the table has 0I0 without 0W0: the weight gradient is never computed. Add it.",
-    ),
-    "W without I": (
-        [["0F0", "0F1", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "the table has 0W0 without 0I0, which makes what it reads. Add it before.",
-    ),
-    "B and then I, W": (
-        [["0F0", "0F1", "0B0", "0I0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 3: 0I0 stands twice, or as B and as I and W; an op is named once.",
-    ),
-    "I, W and then B": (
-        [["0F0", "0F1", "0I0", "0W0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 4: 0B0 stands twice, or as B and as I and W; an op is named once.",
-    ),
-    "a duplicate": (
-        [["0F0", "0F1", "0F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 2: 0F0 stands twice",
-    ),
-    "a duplicate on another rank": (
-        [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "0B0", "1F1", "1B1"]],
-        "rank 1, cell 2: 0B0 stands twice",
-    ),
-    "a microbatch out of range": (
-        [["0F0", "0F1", "0F2", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 2: 0F2 names microbatch 2, out of range: this program has 2 (0..1). Put fpipe.split(3) "
-        "before the table.",
-    ),
-    "a stage out of range": (
-        [["0F0", "0F1", "2F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 2: 2F0 names stage 2, out of range: this program has 2 stages, 0..1.",
-    ),
-    "one stage on two ranks": (
-        [["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]],
-        "stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. If they are to hold replicas of its parameters, "
-        "say so by homes={0: [0, 1]} (from_table: replicated=True); if it is a slip, move one.",
-    ),
-    "R without checkpoint": (
-        [["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
-        "rank 0, cell 2: 0R0: nothing is recomputed there. Put fpipe.checkpoint() before the table.",
-    ),
-    "no common order": (
-        {0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F0", "1F1", "1B1", "1B0"]},
-        "2 ops wait for each other in a circle; these orders have no common global order.\n"
-        "  rank 0, step 1: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which comes "
-        "later on rank 1, behind 1F1.\n"
-        "  rank 1, step 1: 1F1 reads y[0,1] (the output of 0F1), which comes later on rank 0, behind 0B0.\n"
-        "  rank 0 | 0F0 [0B0] 0F1 0B1\n  rank 1 | 1F0 [1F1] 1B1 1B0\n"
-        "Put 1B0 before 1F1, or start from fpipe.schedules.one_f_one_b(ranks=2).",
-    ),
-}
-
-
-@pytest.mark.parametrize(("rows", "sentence"), TABLES.values(), ids=TABLES.keys())
-def test_a_table_that_means_nothing_is_refused(rows, sentence: str):
-    with pytest.raises(ProgramError, match=re.escape(sentence)):
-        from_table(rows)(TWO)
-
-
-def test_a_table_names_all_r_or_none():
-    rows = [["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    with pytest.raises(ProgramError, match=re.escape("the table names some R but not 1R0: name all of them, or none.")):
-        from_table(rows)(fpipe.checkpoint("always")(TWO))
-
-
-def test_a_table_names_all_sends_or_none():
-    rows = [["0F0", "SEND(y[0,0]>1)", "0B0"], ["1F0", "1B0"]]
-    with pytest.raises(
-        ProgramError, match=re.escape("the table names some SEND but not SEND(dx[1,0]>0): name all of them, or none.")
-    ):
-        from_table(rows)(SENT)
-
-
 def test_replicas_are_allowed_where_they_are_said():
     rows = [["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]]
     assert from_table(rows, replicated=True)(TWO).placement == ((0, 1), (0, 1))
@@ -306,14 +67,6 @@ def test_check_accepts_every_program_of_ours():
 def test_a_placement_that_leaves_a_rank_out_is_refused(ranks: list[int]):
     with pytest.raises(ProgramError, match=r"rank \d is missing"):
         fpipe.place(ranks)(BASE)
-
-
-def test_a_stage_placed_on_two_ranks_is_refused():
-    with pytest.raises(
-        ProgramError,
-        match=re.escape("stage 0 is on several ranks: 0F0 on rank 0 and 0B0 on rank 1. If they are to hold replicas"),
-    ):
-        fpipe.place(lambda kind, stage, microbatch: 0 if kind == "F" else 1)(BASE)
 
 
 @pytest.mark.parametrize(
@@ -349,3 +102,130 @@ def test_ranks_and_steps_count_from_0_and_lines_and_columns_from_1():
     stuck = _said(lambda: fpipe.schedules.from_table("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1")(two))
     assert "rank 0, step 1: 0B0 reads" in stuck
     assert _said(lambda: fpipe.interop.from_json('{\n "a": ?}')).startswith("this is not JSON: line 2, column 7")
+
+
+def test_a_circle_is_drawn_line_by_line():
+    assert _said(lambda: from_table({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F0", "1F1", "1B1", "1B0"]})(TWO)) == (
+        "2 ops wait for each other in a circle; these orders have no common global order.\n"
+        "  rank 0, step 1: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which comes "
+        "later on rank 1, behind 1F1.\n"
+        "  rank 1, step 1: 1F1 reads y[0,1] (the output of 0F1), which comes later on rank 0, behind 0B0.\n"
+        "  rank 0 | 0F0 [0B0] 0F1 0B1\n  rank 1 | 1F0 [1F1] 1B1 1B0\n"
+        "Put 1B0 before 1F1, or start from fpipe.schedules.one_f_one_b(ranks=2)."
+    )
+
+
+test_refusals = refusals(
+    globals(),
+    r"""
+Program.parse(without(BASE, "= B[1,0]"))
+    ProgramError: rank 0, step 2: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which nothing
+    writes. rank 0 | 0F0 1F0 [0B0] Add the backward of stage 1: 1B0, or 1I0 and 1W0.
+Program.parse(without(BASE, "= B[0,0]", "grads[0]"))
+    ProgramError: rank 0, step 0: 0F0 writes res[0,0] (the residuals of 0F0), which nobody reads and which is no output:
+    its backward, 0B0 (or 0I0 and 0W0), is missing
+Program.parse(without(BASE, "= B[0,0]"))
+    ProgramError: the output grads[0] is g[0,0] (the weight gradient of stage 0 for microbatch 0), which nothing writes.
+    Add 0B0, or 0W0 after 0I0.
+Program.parse(swapped(BASE, "= F[1,0]", "= B[1,0]"))
+    ProgramError: rank 0, step 1: 1B0 reads res[1,0] (the residuals of 1F0), which 1F0 writes later on the same rank.
+    rank 0 | 0F0 [1B0] 1F0 0B0 Put 1F0 before 1B0, or start from fpipe.schedules.one_f_one_b(ranks=1).
+Program.parse(swapped(HALVES, "= I[1,0]", "= W[1,0]"))
+    ProgramError: 1W0 reads wres[1,0] (what 1I0 leaves for the weight gradient), which 1I0 writes later on the same
+    rank.
+Program.parse(without(HALVES, "= W[1,0]", "grads[1]"))
+    ProgramError: 1I0 writes wres[1,0] (what 1I0 leaves for the weight gradient), which nobody reads and which is no
+    output: 1W0 is missing: an I without its W leaves the weight gradient undone
+Program.parse(without(HALVES, "= I[1,0]"))
+    ProgramError: which nothing writes. rank 0 | 0F0 1F0 [1W0] 0I0 0W0 Add 1I0 before 1W0.
+Program.parse(added(BASE, "= F[1,0]", "dx[1,0] wres[1,0] = I[1,0] params[1] res[1,0] @ 0"))
+    ProgramError: 1B0 writes dx[1,0] (the input gradient of stage 1 for microbatch 0), which 1I0 writes already; a value
+    is written once.
+Program.parse(added(BASE, "= F[0,0]", lines(BASE)[at(BASE, "= F[0,0]")]))
+    ProgramError: 0F0 writes y[0,0] (the output of 0F0), which 0F0 writes already; a value is written once. The same op
+Program.parse(added(BASE, "params[0] @ 0", "params[0] @ 0"))
+    ProgramError: params[0] is handed in twice; list each input once.
+Program.parse(changed(BASE, "= F[0,0]", "y[0,0] res", "y[0,0] params[1] res"))
+    ProgramError: 0F0 writes params[1], which is an input; a value is written once.
+Program.parse(changed(BASE, "= F[0,0]", "params[0] inputs", "params[0] inputs y[0,0]"))
+    ProgramError: 0F0 reads y[0,0] (the output of 0F0), which it writes itself. rank 0 | [0F0] 1F0 1B0 0B0 An op reads
+    only what others wrote before.
+Program.parse(changed(BASE, "= F[0,0]", "y[0,0] res", "y[0,0] spare[0,0] res"))
+    ProgramError: 0F0 writes spare[0,0], which nobody reads and which is no output: drop it, or name it as an output.
+Program.parse(added(BASE, "outputs =", "other = nothing @ 0"))
+    ProgramError: the output other is nothing, which nothing writes. Add the op that writes it, or leave the output out.
+Program.parse(changed(BASE, "params[1] @", "@ 0", "@ 2"))
+    ProgramError: rank 1 is missing: ranks are 0..2, and each has an op or is the home of a value.
+Program.parse(changed(SENT, "= F[1,0]", "y[0,0]@1", "y[0,0]").replace("y[0,0]@1 = RECV[0,0] y[0,0]>1 @ 1\n", ""))
+    ProgramError: SEND(y[0,0]>1) has no RECV: nobody reads y[0,0]>1. rank 0 | 0F0 [SEND(y[0,0]>1)] 0B0 Add the RECV,
+    or use fpipe.communicate().
+Program.parse(without(SENT, "= RECV[0,0]"))
+    ProgramError: rank 1, step 0: 1F0 reads y[0,0]@1 (the output of 0F0), which nothing writes. rank 1 | [1F0] 1B0 Add
+    the RECV
+Program.parse(without(SENT, "= SEND[0,0]"))
+    ProgramError: RECV(y[0,0]@1) reads y[0,0]>1 (the output of 0F0), which nothing writes. rank 1 | [RECV(y[0,0]@1)]
+    1F0 1B0 Add the SEND
+Program.parse(added(SENT, "= RECV[0,0]",
+"y[0,0]@1.1 = RECV[0,0] y[0,0]>1 @ 1").replace("params[1] y[0,0]@1 ", "params[1] y[0,0]@1 y[0,0]@1.1 "))
+    ProgramError: RECV(y[0,0]@1.1) receives y[0,0]>1, which RECV(y[0,0]@1) received already.
+Program.parse(changed(SENT, "= RECV[0,0]", "@ 1", "@ 0").replace(">1 @ 1", ">1 @ 0"))
+    ProgramError: RECV(y[0,0]@1) receives y[0,0]>1, which is on its way to rank 1.
+Program.parse(changed(SENT, "= F[1,0]", "y[0,0]@1", "y[0,0]@1 y[0,0]>1"))
+    ProgramError: 1F0 reads y[0,0]>1, which is in flight; only a RECV may.
+Program.parse(swapped(FREED, "_ = FREE[1,0] y[0,0]", "= F[1,0]"))
+    ProgramError: 1F0 reads y[0,0] (the output of 0F0) after it was freed on rank 0. rank 0 | 0F0 [1F0] 1B0 0B0 Apply
+    fpipe.free() last.
+Program.parse("\n".join(("{ " + lines(BASE)[at(BASE,
+"= F[0,0]")].removesuffix(" @ 0") + " ; " + line.removesuffix(" @ 0") +
+" } @ 0" if "= F[1,0]" in line else line for line in lines(BASE) if "= F[0,0]" not in line)))
+    ProgramError: inside the PAIR (0F0;1F0), 1F0 reads y[0,0] of 0F0; pair ops that do not need each other.
+Program.parse(changed(BASE, "= B[1,0]", "B[1,0]", "Q[1,0]"))
+    ProgramError: 'Q' is not a kind of op; known: F, B, I, W,
+from_table([["(0F0;1F0)", "1B0", "0B0"]])(BASE)
+    ProgramError: inside the PAIR (0F0;1F0), 1F0 reads y[0,0]
+from_table({0: ["0F0", "0F1", "0B0", "0B1"], 2: ["1F0", "1B0", "1F1", "1B1"]})(TWO)
+    ProgramError: rank 1 is missing: the table names ranks [0, 2]; ranks are 0..n-1.
+from_table([["0F0", "0F1", "0B0", "0B1"], []])(TWO)
+    ProgramError: rank 1 has no ops in the table: ranks are 0..n-1, and each has a row of cells.
+from_table([])(TWO)
+    ProgramError: the table is empty; give a list of cells for each rank.
+from_table([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1"]])(TWO)
+    ProgramError: the table has 1F0 without its backward: add 1B0, or 1I0 and 1W0.
+from_table([["0F0", "0F1", "0B0", "0B1"], ["1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: the table does not name 1F0; every F and every backward is named once.
+from_table([["0F0", "0F1", "0B0", "0B1"], ["1B0", "1F0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 1, step 0: 1B0 reads res[1,0] (the residuals of 1F0), which comes later on the same rank. rank
+    1 | [1B0] 1F0 1F1 1B1 Put 1F0 before 1B0, or start from fpipe.schedules.one_f_one_b(ranks=2).
+from_table([["0F0", "0F1", "0W0", "0I0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, step 2: 0W0 reads wres[0,0] (what 0I0 leaves for the weight gradient), which comes later on
+    the same rank.
+from_table([["0F0", "0F1", "0I0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: the table has 0I0 without 0W0: the weight gradient is never computed. Add it.
+from_table([["0F0", "0F1", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: the table has 0W0 without 0I0, which makes what it reads. Add it before.
+from_table([["0F0", "0F1", "0B0", "0I0", "0W0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 3: 0I0 stands twice, or as B and as I and W; an op is named once.
+from_table([["0F0", "0F1", "0I0", "0W0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 4: 0B0 stands twice, or as B and as I and W; an op is named once.
+from_table([["0F0", "0F1", "0F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 2: 0F0 stands twice
+from_table([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "0B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 1, cell 2: 0B0 stands twice
+from_table([["0F0", "0F1", "0F2", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 2: 0F2 names microbatch 2, out of range: this program has 2 (0..1). Put fpipe.split(3)
+    before the table.
+from_table([["0F0", "0F1", "2F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 2: 2F0 names stage 2, out of range: this program has 2 stages, 0..1.
+from_table([["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]])(TWO)
+    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. If they are to hold replicas of its
+    parameters, say so by homes={0: [0, 1]} (from_table: replicated=True); if it is a slip, move one.
+from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
+    ProgramError: rank 0, cell 2: 0R0: nothing is recomputed there. Put fpipe.checkpoint() before the table.
+from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(fpipe.checkpoint("always")(TWO))
+    ProgramError: the table names some R but not 1R0: name all of them, or none.
+from_table([["0F0", "SEND(y[0,0]>1)", "0B0"], ["1F0", "1B0"]])(SENT)
+    ProgramError: the table names some SEND but not SEND(dx[1,0]>0): name all of them, or none.
+fpipe.place(lambda kind, stage, microbatch: 0 if kind == "F" else 1)(BASE)
+    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B0 on rank 1. If they are to hold replicas
+""",
+)

@@ -5,46 +5,10 @@ import re
 import pytest
 
 import fpipe
+from tests.refusals import refusals
 
 BASE = str(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(2)))
 SENT = str(fpipe.chain(fpipe.place("linear"), fpipe.communicate())(fpipe.program(2)))
-
-ODD = {
-    "residuals of another": (
-        BASE.replace("B[0,0] params[0] res[0,0]", "B[0,0] params[0] res[0,#]")
-        .replace("B[0,1] params[0] res[0,1]", "B[0,1] params[0] res[0,0]")
-        .replace("#", "1"),
-        "0B0 reads res[0,1] (the residuals of 0F1), which is not its own",
-    ),
-    "the gradient of another stage": (
-        BASE.replace("grads[0] = sum[0,1]", "grads[0] = sum[1,1]").replace(
-            "grads[1] = sum[1,1]", "grads[1] = sum[0,1]"
-        ),
-        "the output grads[0] = sum[1,1] @ 0 gives stage 0 the gradient of another.",
-    ),
-    "one result twice": (BASE + "\nloss = loss @ 1", "the output loss stands twice"),
-    "a SEND to its own rank": (
-        SENT.replace("y[0,0]>1", "y[0,0]>0")
-        .replace("y[0,0]@1", "y[0,0]@0")
-        .replace("RECV[0,0] y[0,0]>0 @ 1", "RECV[0,0] y[0,0]>0 @ 0"),
-        "sends to its own rank",
-    ),
-    "a SEND that sends nothing": (
-        SENT.replace("y[0,0]>1", "y[0,0]@5"),
-        "SEND(y[0,0]@5) does not read a value and write it in flight.",
-    ),
-    "a backward without residuals": (
-        "params[0] @ 0\ng[0,0] = B[0,0] params[0] @ 0\ngrads[0] = g[0,0] @ 0",
-        "0B0 reads no res",
-    ),
-    "an op of no stage": ("params[0] @ 0\ny = F[] params[0] @ 0\noutputs = y @ 0", "names no stage and microbatch"),
-}
-
-
-@pytest.mark.parametrize(("text", "sentence"), ODD.values(), ids=ODD.keys())
-def test_it_is_refused(text: str, sentence: str):
-    with pytest.raises(fpipe.ProgramError, match=re.escape(sentence)):
-        fpipe.Program.parse(text)
 
 
 NUMBERS = [
@@ -82,3 +46,27 @@ def test_a_backward_that_forgets_a_cotangent_is_not_the_models():
     wrong = fpipe.Program.parse(text.replace(added + "\n", "").replace("res[0,0] dy[0,0]", f"res[0,0] {both}"))
     with pytest.raises(ValueError, match=re.escape("in the program 0B0 takes")):
         fpipe.build(wrong, model)
+
+
+test_refusals = refusals(
+    globals(),
+    r"""
+fpipe.Program.parse(BASE.replace("B[0,0] params[0] res[0,0]",
+"B[0,0] params[0] res[0,#]").replace("B[0,1] params[0] res[0,1]", "B[0,1] params[0] res[0,0]").replace("#", "1"))
+    ProgramError: 0B0 reads res[0,1] (the residuals of 0F1), which is not its own
+fpipe.Program.parse(BASE.replace("grads[0] = sum[0,1]",
+"grads[0] = sum[1,1]").replace("grads[1] = sum[1,1]", "grads[1] = sum[0,1]"))
+    ProgramError: the output grads[0] = sum[1,1] @ 0 gives stage 0 the gradient of another.
+fpipe.Program.parse(BASE + "\nloss = loss @ 1")
+    ProgramError: the output loss stands twice
+fpipe.Program.parse(SENT.replace("y[0,0]>1", "y[0,0]>0").replace("y[0,0]@1",
+"y[0,0]@0").replace("RECV[0,0] y[0,0]>0 @ 1", "RECV[0,0] y[0,0]>0 @ 0"))
+    ProgramError: sends to its own rank
+fpipe.Program.parse(SENT.replace("y[0,0]>1", "y[0,0]@5"))
+    ProgramError: SEND(y[0,0]@5) does not read a value and write it in flight.
+fpipe.Program.parse("params[0] @ 0\ng[0,0] = B[0,0] params[0] @ 0\ngrads[0] = g[0,0] @ 0")
+    ProgramError: 0B0 reads no res
+fpipe.Program.parse("params[0] @ 0\ny = F[] params[0] @ 0\noutputs = y @ 0")
+    ProgramError: names no stage and microbatch
+""",
+)

@@ -1,6 +1,5 @@
 """plan: groups of layers for RoundPipe, as few turns of the largest as can be; average: costs that are believed."""
 
-import re
 from itertools import combinations, product
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.timing.plan import Plan
 from property_tests.strategies import Net, few
+from tests.refusals import refusals
 
 SECONDS = st.integers(0, 4)
 
@@ -163,63 +163,6 @@ def test_an_evaluation_goes_round_without_a_plan():
     assert program.table()[:2] == [["0F0", "1F0", "0F1", "1F1"], ["2F0", "3F0", "2F1", "3F1"]]
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "ranks": (lambda: fpipe.plan(fpipe.Costs(), 0), "ranks is how many take groups in turn, at least 1; found 0."),
-    "run": (lambda: fpipe.plan(fpipe.Costs(), 1, run="both"), 'run is "fused", "train" or "infer", found \'both\'.'),
-    "threshold": (
-        lambda: fpipe.plan(fpipe.Costs(), 1, threshold=0.9),
-        "threshold is how many times the largest layer a group may cost, from 1; found 0.9.",
-    ),
-    "no stages": (
-        lambda: fpipe.plan(fpipe.Costs(), 1),
-        "these costs have one number for all stages: say how many there are by stages=, at least 1.",
-    ),
-    "lists": (
-        lambda: fpipe.plan(fpipe.Costs([1, 2], [1, 2, 3]), 1),
-        "how many stages are there? The costs list [2, 3]. Give one cost a stage, or say stages=",
-    ),
-    "memory alone": (
-        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 2]),
-        "memory= says the bytes of each stage and limit= the most of a group: say both, or neither.",
-    ),
-    "memory of others": (
-        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1], limit=3),
-        "memory lists 1 stages, there are 2; give the bytes of each.",
-    ),
-    "memory that is none": (
-        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, -1], limit=3),
-        "the memory of stage 1 is in bytes, at least 0; found -1.",
-    ),
-    "too large a layer": (
-        lambda: fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 4], limit=3),
-        "stage 1 takes 4 bytes, more than the limit of 3: cut it in two.",
-    ),
-    "too few layers": (
-        lambda: fpipe.plan(fpipe.Costs(), 4, stages=2),
-        "these layers make 3 groups at most, for 4 ranks; use fewer ranks.",
-    ),
-    "models": (
-        lambda: fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2]),
-        "stages and memory are lists with an entry for each model; there are 2 models.",
-    ),
-    "weight": (
-        lambda: fpipe.average(None, fpipe.Costs(), weight=2),
-        "weight is how much the new costs count, from 0 to 1; found 2.",
-    ),
-    "other stages": (
-        lambda: fpipe.average(fpipe.Costs([1, 2]), fpipe.Costs([1])),
-        "forward is of 2 stages before and of 1 now; start a new average.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str):
-    call, sentence = REFUSED[name]
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        call()
-
-
 def test_a_forward_program_has_no_backward_plan():
     program = fpipe.chain(fpipe.split(2), fpipe.forward_only())(fpipe.program(2))
     with pytest.raises(fpipe.ProgramError, match="this program has no backward, and so no backward plan"):
@@ -231,3 +174,36 @@ def test_a_forward_program_has_no_backward_plan():
 def test_an_average_of_equal_costs_is_that():
     costs = fpipe.Costs([1, 2], 3, [0.5, 0.25], recompute=[4, 4], backward=2, transfer=1)
     assert fpipe.average(costs, costs, 0.5) == fpipe.Costs([1, 2], 3, [0.5, 0.25], [4, 4], 1, backward=2)
+
+
+test_refusals = refusals(
+    globals(),
+    """
+fpipe.plan(fpipe.Costs(), 0)
+    ValueError: ranks is how many take groups in turn, at least 1; found 0.
+fpipe.plan(fpipe.Costs(), 1, run="both")
+    ValueError: run is "fused", "train" or "infer", found 'both'.
+fpipe.plan(fpipe.Costs(), 1, threshold=0.9)
+    ValueError: threshold is how many times the largest layer a group may cost, from 1; found 0.9.
+fpipe.plan(fpipe.Costs(), 1)
+    ValueError: these costs have one number for all stages: say how many there are by stages=, at least 1.
+fpipe.plan(fpipe.Costs([1, 2], [1, 2, 3]), 1)
+    ValueError: how many stages are there? The costs list [2, 3]. Give one cost a stage, or say stages=
+fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 2])
+    ValueError: memory= says the bytes of each stage and limit= the most of a group: say both, or neither.
+fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1], limit=3)
+    ValueError: memory lists 1 stages, there are 2; give the bytes of each.
+fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, -1], limit=3)
+    ValueError: the memory of stage 1 is in bytes, at least 0; found -1.
+fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 4], limit=3)
+    ValueError: stage 1 takes 4 bytes, more than the limit of 3: cut it in two.
+fpipe.plan(fpipe.Costs(), 4, stages=2)
+    ValueError: these layers make 3 groups at most, for 4 ranks; use fewer ranks.
+fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2])
+    ValueError: stages and memory are lists with an entry for each model; there are 2 models.
+fpipe.average(None, fpipe.Costs(), weight=2)
+    ValueError: weight is how much the new costs count, from 0 to 1; found 2.
+fpipe.average(fpipe.Costs([1, 2]), fpipe.Costs([1]))
+    ValueError: forward is of 2 stages before and of 1 now; start a new average.
+""",
+)

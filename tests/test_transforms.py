@@ -5,8 +5,9 @@ import re
 import pytest
 
 import fpipe
-from fpipe.program import Op, Program, ProgramError
+from fpipe.program import Op, Program
 from property_tests.strategies import Net
+from tests.refusals import refusals
 
 CHAIN = fpipe.program(3)
 SPLIT = fpipe.split(4)(CHAIN)
@@ -54,11 +55,6 @@ def test_split_by_size_makes_as_many_as_the_rows_need():
 
 def test_split_with_allow_fewer_makes_one_for_each_row():
     assert fpipe.split(8, rows=5, allow_fewer=True)(CHAIN).microbatches == 5
-
-
-def test_split_twice_is_refused():
-    with pytest.raises(ProgramError, match=r"this program is split into 4 microbatches already; split it once."):
-        fpipe.split(2)(SPLIT)
 
 
 def test_each_stage_that_takes_from_the_batch_gets_its_own_slice():
@@ -110,11 +106,6 @@ def test_merge_in_schedule_order_adds_as_computed():
     assert [str(op.reads[-1]) for op in program.ops if op.kind == "ADD"] == ["g[0,1]", "g[0,0]"]
 
 
-def test_merge_knows_two_orders():
-    with pytest.raises(ValueError, match=r"order is 'microbatch' or 'schedule', found 'random'."):
-        fpipe.merge(order="random")
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"), [("always", 4), ("except_last", 3), ("never", 0), (lambda stage, index: index == 1, 1)]
 )
@@ -132,16 +123,6 @@ def test_a_recomputed_forward_keeps_no_residuals(policy: str):
 def test_a_split_backward_recomputes_once():
     program = fpipe.chain(fpipe.checkpoint(), fpipe.split_backward())(SPLIT)
     assert (count(program, "R"), count(program, "I"), count(program, "W")) == (12, 12, 12)
-
-
-def test_a_checkpoint_of_another_name_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=re.escape(
-            "policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found 'sometimes'."
-        ),
-    ):
-        fpipe.checkpoint("sometimes")
 
 
 def test_inside_a_group_only_what_enters_it_is_kept():
@@ -210,37 +191,7 @@ def test_parameters_live_where_it_is_said():
     assert {end.homes for end in program.outputs if end.name.name == "grads"} == {(2,)}
 
 
-NO_PLACES = {
-    "another name": (lambda: fpipe.place("star"), "'star' is not a placement; known: linear, looped, v, bidirectional"),
-    "too short a list": (
-        lambda: fpipe.place([0, 1])(CHAIN),
-        "the placement lists 2 ranks for 3 stages; give one rank a stage.",
-    ),
-    "too many ranks": (lambda: fpipe.place("linear", ranks=4)(CHAIN), "4 ranks for 3 stages: each rank needs a stage."),
-    "a pair torn apart": (
-        lambda: fpipe.place([0, 1, 0])(fpipe.chain(fpipe.split(2), fpipe.reorder(PAIRED))(CHAIN)),
-        "the parts of (0F1;1B0) would be on ranks [0, 1]; a PAIR is on one rank.",
-    ),
-    "after communicate": (
-        lambda: fpipe.chain(fpipe.place([0, 1, 1]), fpipe.communicate(), fpipe.place([1, 0, 0]))(CHAIN),
-        "this program has its transfers already; place it before fpipe.communicate().",
-    ),
-}
 PAIRED = [["0F0", "1F0", "2F0", "2B0", "(0F1;1B0)", "0B0", "1F1", "2F1", "2B1", "1B1", "0B1"]]
-
-
-@pytest.mark.parametrize(("build", "sentence"), NO_PLACES.values(), ids=NO_PLACES)
-def test_a_placement_is_refused(build, sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        build()
-
-
-def test_reorder_keeps_ops_on_their_rank():
-    with pytest.raises(
-        ProgramError,
-        match=re.escape("rank 0, cell 1: 1F0 is on rank 1 in this program. reorder() keeps ops on their rank;"),
-    ):
-        fpipe.reorder([["0F0", "1F0", "0B0"], ["1B0"]])(fpipe.place("linear")(fpipe.program(2)))
 
 
 def test_reorder_takes_a_function_of_the_program():
@@ -270,19 +221,6 @@ def test_what_stays_on_its_rank_is_not_sent():
     assert fpipe.communicate()(DAG) == DAG
 
 
-def test_free_comes_last():
-    with pytest.raises(
-        ProgramError,
-        match=re.escape("this program already frees its values; apply fpipe.free() last, after every other transform."),
-    ):
-        fpipe.merge()(fpipe.free()(SPLIT))
-
-
-def test_free_twice_is_refused():
-    with pytest.raises(ProgramError, match="already frees its values"):
-        fpipe.free()(fpipe.free()(SPLIT))
-
-
 def test_every_value_is_freed_right_after_its_last_read():
     program = fpipe.free()(SPLIT)
     last: dict[object, Op] = {}
@@ -309,13 +247,6 @@ def test_a_recompute_that_others_wait_for_takes_its_tick():
     assert fpipe.Program.parse(str(program)) == program
 
 
-def test_a_group_over_two_ranks_is_refused():
-    with pytest.raises(ProgramError, match=re.escape("the stages of a checkpoint group are on one rank.")):
-        fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[range(3)]), fpipe.place("looped", ranks=2))(
-            fpipe.program(3)
-        )
-
-
 ADJACENT = "a group is of adjacent stages in order, such as (1, 2, 3); found "
 GROUPS = {
     f"{ADJACENT}(0, 2).": [(0, 2)],
@@ -336,11 +267,6 @@ def test_outputs_can_be_dropped_after_they_were_merged():
     assert twice(fpipe.program(2)) == once(fpipe.program(2))
 
 
-def test_losses_cannot_be_kept_after_they_were_merged():
-    with pytest.raises(ProgramError, match=re.escape("say losses=True in the first merge().")):
-        fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(losses=True))(fpipe.program(2))
-
-
 def test_transfers_that_are_there_are_used_again():
     program = fpipe.chain(fpipe.split(2), fpipe.place("bidirectional"), fpipe.communicate())(fpipe.program(2))
     merged = fpipe.chain(fpipe.split_backward(), fpipe.communicate())(program)
@@ -353,11 +279,6 @@ def test_split_comes_before_a_placement(placed: fpipe.transforms.chain.Transform
     sentence = "this program is on 3 ranks already, in an order of its own: its microbatches would follow each other"
     with pytest.raises(fpipe.ProgramError, match=sentence):
         fpipe.chain(placed, fpipe.split(4), fpipe.merge())(fpipe.program(3))
-
-
-def test_split_comes_before_transfers():
-    with pytest.raises(ProgramError, match=re.escape("put fpipe.split() before fpipe.communicate().")):
-        fpipe.chain(fpipe.place("linear"), fpipe.communicate(), fpipe.split(2))(fpipe.program(2))
 
 
 def test_results_with_several_homes_cost_the_same_before_and_after_communicate():
@@ -374,11 +295,6 @@ def test_a_transform_says_that_it_wants_a_program(transform):
     model = fpipe.from_functions([lambda p, x: x])
     with pytest.raises(TypeError, match=r"a Program is wanted here, such as fpipe.program\(model\); found Model."):
         transform(model)
-
-
-def test_where_is_a_function():
-    with pytest.raises(TypeError, match=re.escape("where is f(stage, microbatch) -> bool or None, found 2.")):
-        fpipe.split_backward(where=2)  # pyright: ignore[reportArgumentType]
 
 
 def test_only_the_head_s_weight_gradient_waits():
@@ -399,3 +315,38 @@ def test_a_cell_of_four_letters_is_text_and_no_key():
     cells = [f"0{kind}{index}" for kind in "FB" for index in range(11)]
     keys = [(kind, 0, index, None) for kind in "FB" for index in range(11)]
     assert fpipe.reorder([cells])(base) == fpipe.reorder([keys])(base) == fpipe.reorder([cells[:5] + keys[5:]])(base)
+
+
+test_refusals = refusals(
+    globals(),
+    """
+fpipe.split(2)(SPLIT)
+    ProgramError: this program is split into 4 microbatches already; split it once.
+fpipe.merge(order="random")
+    ValueError: order is 'microbatch' or 'schedule', found 'random'.
+fpipe.checkpoint("sometimes")
+    ValueError: policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found 'sometimes'.
+fpipe.place("star")
+    ValueError: 'star' is not a placement; known: linear, looped, v, bidirectional
+fpipe.place([0, 1])(CHAIN)
+    ProgramError: the placement lists 2 ranks for 3 stages; give one rank a stage.
+fpipe.place("linear", ranks=4)(CHAIN)
+    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
+fpipe.place([0, 1, 0])(fpipe.chain(fpipe.split(2), fpipe.reorder(PAIRED))(CHAIN))
+    ProgramError: the parts of (0F1;1B0) would be on ranks [0, 1]; a PAIR is on one rank.
+fpipe.chain(fpipe.place([0, 1, 1]), fpipe.communicate(), fpipe.place([1, 0, 0]))(CHAIN)
+    ProgramError: this program has its transfers already; place it before fpipe.communicate().
+fpipe.reorder([["0F0", "1F0", "0B0"], ["1B0"]])(fpipe.place("linear")(fpipe.program(2)))
+    ProgramError: rank 0, cell 1: 1F0 is on rank 1 in this program. reorder() keeps ops on their rank;
+fpipe.merge()(fpipe.free()(SPLIT))
+    ProgramError: this program already frees its values; apply fpipe.free() last, after every other transform.
+fpipe.free()(fpipe.free()(SPLIT))
+    ProgramError: already frees its values
+fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[range(3)]), fpipe.place("looped", ranks=2))(fpipe.program(3))
+    ProgramError: the stages of a checkpoint group are on one rank.
+fpipe.chain(fpipe.place("linear"), fpipe.communicate(), fpipe.split(2))(fpipe.program(2))
+    ProgramError: put fpipe.split() before fpipe.communicate().
+fpipe.split_backward(where=2)
+    TypeError: where is f(stage, microbatch) -> bool or None, found 2.
+""",
+)
