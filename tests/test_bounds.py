@@ -21,21 +21,18 @@ def linear(p: int, m: int, split: bool) -> Program:
     return fpipe.chain(fpipe.split(m), fpipe.schedules.one_f_one_b(p), backward, fpipe.merge())(fpipe.program(p))
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_head_is_the_formula(p: int, m: int):
-    assert fpipe.bounds(linear(p, m, True), UNIFORM).head.makespan == pytest.approx((p - 1) * (F + C) + m * T)
+FORMULAS = {
+    "head": lambda p, m: (p - 1) * (F + C) + m * T,
+    "fused": lambda p, m: (m + p - 1) * T + 2 * (p - 1) * C,
+    "drain": lambda p, m: (m + p - 1) * (F + B) + W + 2 * (p - 1) * C,
+}
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_fused_is_the_formula(p: int, m: int):
-    found = fpipe.bounds(linear(p, m, False), UNIFORM).fused.makespan
-    assert found == pytest.approx((m + p - 1) * T + 2 * (p - 1) * C)
-
-
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_drain_is_the_formula(p: int, m: int):
-    found = fpipe.bounds(linear(p, m, True), UNIFORM).drain.makespan
-    assert found == pytest.approx((m + p - 1) * (F + B) + W + 2 * (p - 1) * C)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_each_bound_is_its_formula(name: str, p: int, m: int):
+    found = fpipe.bounds(linear(p, m, name != "fused"), UNIFORM)
+    assert getattr(found, name).makespan == pytest.approx(FORMULAS[name](p, m))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)

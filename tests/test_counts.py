@@ -80,6 +80,10 @@ NO_COUNTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "nothing": (lambda y: None, WANTED + "NoneType."),
     "a word": (lambda y: "4", WANTED + "str."),
     "True": (lambda y: True, WANTED + "bool."),
+    "a vector of one": (
+        lambda y: y.numel() * torch.ones(1),
+        WANTED + "shape (1,); say how many there are, for instance",
+    ),
     "a truth": (lambda y: (y > 0).any(), WANTED + "True or False; say how many there are, for instance by .sum()."),
     "one for each": (lambda y: (y > 0).sum(1), WANTED + "shape ("),
     "what has a gradient": (lambda y: y.square().sum(), "has a gradient, which nobody would take: .detach() it."),
@@ -88,15 +92,17 @@ NO_COUNTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize(("count", "sentence"), NO_COUNTS.values(), ids=NO_COUNTS.keys())
 def test_what_is_no_count_is_refused(count: Callable[[Tensor], Any], sentence: str):
-    """Truths were added to one, a gradient through the count was lost, and the rest were Python's own errors."""
+    """Truths were added to one, so that the loss was m times too large; a vector of one made a loss of that shape; a
+    gradient through the count was lost, and the rest were Python's own errors."""
     params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
     model = fpipe.from_functions(
         [lambda p, x: x @ p["w"]], loss=lambda y, t: ((y - t).square().sum(), count(y)), reduction="count"
     )
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         fpipe.reference(model, (params,), batch)
-    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
-        fpipe.build(fpipe.program(model), model)((params,), batch)
+    for trace in (True, False):
+        with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+            fpipe.build(fpipe.split(3)(fpipe.program(model)), model, trace=trace)((params,), batch)
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         fpipe.from_loss(counting(lambda x, error: count(error)), params | {"v": params["w"]}, batch, reduction="count")
 

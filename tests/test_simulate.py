@@ -43,30 +43,23 @@ def test_idle_is_the_makespan_less_the_mean_work():
     assert (timeline.idle, timeline.bubble) == (3, 0.25)
 
 
-def test_residuals_are_held_from_forward_to_the_end_of_the_backward():
-    assert fpipe.simulate(ONE_F_ONE_B).peak == (3, 2, 1)
+def of_halves(row: str) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(row))(fpipe.program(1))
 
 
-def test_what_is_recomputed_is_held_only_then():
-    program = fpipe.checkpoint()(GPIPE)
-    assert fpipe.simulate(program).peak == (1, 1)
+HELD = {
+    "from forward to the end of the backward": (ONE_F_ONE_B, (3, 2, 1), (3, 2, 1)),
+    "recomputed only then": (fpipe.checkpoint()(GPIPE), (1, 1), (1, 1)),
+    "all forwards first": (of_halves("0F0 0F1 0I0 0I1 0W0 0W1"), (2,), (2,)),
+    "until a W that waits, or let go at the end of I": (of_halves("0F0 0I0 0F1 0I1 0W0 0W1"), (2,), (1,)),
+    "one for all stages of a rank": (fpipe.schedules.gpipe(2)(fpipe.split(3)(fpipe.program(6))), (3, 3), (3, 3)),
+}
 
 
-def test_residuals_are_let_go_at_the_end_of_i_where_asked():
-    table = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]]
-    timeline = fpipe.simulate(fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table))(fpipe.program(1)))
-    assert (timeline.peak, timeline.peak_released) == ((2,), (2,))
-
-
-def test_a_w_that_waits_holds_its_residuals():
-    table = [["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]]
-    timeline = fpipe.simulate(fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table))(fpipe.program(1)))
-    assert (timeline.peak, timeline.peak_released) == ((2,), (1,))
-
-
-def test_one_microbatch_of_all_stages_of_a_rank_counts_one():
-    program = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2))(fpipe.program(6))
-    assert fpipe.simulate(program).peak == (3, 3)
+@pytest.mark.parametrize(("program", "peak", "released"), HELD.values(), ids=HELD.keys())
+def test_residuals_are_held(program: fpipe.Program, peak: tuple[int, ...], released: tuple[int, ...]):
+    timeline = fpipe.simulate(program)
+    assert (timeline.peak, timeline.peak_released) == (peak, released)
 
 
 def test_a_recomputation_costs_a_forward_unless_said():
@@ -75,11 +68,6 @@ def test_a_recomputation_costs_a_forward_unless_said():
         fpipe.simulate(program, costs).makespan
         for costs in (fpipe.Costs(), fpipe.Costs(recompute=0.5), fpipe.Costs(recompute=0))
     ] == [4, 3.5, 3]
-
-
-def test_a_transfer_does_not_block_its_sender():
-    found = starts(GPIPE, fpipe.Costs(transfer=10))
-    assert (found["0F1"], found["0F2"], found["1F0"]) == (1, 2, 11)
 
 
 def test_without_costs_every_op_takes_a_second():
@@ -125,17 +113,6 @@ def test_a_kind_of_ones_own_costs_what_was_said():
 
 def test_the_timeline_prints_its_numbers():
     assert str(fpipe.simulate(GPIPE)) == "makespan 12, span 12, bubble 25.0%, peak per rank [3, 3]"
-
-
-GRID = """
-rank 0 | 0F0 0F1 0F2  .   .  0B0 0F3 0B1  .  0B2  .  0B3
-rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
-rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
-"""
-
-
-def test_the_grid_is_the_clock():
-    assert fpipe.plot(ONE_F_ONE_B).split() == GRID.split()
 
 
 def test_ranks_of_two_digits_line_up():
