@@ -18,7 +18,7 @@ from fpipe.cli.programs import is_file
 from fpipe.pictures.plot import plot
 
 if TYPE_CHECKING:
-    from fpipe.cli.measure import Made, Row
+    from fpipe.cli.measure import Made, Measurement
 
 
 class Runtime(StrEnum):
@@ -176,7 +176,7 @@ def _progress(*, shown: bool) -> Generator[Callable[[int, int], None]]:
         yield lambda done, every: bar.update(task, completed=done, total=every)
 
 
-def _say(rows: Sequence[Row]) -> None:
+def _say(rows: Sequence[Measurement]) -> None:
     columns = ("schedule", "simulated", "measured", "least", "off", "bubble", "measured", "MiB", "held")
     cells: list[tuple[str, ...]] = []
     for row in rows:
