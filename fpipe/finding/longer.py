@@ -44,29 +44,25 @@ def lengthened(tasks: T, more: int) -> T | None:
         return None
     lanes = sorted((op, lane, at) for lane, steps in enumerate(tasks.lanes) for at, op in enumerate(steps[0]))
     each = [[tasks.lanes[lane][turn][at] for _, lane, at in lanes] for turn in range(count)]
-    many, total = len(lanes), count + more
+    first, many, total = each[0], len(lanes), count + more
     place = {op: at for row in each for at, op in enumerate(row)} | {-1: -1}
 
-    def needs(row: list[int]) -> list[list[tuple[int, float]]]:
-        return [[(place[source], way) for source, way in tasks.needs[op]] for op in row]
+    def facts(at: int) -> tuple[object, ...]:
+        op, needs = tasks.ops[at], [(place[source], way) for source, way in tasks.needs[at]]
+        return op.kind, op.stage, op.rank, tasks.seconds[at], needs
 
-    def shown(row: list[int]) -> list[tuple[object, ...]]:
-        ops = [tasks.ops[op] for op in row]
-        return [(op.kind, op.stage, op.rank, tasks.seconds[at]) for op, at in zip(ops, row, strict=True)]
-
-    first = each[0]
-    if any(shown(row) != shown(first) or needs(row) != needs(first) for row in each[1:]):
+    alike = [list(map(facts, row)) for row in each]
+    if any(row != alike[0] for row in alike[1:]):
         return None
-    ways = needs(first)
     steps = [[place[op] for op in steps[0]] for steps in tasks.lanes]
     return replace(
         tasks,
         ops=[tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
         seconds=[tasks.seconds[op] for op in first] * total,
         needs=[
-            tuple((turn * many + one if one >= 0 else -1, way) for one, way in own)
+            tuple((turn * many + place[one] if one >= 0 else -1, way) for one, way in tasks.needs[op])
             for turn in range(total)
-            for own in ways
+            for op in first
         ],
         takes=[tasks.takes[op] for op in first] * total,
         drops=[tasks.drops[op] for op in first] * total,

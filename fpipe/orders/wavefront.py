@@ -2,7 +2,8 @@
 
 What the ranks do at each step is a plan that comes round and seldom changes. A step is a few operations on vectors with
 a number for each rank: fetch what is read, add the way, take the larger of that and the rank's own time, add the cost.
-These are the sums of `simulate` in its order, so that times agree to the last bit.
+These are the sums of `simulate` in its order, so that times agree to the last bit. It stands apart from
+`orders/play.py` since no list of a hundred million ops can be made: it plays runs, which say them all.
 """
 
 from __future__ import annotations

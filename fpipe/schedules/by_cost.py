@@ -99,20 +99,9 @@ Way = Callable[[LinearPipeline], Found]
 
 
 def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
-    """Ways from a short step to longer ones: orders to stretch, blocks to repeat, and the drawn ones."""
-    orders: list[Callable[[LinearPipeline], Order]] = [partial(stretched, short, order) for order in known.orders]
-    orders += [partial(_repeat, block) for block in known.blocks[-2:]]
-    orders += [_drawn, _in_series, *(partial(_in_published, cells) for cells in _published_cells(short))]
-    return [*(partial(_whole, order) for order in orders), *(partial(_follow, plan) for plan in known.plans[:2])]
-
-
-def _whole(order: Callable[[LinearPipeline], Order], longer: LinearPipeline) -> Found:
-    made = order(longer)
-    return made.value, made.full(longer)
-
-
-def _repeat(block: BuildingBlock, longer: LinearPipeline) -> Order:
-    return played(longer, lane_rows_of(longer, block), 0.5)
+    """Ways from a short step to longer ones: its orders stretched, and two that need no steady state."""
+    stretches = [partial(stretched, short, order) for order in known.orders]
+    return [partial(_whole, order) for order in (*stretches, _drawn, _in_series)]
 
 
 def _drawn(longer: LinearPipeline) -> Order:
@@ -123,8 +112,9 @@ def _in_series(longer: LinearPipeline) -> Order:
     return played(longer, _serial(longer), 0.0)
 
 
-def _follow(plan: FollowerPlan, longer: LinearPipeline) -> Found:
-    return Follower(longer).order(*plan[1:])
+def _whole(order: Callable[[LinearPipeline], Order], longer: LinearPipeline) -> Found:
+    made = order(longer)
+    return made.value, made.full(longer)
 
 
 def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
@@ -149,10 +139,9 @@ FollowerPlan = tuple[tuple[float, float], BuildingBlock, float, int]
 
 
 class _Known(NamedTuple):
-    """Orders of a short step, the blocks they repeat, and what a follower of one found to be good."""
+    """Orders of a short step, and what a follower of a block found to be good."""
 
     orders: list[Order]
-    blocks: list[BuildingBlock]
     plans: list[FollowerPlan]
 
 
@@ -174,12 +163,10 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
         for ahead in (0, 1, 3)
     ]
     plans.sort()
-    best, known = [order for order, _ in orders[:2]], _published(short)
+    best, known = [order for order, _ in orders[:2]], [_in_published(cells, short) for cells in _published_cells(short)]
     if not at_floor(short, min([*(order.value for order in best + known), *(plan[0] for plan in plans[:1])])):
-        for block in list(dict.fromkeys([*blocks[:1], *(plan[1] for plan in plans[:1])])):
-            order, block = loosen(short, block, 0.5, plays // 8)
-            best.append(order)
-            blocks.append(block)
+        loose = dict.fromkeys([*blocks[:1], *(plan[1] for plan in plans[:1])])
+        best += [loosen(short, block, 0.5, plays // 8) for block in loose]
         for plan in plans[:2]:
             rows = _without_weights(short, follower.order(*plan[1:])[1])
             best.append(min((played(short, rows, one) for one in (0.0, 0.5, 1.0)), key=lambda order: order.value))
@@ -192,19 +179,16 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
         if polish and first.value != NEVER:
             start = played(short, first.full(short), 1.0)
             best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
-    return _Known([order for order in best + known if order.value != NEVER], blocks, plans)
-
-
-def _published(pipeline: LinearPipeline) -> list[Order]:
-    """V-Half and V-Min: their blocks, repeated and pulled tight, each at both ends or at the start alone."""
-    return [_in_published(cells, pipeline) for cells in _published_cells(pipeline)]
+    return _Known([order for order in best + known if order.value != NEVER], plans)
 
 
 def _published_cells(pipeline: LinearPipeline) -> list[tuple[int, ...]]:
+    """The blocks of V-Half and V-Min."""
     return [v_half_cells(pipeline.ranks), *lattice(pipeline.ranks, 1)[:1]]
 
 
 def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline) -> Order:
+    """A block repeated and pulled tight, at both ends or at the start alone."""
     stages, count = pipeline.stages, pipeline.microbatches
     block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
     tables = [in_blocks(block, 6, (1, 1), pipeline.placement, count, mirror=mirror) for mirror in (True, False)]

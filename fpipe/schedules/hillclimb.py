@@ -100,9 +100,7 @@ class _InBlocks(NamedTuple):
     block: BuildingBlock
 
 
-def loosen(
-    pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int, seed: int = 0
-) -> tuple[Order, BuildingBlock]:
+def loosen(pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int, seed: int = 0) -> Order:
     """Move offsets of a block by sixths of its interval: a lane, all that follow it, or a leg that goes slower."""
     random, path, ranks = Random(seed), pipeline.path, pipeline.ranks
 
@@ -135,7 +133,7 @@ def loosen(
 
     climb = Climb(repeated(block, patience))
     climb.on(plays, change, lambda value: at_floor(pipeline, value))
-    return climb.now.order, climb.now.block
+    return climb.now.order
 
 
 STATES = 3

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fpipe.program import Op, Program
+from fpipe.program import Op, Program, Value
 from fpipe.timing.columns import is_plain, op_groups
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import is_work, walk
@@ -113,7 +113,7 @@ def _links(program: Program, op: Op, sources: Sequence[int]) -> set[tuple[int, i
 
 
 def _at_once(program: Program, costs: Costs, draws: _Draws) -> list[float]:
-    """`columns.walk_plain`, with a number for each draw in place of a number."""
+    """Walk as `columns.walk_plain` does, apart from it since a time is a number for each draw: no loop a draw."""
     import torch
 
     ops, ranks = program.ops, program.ranks
@@ -144,36 +144,20 @@ def _at_once(program: Program, costs: Costs, draws: _Draws) -> list[float]:
     return last.tolist()
 
 
-class _Strayed(Costs):
-    """The costs of one draw."""
-
-    def of(self, factors: dict[str, float], draws: _Draws, number: int) -> _Strayed:
-        """Told what strays."""
-        for name, found in (("factors", factors), ("draws", draws), ("number", number)):
-            object.__setattr__(self, name, found)
-        return self
-
-    factors: dict[str, float]
-    draws: _Draws
-    number: int
-
-    def seconds(self, op: Op) -> float:
-        """How long it takes this time."""
-        return super().seconds(op) * self.factors.get(op.cell, 1.0)
-
-    def latency(self, source: int, target: int) -> float:
-        """How long the way is this time."""
-        return super().latency(source, target) * float(self.draws.link(source, target)[self.number])
-
-    def carrying(self, value: Any, source: int, target: int) -> float:
-        """How long the link is kept this time."""
-        return super().carrying(value, source, target) * float(self.draws.link(source, target)[self.number])
-
-
 def _alone(program: Program, costs: Costs, draws: _Draws, number: int) -> float:
     """One draw of costs that ask for more: links that carry one value at a time, busy senders, copies, clusters."""
     pairs = zip(program.ops, draws.of_op, strict=True)
     factors = {op.cell: float(factor[number]) for op, factor in pairs if factor is not draws.even}
-    strayed = _Strayed(**{one.name: getattr(costs, one.name) for one in fields(costs)}).of(factors, draws, number)
-    made = next(walk(program, strayed))
+
+    class Strayed(Costs):
+        def seconds(self, op: Op) -> float:
+            return super().seconds(op) * factors.get(op.cell, 1.0)
+
+        def latency(self, source: int, target: int) -> float:
+            return super().latency(source, target) * float(draws.link(source, target)[number])
+
+        def carrying(self, value: Value, source: int, target: int) -> float:
+            return super().carrying(value, source, target) * float(draws.link(source, target)[number])
+
+    made = next(walk(program, Strayed(**{one.name: getattr(costs, one.name) for one in fields(costs)})))
     return makespan_of(program.ops, made.starts, made.ends, program.ranks)
