@@ -585,6 +585,43 @@ def test_shapes_that_change_with_the_data_end_the_traces_with_a_warning():
         assert same(step(params, (x, x)), result)
 
 
+def test_an_error_of_the_numbers_is_raised_as_it_is():
+    """After any RuntimeError the whole step ran a second time, untraced: out of memory, that took even more of it."""
+    ran: list[int] = []
+
+    def picks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        ran.append(1)
+        return p["w"].gather(1, x.long())
+
+    model = fpipe.from_functions([picks], loss=squares)
+    step = fpipe.build(program(model, m=1, ranks=1), model)
+    params, good = ({"w": torch.randn(4, 4)},), torch.ones(4, 4)
+    right, before = step(params, (good, good)), len(ran)
+    with pytest.raises(RuntimeError, match="index 9 is out of bounds"):
+        step(params, (9 * good, good))
+    assert same(step(params, (good, good)), right)
+    assert len(ran) == before
+
+
+def test_an_op_whose_fake_kernel_is_wrong_ends_the_traces_with_a_warning():
+    """Its trace says other shapes than it gives, and the op behind it fails: by hand the step works."""
+    with torch.library._scoped_library("fpipe_tests", "FRAGMENT") as library:
+        library.define("half(Tensor x) -> Tensor")
+        library.impl("half", lambda x: x[:, ::2].clone(), "CPU")
+        library.impl("half", torch.clone, "Meta")
+
+        def halves(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            y = torch.ops.fpipe_tests.half(x.detach())
+            return y.view(y.shape[0] * y.shape[1]).sum() * p["w"]
+
+        model = fpipe.from_functions([halves], loss=lambda y, t: y.sum())
+        step = fpipe.build(program(model, m=1, ranks=1), model)
+        params, x = ({"w": torch.ones(2)},), torch.ones(2, 4)
+        with pytest.warns(UserWarning, match="steps run every stage under autograd from now on"):
+            result = step(params, (x, x))
+    assert result.loss == 8
+
+
 def test_without_traces_the_python_of_a_stage_runs_every_time():
     count: list[int] = []
 
