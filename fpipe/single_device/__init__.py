@@ -1,1 +1,1 @@
-"""(Model, params, batch) -> Result, by plain autograd: no program, and nothing of a runtime."""
+"""(Model, params, batch) -> Result, by plain autograd; and batches, cut and joined, for it and for the runtimes."""

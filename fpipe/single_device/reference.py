@@ -1,6 +1,7 @@
 """Compute the answer to compare with: plain autograd, one microbatch after the other, no program anywhere.
 
-It shares no code with the runtimes, so that an error in one of them is not in both. Three rules fix its bits. Every
+It shares with the runtimes how a batch is cut into microbatches and joined, and how a stage is called, and nothing that
+computes a gradient: an error in one of them is not in both. Three rules fix its bits. Every
 stage reads an alias of what another stage wrote, and its own alias of each parameter, so that what one stage adds up
 inside is added up before it meets other stages. Parameter gradients are summed over microbatches in ascending order,
 within each from the last slice of the sequence back. The uses of a tied leaf are summed after that, by stage.
@@ -155,8 +156,8 @@ def over_parts(
     joined: Joined | None = None,
     see: See | None = None,
 ) -> Result:
-    """The same for a batch that is cut already: `parts` are the microbatches, each with rows. `see` is handed what
-    passes between stages, and each microbatch's gradients, by their names in a program."""
+    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows. `see` is
+    handed what passes between stages, and each microbatch's gradients, by their names in a program."""
     sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
