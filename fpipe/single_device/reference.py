@@ -156,8 +156,8 @@ def over_parts(
     joined: Joined | None = None,
     see: See | None = None,
 ) -> Result:
-    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows. `see` is
-    handed what passes between stages, and each microbatch's gradients, by their names in a program."""
+    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows. `see`
+    is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
     sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)

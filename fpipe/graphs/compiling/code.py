@@ -190,7 +190,7 @@ _FASTEST: dict[Any, Callable[..., Any]] = {}
 
 
 def _kinds(arg: Any, graph: Graph) -> Any:
-    """What torch's functions look at to tell which op is meant: the types of arguments, and which tensors are 0-d."""
+    """The key by which torch's functions choose an overload: types of arguments, and which tensors are 0-d."""
     if isinstance(arg, Name):
         return arg in graph.facts and (len(graph.facts[arg].aval.shape) == 0, "tensor")
     return (type(arg), *(_kinds(one, graph) for one in arg)) if isinstance(arg, list | tuple) else type(arg)

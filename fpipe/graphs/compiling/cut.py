@@ -57,7 +57,7 @@ class Cut:
         return replace(graph, nodes=nodes, reads=given, writes={"update": graph.writes["update"]})
 
     def seen(self) -> tuple[Any, ...]:
-        """What F leaves for U beside what norms note: whatever U reads but the buffers."""
+        """The values that F leaves for U beside what norms note: whatever U reads but the buffers."""
         ops = self._update_ops()
         read = {name for node in self.graph.nodes if node.name in ops for name in node.reads}
         read |= {*self._leaves(["update"])}
@@ -161,7 +161,7 @@ class Cut:
 
     @cached_property
     def _weight_ops(self) -> set[Name]:
-        """What g needs beyond F and I. An op that can make one of its results alone is asked again for the others."""
+        """The ops that g needs beyond F and I. An op that makes one of its results alone is asked again for others."""
         known = self._forward_ops | self._input_ops
         ops = self.graph.behind(self._leaves(self._gradients), known)
         written = {node.name: node for node in self.graph.nodes}
@@ -173,7 +173,7 @@ class Cut:
 
     @cached_property
     def residuals(self) -> list[Name]:
-        """What F leaves for the backward."""
+        """The values that F leaves for the backward."""
         backward = self._input_ops | self._weight_ops
         made = self._leaves([*dict(self.wanted), *self._gradients])
         if self.saved is not None:
@@ -182,14 +182,14 @@ class Cut:
 
     @cached_property
     def weight_residuals(self) -> list[Name]:
-        """What I leaves for W."""
+        """The values that I leaves for W."""
         cotangents = {name for label in self._cotangents for name in self.graph.reads[label] if name is not None}
         known = self._forward_ops | self._input_ops | self._held | cotangents
         return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
 
     @cached_property
     def _kept(self) -> set[Name]:
-        """What F keeps where the rest is computed again."""
+        """The values that F keeps where the rest is computed again."""
         known = {node.name for node in self.graph.nodes if _is_saved(node, self.saved or ())}
         known |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in known}
         known |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
@@ -197,12 +197,12 @@ class Cut:
 
     @cached_property
     def _held(self) -> set[Name]:
-        """What F was given and might have to keep."""
+        """The arguments of F that it might have to keep."""
         labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
     def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
-        """What `ops` and results read of the `known`, in the order of the graph."""
+        """The `known` values that `ops` and results read, in the order of the graph."""
         read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
         again = views_of_params(self.graph)
         crossing = (read & known) - ops - again
@@ -250,7 +250,7 @@ def _is_saved(node: Node, saved: Sequence[str]) -> bool:
 
 
 def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
-    """The same ops, those of `again` just before the first that reads what they write."""
+    """Move the ops of `again` to just before the first that reads what they write."""
     waiting = {node.name: node for node in nodes if node.name in again}
     order: list[Node] = []
 

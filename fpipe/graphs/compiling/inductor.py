@@ -83,7 +83,7 @@ def compile_all(kernels: Iterable[Kernel]) -> None:
 
 
 def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
-    """What draws random numbers, from generators that no compiled code takes, apart from the rest, which reads it.
+    """Split off the ops that draw random numbers, from generators that no compiled code takes; the rest reads them.
 
     Raises:
         RuntimeError: an op draws numbers that depend on what is computed.

@@ -26,7 +26,7 @@ class Name(str):
 
 
 class Aval(NamedTuple):
-    """What is known of a tensor before it exists, and whether a gradient of it is wanted; of a DTensor what is known of
+    """An abstract value: a tensor without data, and whether a gradient of it is wanted; of a DTensor that of
     the shard, and how it is put together."""
 
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class Graph:
     _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gave when it was first asked for under this key: what is made of a graph lives as long as it."""
+        """Call `make` once for this key, and keep its result for as long as the graph lives."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -135,18 +135,18 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def layout_of(tensor: Tensor) -> str:
-    """What a tensor is called that is not."""
+    """Name the layout of a tensor that is not strided."""
     return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
 
 
 def aval(tensor: Tensor) -> Aval:
-    """What would have to be known of this tensor before it exists."""
+    """The abstract value of a tensor."""
     own = local_of(tensor)
     return Aval(tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad, sharding_of(tensor))
 
 
 def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
-    """What there is to know of a tensor; `numbers` are those given to storages so far."""
+    """The fact of a tensor; `numbers` are those given to storages so far."""
     own = local_of(tensor)
     number = numbers.setdefault(storage_of(own), fresh_storage())
     size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
@@ -154,13 +154,14 @@ def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a tensor's storage from all others that are alive."""
+    """A number that tells a tensor's storage from all others that are alive."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def alias(leaf: Any) -> Any:
-    """What a stage is handed of another: no leaf of autograd's graph, as in the model that is not cut. Autocast casts a
-    leaf once for all its uses, and so adds their gradients up in the lower precision."""
+    """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
+
+    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision."""
     known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
     return torch.ops.aten.alias.default(leaf) if known else leaf
 

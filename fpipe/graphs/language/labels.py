@@ -13,7 +13,7 @@ from functools import cache
 from fpipe.program import Op, Value
 
 GENERATORS = "rng"
-"""What a graph that draws random numbers reads beside tensors: a generator for each device."""
+"""The label of generators, one for each device, which a graph that draws random numbers reads."""
 
 _PARAMETERS = ("params", "const")
 _COTANGENTS = ("dy", "dcarry", "dloss")
@@ -121,7 +121,7 @@ def gradient_of(of: str) -> str | None:
 
 
 def differentiated(of: str) -> str:
-    """What a forward reads of which a backward makes this.
+    """The label of a forward's input of which a backward makes this gradient.
 
     >>> differentiated("dx:1")
     'x:1'
@@ -140,7 +140,7 @@ def total_of(of: str) -> str:
 
 
 def label_of(value: Value) -> str:
-    """What graphs call a value that an op of a stage writes.
+    """The label that graphs have for a value of a stage's op.
 
     >>> label_of(Value("y", 0, 0)), label_of(Value("g", 0, 0, port=1))
     ('y', 'g:1')

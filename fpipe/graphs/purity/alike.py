@@ -17,7 +17,7 @@ import torch
 
 
 def alike(value: Any, odd: list[Any] | None = None) -> Any:
-    """What to compare a value by, and to hash. It keeps alive nothing that can be referred to weakly.
+    """A key to compare a value by, and to hash. It keeps alive nothing that can be referred to weakly.
 
     Args:
         value: anything; of a function the code, defaults, closure and the globals it names, of an object the numbers
@@ -116,7 +116,7 @@ def _named(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def named_in(code: CodeType) -> Iterator[str]:
-    """What code names, that of functions in it too: attributes, globals, and words, of which some are for getattr."""
+    """Names in code, that of inner functions too: attributes, globals, and words, of which some are for getattr."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -126,7 +126,7 @@ def named_in(code: CodeType) -> Iterator[str]:
 
 
 def content_of(cell: CellType) -> Any:
-    """What a closure has in a cell; a class where it has nothing yet."""
+    """The content of a closure's cell; a class where it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet

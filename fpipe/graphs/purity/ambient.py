@@ -54,7 +54,7 @@ class Untraceable(Exception):
     stage: int | None = None
 
     def of(self, stage: int, who: str) -> Untraceable:
-        """The same of a stage."""
+        """This error, naming a stage."""
         made = Untraceable(f"{who}: {self}")
         made.stage = stage
         return made
@@ -81,13 +81,13 @@ def ambient() -> tuple[Any, ...]:
 
 
 def _einsum() -> bool:
-    """What was assigned to this flag, or else what its own functions set: its attribute takes four times as long."""
+    """The flag as assigned, or else as its own functions set it: its attribute takes four times as long."""
     return vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
 
 
 def settings() -> list[str]:
-    """The same in lines, for people to read and processes to compare: without devices, the number of threads and
-    autocast."""
+    """Ambient settings in lines, for people to read and processes to compare: without devices, the number of
+    threads and autocast."""
     flags = {"default dtype": torch.get_default_dtype(), "mha fastpath": _BACKENDS.mha.get_fastpath_enabled()}
     flags |= {"opt_einsum": _einsum()} | {name: flag() for name, flag in _FLAGS.items()}
     flags |= {f"fp32 precision of {' '.join(place)}": _C._get_fp32_precision_getter(*place) for place in _PRECISIONS}
@@ -112,7 +112,7 @@ def _is_somebodys(hook: Any) -> bool:
 
 
 def kernels() -> tuple[Any, ...]:
-    """What chooses among the kernels of an op: flags, and the number of threads."""
+    """The flags and the number of threads that choose among the kernels of an op."""
     precisions = [_C._get_fp32_precision_getter(*place) for place in _PRECISIONS]
     return (torch.get_num_threads(), *[flag() for flag in _FLAGS.values()], *precisions, *_C._get_sdp_priority_order())
 

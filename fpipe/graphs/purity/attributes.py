@@ -44,7 +44,7 @@ class Attributes:
         self.plain = [_fingerprint(attributes) for _, _, attributes in self.before] if every else None
 
     def moved(self, read: set[Any]) -> str | None:
-        """What the first change was, in words; `read` are the storages that the call read."""
+        """Describe the first change in words; `read` are the storages that the call read."""
         for at, (path, module, attributes) in enumerate(self.before):
             what = f"of module {path!r} ({type(module).__name__})"
             for name, value in attributes.items():
@@ -93,7 +93,7 @@ def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """What a generator of random numbers or an array of numpy is, which it has no attributes for; None for others."""
+    """The content of a random generator or a numpy array, for which it has no attributes; None for others."""
     if isinstance(value, random.Random):
         return value.getstate()
     numpy: Any = sys.modules.get("numpy")

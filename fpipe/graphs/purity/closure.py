@@ -41,7 +41,7 @@ def modules_of(function: Any) -> Modules:
 
 
 def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function closes over or names: through other functions and containers, and not through objects."""
+    """Values that a function closes over or names: through other functions and containers, and not through objects."""
     seen: dict[int, Any] = {}  # the objects too, so that none that is made meanwhile has the id of another
     todo: list[tuple[str, Any]] = [("it", function)]
     while todo:

@@ -171,7 +171,7 @@ def _value(node: Any) -> Any:
 
 
 def _run(op: Any, node: fx.Node, instead: Mapping[fx.Node, fx.Node] = {}) -> Any:
-    """What an op makes of the arguments of a node, some of them replaced, without data."""
+    """The abstract result of an op for the arguments of a node, some of them replaced."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: _value(instead.get(one, one)))
     with _tensors(_value(node))[0].fake_mode:
         return op(*args, **kwargs)

@@ -107,7 +107,7 @@ _LITERAL = _aten.lift_fresh.default  # torch.tensor([1, 2]) in a function
 
 
 def memory(tensor: Tensor) -> Any:
-    """What tells the storage of a tensor from all others that are alive; None where it has none, as sparse ones."""
+    """An identity of a tensor's storage among all that are alive; None where it has none, as sparse ones."""
     try:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except (NotImplementedError, RuntimeError):

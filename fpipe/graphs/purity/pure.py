@@ -89,7 +89,7 @@ class _Held:
         self.given = [(one, memory(one)) for one in tree.leaves(given) if isinstance(one, Tensor)]
 
     def swapped(self) -> str | None:
-        """What has other memory now, in words; the module's tensors have theirs again."""
+        """Describe a tensor that has other memory now, and give the module's tensors theirs again."""
         moved = [(name, one, before) for name, one, before, place in self.own if memory(one) != place]
         for _, one, before in moved:
             one.data = before

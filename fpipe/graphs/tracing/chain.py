@@ -39,7 +39,7 @@ class Piece(Protocol):
     twin: Any
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """What it makes of the leaves that it takes."""
+        """Run it on the leaves that it takes."""
         ...
 
 
@@ -66,7 +66,7 @@ class PieceCall:
         self.key = "piece", piece.twin, self.labels, repr(self.reads)
 
     def __call__(self, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """What it makes, as a function of leaves by label; of what another piece made it is handed an alias."""
+        """Run it as a function of leaves by label; of what another piece made it is handed an alias."""
         leaves = (given[label][at] for label, at in self.takes.values())
         handed = [alias(leaf) if label == "x" else leaf for label, leaf in zip(self.labels, leaves, strict=True)]
         return {"y": [*self.piece.run(handed)]}
@@ -97,7 +97,7 @@ class Chain:
     def outline(
         self, outline: Callable[[PieceCall], Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
-        """What `outline` gives for the whole stage; the argument gives that of a piece."""
+        """The outline of the whole stage, from the outlines of its pieces."""
         reads = {label: [*map(fact_of, leaves)] for label, leaves in self.reads.items()}
         known: dict[Value, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
         made = [outlined for _, outlined in self._followed(outline, known)]
@@ -110,7 +110,7 @@ class Chain:
         trace: Callable[[PieceCall, dict[str, tuple[Any, ...]]], Graph],
         cotangents: Mapping[str, tuple[Any, ...]],
     ) -> Graph:
-        """What `trace` gives for the whole stage; the arguments give outlines and traces of pieces."""
+        """The trace of the whole stage, from outlines and traces of its pieces."""
         known: dict[Value, Any] = {value: fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()}
         calls = [call for call, _ in self._followed(outline, known)]
         seeds: dict[Value, Aval | None] = {

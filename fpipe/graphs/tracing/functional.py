@@ -32,7 +32,7 @@ def refuse_mutation(traced: Any) -> None:
 
 
 def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
-    """The same ops with none that changes a tensor: what autograd did in place, on tensors of its own, is a new one."""
+    """Make a graph functional: where autograd mutated tensors of its own, the result is a new tensor."""
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 

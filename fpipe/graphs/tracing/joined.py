@@ -27,7 +27,7 @@ from fpipe.graphs.language.graph import (
 from fpipe.graphs.language.labels import GENERATORS, cotangent_of, gradient_of, variable
 
 Value = Hashable
-"""What tells a value of a stage from its others."""
+"""The identity of a value of a stage."""
 
 Places = Mapping[Value, tuple[str, int]]
 """Of values that a stage, or a piece, is handed, the label and the place under it."""
@@ -55,7 +55,7 @@ class Moved:
         self.fresh: dict[int, int] = {}
 
     def __call__(self, fact: Fact) -> Fact:
-        """The same tensor in the stage's storages."""
+        """Move a tensor's fact to the stage's storages."""
         base = self.bases.get(fact.storage)
         if base is None:
             return fact._replace(storage=self.fresh.setdefault(fact.storage, fresh_storage()))
@@ -106,7 +106,7 @@ def joined(
 
 
 class _Whole:
-    """What is known of a stage's graph so far."""
+    """A stage's graph, as far as its pieces are joined."""
 
     def __init__(self, given: Mapping[str, Sequence[Any]]) -> None:
         self.reads = {
@@ -167,7 +167,7 @@ class _Renamed:
                 back[value] = renamed(found, self.names)
 
     def _hand(self, name: Name | None, given: Any) -> None:
-        """What a tensor is called that the piece is handed."""
+        """Name a tensor that the piece is handed."""
         if name is not None:
             self.names[name] = given
             self.moved.bases[self.part.graph.facts[name].storage] = self.whole.facts[given]

@@ -148,7 +148,7 @@ def replaying(states: list[torch.Tensor]) -> Generator[None]:
 
 
 def needs_key(who: str) -> str:
-    """What is said to those who hand in no key."""
+    """The message to those who hand in no key."""
     return f"{who} draws random numbers: hand in key=, an int that they follow from."
 
 
@@ -190,7 +190,7 @@ class TracedKey(int):
         return made
 
     def folded(self, *ints: int) -> TracedKey:
-        """What `fold_in` gives."""
+        """Fold numbers in, as `fold_in` does."""
         return TracedKey(fold_in(next(iter(self.known)), *self.path, *ints), (*self.path, *ints), self.known)
 
 

@@ -16,7 +16,7 @@ from fpipe.model import Model, Reduction, Stage
 
 
 def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
-    """What a stage function returns. Its state is a copy, which it may write.
+    """Call a stage function. Its state is a copy, which it may write.
 
     Args:
         said: at least what it asks for, by keyword.
@@ -37,7 +37,7 @@ def copied(state: Any) -> Any:
 
 
 def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
-    """What a stage function returned, as its output and, by name, what it returned beside it: its module state, what it
+    """Split what a stage function returned into its output and, by name, what is beside it: its module state, what it
     hands to the next slice, what its update needs, a loss of its own."""
     words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
     words += ["loss"] * stage.aux_loss
@@ -77,7 +77,7 @@ def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
 
 
 def split_loss(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
-    """What a loss returned as the loss, what it counts, and its auxiliary results."""
+    """Split what a loss function returned into the loss, its count, and its auxiliary results."""
     count: Any = None
     aux: Any = None
     if with_aux:
@@ -94,7 +94,7 @@ def split_loss(made: Any, reduction: Reduction, with_aux: bool, who: str = "the 
 
 
 def _kind(found: Any) -> str:
-    """What a user calls it: numbers and tensors that a trace stands in for are those that they stand for."""
+    """Name a type as its user does: stand-ins of a trace are the numbers and tensors that they stand for."""
     if isinstance(found, Tensor):
         return "Tensor"
     return "float" if isinstance(found, torch.SymFloat) else type(found).__name__
@@ -113,7 +113,7 @@ def _refuse_no_scalar(made: Any, who: str) -> None:
 
 
 def _refuse_no_count(count: Any) -> None:
-    """What is summed over the microbatches, to divide by once."""
+    """Check a count, which is summed over the microbatches, to divide by once."""
     wanted = "the count of (total, count) is a number or a 0-d tensor of one, found "
     if not isinstance(count, Tensor):
         if isinstance(count, bool) or not isinstance(count, Real | torch.SymInt | torch.SymFloat):

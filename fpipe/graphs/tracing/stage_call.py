@@ -47,7 +47,7 @@ class StageCall:
 
     @cached_property
     def _parts(self) -> Any:
-        """What is compared. 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers."""
+        """The parts to compare. 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers."""
         leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
         kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
         keys = tuple(None if spec is None else tree.odd_keys(spec) for _, spec in self.specs)
@@ -55,7 +55,7 @@ class StageCall:
 
     @property
     def odd(self) -> Any:
-        """What tells it apart from calls that Python takes to be equal."""
+        """A mark that tells it apart from calls that Python takes to be equal."""
         return self._parts[-2:]
 
     @cached_property
@@ -69,7 +69,7 @@ class StageCall:
         return self is other or (isinstance(other, StageCall) and self._parts == other._parts)
 
     def differentiable(self) -> StageCall:
-        """The same call as if a gradient of every input that can have one were wanted."""
+        """This call as if a gradient of every input that can have one were wanted."""
         reads = tuple(
             (label, tuple(map(_wanting, leaves)) if is_input(label) or label == "carry" else leaves)
             for label, leaves in self.reads

@@ -52,7 +52,7 @@ _aten = torch.ops.aten
 def outline(
     function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
-    """What a function reads and writes, by running it on fake tensors.
+    """Outline what a function reads and writes, by running it on fake tensors.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
@@ -204,7 +204,7 @@ def _with_gradient(
     before: list[int],
     around: Around,
 ) -> Iterator[tuple[str, list[Any]]]:
-    """What the function writes, then the gradients of what wants one; `before` is told how many calls come first."""
+    """Results of the function, then the gradients of what wants one; `before` is told how many calls come first."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     with _in_this_thread():
@@ -232,7 +232,7 @@ def _with_gradient(
 
 
 def _apart(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """What a function reads, with parameters of its own for each row of its input."""
+    """Arguments of a function, with parameters of its own for each row of its input."""
     rows = rows_of(leaf for label in given if is_input(label) for leaf in given[label])
     return {label: of_each_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in given.items()}
 
@@ -246,7 +246,7 @@ def _in_this_thread() -> Generator[None]:
 
 
 def _handed(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
-    """What a function is handed: DTensors in the place of their shards."""
+    """Arguments of a function: DTensors in the place of their shards."""
 
     def whole(leaf: Any, known: Any) -> Any:
         return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)

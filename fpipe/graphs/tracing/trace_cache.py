@@ -30,7 +30,7 @@ Cotangents = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Outline:
-    """What a call reads and writes: a fact for each tensor leaf, the containers around what it writes, its ops, and
+    """The outline of a call: a fact for each tensor leaf, the containers around what it writes, its ops, and
     whether its gradient is partly Python."""
 
     reads: Mapping[str, Sequence[Any]]
@@ -45,7 +45,7 @@ class Outline:
 
 
 class Store:
-    """What has been traced of one function, by the way it was called; what was not used for long is forgotten."""
+    """Traces of one function, by the way it was called; those not used for long are forgotten."""
 
     def __init__(self) -> None:
         self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
@@ -89,7 +89,7 @@ class Traces:
         self._stores: dict[int, tuple[Store, int]] = {}
 
     def outline(self, call: StageCall) -> Outline:
-        """What a call writes, by running it once on fake tensors."""
+        """Outline a call, by running it once on fake tensors."""
         if call not in self._outlines:
             store, key = self._entry(call)
             made = store.outlines.get(key)
@@ -150,7 +150,7 @@ class Traces:
         return None
 
     def _piece_outline(self, call: PieceCall) -> Outline:
-        """What a piece writes."""
+        """Outline a piece."""
         store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, ambient())
         made = store.outlines.get(key)
         if made is None:
@@ -271,7 +271,7 @@ class Traces:
         return self._stores[id(function)]
 
     def _around(self, call: StageCall) -> Around | None:
-        """What keeps the parameters of a module in their places: torch.utils.checkpoint calls modules again."""
+        """A context that keeps a module's parameters in their places: torch.utils.checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
         if not isinstance(module, PositionalStage):
             return None
