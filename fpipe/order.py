@@ -261,29 +261,29 @@ class _Clock:
 
     def _settle(self, position: int) -> int:
         """The end of a loose op, or the complement of an op it still waits for."""
-        path = {position: None}  # each of these waits for the next
-        while path:
-            at = next(reversed(path))
-            if at in self.anchor:
-                return ~at
+        path: dict[int, None] = {}  # each of these waits for the next
+        while position not in self.anchor:
             begin = 0
-            for source in self.sources[at]:
+            for source in self.sources[position]:
                 time = self.end[source]
                 if time < 0:
                     if not self.is_loose[source]:
                         return ~source
+                    path[position] = None
                     if source in path:
-                        raise _circle([self.ops[one] for one in [*path][[*path].index(source) :]])
-                    path[source] = None
+                        raise _circle([self.ops[at] for at in [*path][[*path].index(source) :]])
+                    position = source
                     break
                 begin = max(begin, time)
             else:
-                self.start[at] = begin
-                self.end[at] = begin + self.ticks[at]
-                if not self.ticks[at]:
-                    self.instant.append(at)
-                del path[at]
-        return self.end[position]
+                self.start[position] = begin
+                self.end[position] = begin + self.ticks[position]
+                if not self.ticks[position]:
+                    self.instant.append(position)
+                if not path:
+                    return self.end[position]
+                position, _ = path.popitem()
+        return ~position
 
     def _levels(self) -> dict[int, int]:
         """Within one tick data goes first: an op's level is one above those of the instant ops it reads."""
