@@ -17,36 +17,36 @@ PACKAGE = ROOT / "fpipe"
 PLAN = """
 root <-
 torch_private <-
-graphs/purity <- root
 transforms <- root torch_private
-graphs/language <- root graphs/purity
+graphs/purity <- root torch_private
 timing <- root transforms
-graphs/tracing <- root graphs/purity graphs/language
+graphs/language <- root torch_private graphs/purity
 orders <- root transforms timing
-single_device <- root graphs/purity transforms graphs/language graphs/tracing
-graphs/compiling <- root graphs/purity graphs/language graphs/tracing
+graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
-runtimes/definition <- root graphs/purity transforms graphs/language timing graphs/tracing single_device
+single_device <- root transforms graphs/purity graphs/language graphs/tracing
+graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
+finding <- root transforms timing orders schedules
+runtimes/definition <- root transforms graphs/purity timing graphs/language graphs/tracing single_device
 models/parameters <- root graphs/purity single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
-finding <- root transforms timing orders schedules
-runtimes/lowering <- root graphs/purity graphs/language graphs/tracing single_device graphs/compiling
+runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
 models/modules <- root graphs/purity graphs/language graphs/tracing models/parameters
-runtimes/in_process <- root graphs/purity transforms graphs/language graphs/tracing single_device
+runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
     runtimes/definition runtimes/lowering
-runtimes/faults <- root graphs/purity graphs/language runtimes/lowering
+runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
 derived <- root graphs/purity graphs/language graphs/tracing models/modules
 models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
-runtimes/processes <- root graphs/purity transforms graphs/language graphs/tracing single_device runtimes/definition
+runtimes/processes <- root transforms graphs/purity graphs/language graphs/tracing single_device runtimes/definition
     runtimes/lowering runtimes/faults
-models/cutting <- root graphs/purity graphs/language timing graphs/tracing models/parameters models/tracing
+models/cutting <- root graphs/purity timing graphs/language graphs/tracing models/parameters models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
 models <- root graphs/purity timing graphs/tracing single_device models/parameters models/modules models/tracing
     models/cutting
 verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
-measuring <- root graphs/purity transforms graphs/language timing runtimes/definition runtimes/lowering
+measuring <- root transforms graphs/purity timing graphs/language runtimes/definition runtimes/lowering
     runtimes/processes runtimes
 interop <- root transforms timing runtimes/definition models/modules models
 planning <- root transforms timing schedules finding measuring

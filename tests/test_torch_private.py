@@ -1,8 +1,24 @@
 """What torch does not promise and fpipe uses: each test says what a new torch has broken."""
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fpipe.torch_private import ambient
+from fpipe.torch_private.default_generator import watching
+from fpipe.torch_private.dispatch import (
+    NAMESPACES,
+    OpOverload,
+    TorchDispatchMode,
+    fake_mode_class,
+    fake_tensor_class,
+    functionalized,
+    has_kernel,
+    in_fake_mode,
+    storage_of,
+    without_modes,
+)
 from fpipe.torch_private.selective_checkpoint import all_ops, selective_checkpoint_answers
 
 
@@ -13,3 +29,78 @@ def test_torch_lists_the_ops_it_knows():
 def test_a_selective_checkpoint_policy_can_be_asked_without_a_forward():
     answers = selective_checkpoint_answers(lambda context, op: CheckpointPolicy.PREFER_SAVE)
     assert answers["aten.mm.default"], "a SelectiveCheckpointContext can no longer be made by hand"
+
+
+def test_an_op_is_an_overload_with_a_kernel():
+    op = torch.ops.aten.mm.default
+    assert isinstance(op, OpOverload), "the type of ops has another name: nothing can be traced"
+    assert has_kernel(op.name(), "CPU"), "torch no longer says which ops have kernels: custom ops cannot be traced"
+
+
+@pytest.mark.parametrize("name", ["add", "linear", "relu_", "linalg_inv", "special_erf", "fft_fft"])
+def test_functions_in_c_are_where_they_were(name: str):
+    assert any(hasattr(place, name) for place in NAMESPACES), "graphs run, but call each op by its slow overload"
+
+
+def test_a_dispatch_mode_is_left_out_for_a_while():
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("the mode is on: generators and constants cannot be read while a stage is traced")
+
+    with Refusing(), without_modes():
+        torch.ones(2) + 1
+
+
+def test_views_share_a_storage():
+    x = torch.ones(4)
+    assert storage_of(x[1:]) == storage_of(x) != storage_of(x.clone()), "storages are not told apart: memory is wrong"
+
+
+def test_fake_tensors_are_known():
+    with fake_mode_class()():
+        assert in_fake_mode(), "a mode of fake tensors is not seen: a trace would be handed real ones"
+        assert isinstance(torch.ones(2), fake_tensor_class()), "fake tensors are of another class: they leak unseen"
+    assert not in_fake_mode()
+
+
+def test_a_function_is_made_functional():
+    x = torch.ones(2)
+    assert functionalized(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
+
+
+def test_flags_of_kernels_are_read():
+    assert {"deterministic_algorithms", "mkldnn_enabled", "math_sdp_enabled"} <= {*ambient.FLAGS}, (
+        "torch renamed flags: a step that was traced under others would be used"
+    )
+    assert len(ambient.fp32_precisions()) == len(ambient.PRECISIONS)
+    assert ambient.sdp_priority(), "torch no longer tells in which order it tries kernels of attention"
+    assert ambient.einsum_is_optimised() in (True, False)
+
+
+def test_modes_and_hooks_around_a_call_are_seen():
+    assert ambient.default_device() is None
+    with torch.device("meta"):
+        assert ambient.default_device() == torch.device("meta"), "a default device is not seen by the trace's key"
+        assert not [*ambient.function_modes()]
+    with torch.overrides.TorchFunctionMode():
+        assert [*ambient.function_modes()], "a TorchFunctionMode is not seen, and a trace passes it by"
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert ambient.has_saved_tensors_hooks(), "saved_tensors_hooks are not seen, and a trace passes them by"
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert ambient.has_hooks_on_all_modules(), "hooks on all modules are not seen, and a trace passes them by"
+    finally:
+        hook.remove()
+    with torch.autocast("cpu"):
+        assert ambient.is_autocast_on(), "autocast is not seen: a step traced without it would be used"
+    found = []
+    torch.func.vmap(lambda x: found.append(ambient.function_transform()) or x)(torch.ones(2))
+    assert found == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"
+
+
+def test_who_asks_for_torchs_seed_is_seen():
+    asked = []
+    with watching(torch.default_generator, asked.append):
+        torch.initial_seed()
+    assert asked == ["initial_seed"], "a stage that reads or sets torch's seed is not seen"
+    assert isinstance(torch.default_generator, torch.Generator)

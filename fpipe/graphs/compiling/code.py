@@ -23,16 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 
 from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage
 from fpipe.graphs.language.labels import is_lasting, variable
-
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+from fpipe.torch_private.dispatch import NAMESPACES, OpOverload, TorchDispatchMode, without_modes
 
 
 def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
@@ -126,7 +120,7 @@ def _ready(node: Node, graph: Graph) -> Tensor | None:
         return None
     if (type(number) is int and abs(number) > _EXACT) or 0 < abs(number) < torch.finfo(known.dtype).tiny:
         return None
-    with _disable_current_modes():  # the caller may be under one that makes fake tensors
+    with without_modes():  # the caller may be under one that makes fake tensors
         return torch.tensor(number, dtype=torch.float64, device="cpu").to(known.dtype)
 
 
@@ -198,7 +192,7 @@ def _kinds(arg: Any, graph: Graph) -> Any:
 
 def _found(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
     name = op._schema.name.split("::")[1]
-    for place in (torch, _C._nn, torch.Tensor, _C._linalg, _C._special, _C._fft):
+    for place in NAMESPACES:
         found = getattr(place, name, None)
         if callable(found) and not hasattr(found, "__code__") and _same_call(found, node, graph):
             return found

@@ -19,12 +19,12 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS, is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.draws import drawn
 from fpipe.program import ALL_BUT
+from fpipe.torch_private.dispatch import OpOverload
 
 
 @dataclass(frozen=True, eq=False)

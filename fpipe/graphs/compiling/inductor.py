@@ -22,6 +22,7 @@ from fpipe.graphs.language.graph import Aval, Graph, Name, Node, aval
 from fpipe.graphs.language.labels import GENERATORS, is_lasting
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.graphs.tracing.draws import fill
+from fpipe.torch_private.dispatch import compiled_by_inductor
 
 _aten: Any = torch.ops.aten
 _DRAWN = "drawn"
@@ -127,13 +128,11 @@ def _after(draw: Callable[..., Any], at: int, run: Callable[..., Any]) -> Callab
 
 def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
     """A function of a list for each label that the graph reads; it gives a list for each that it writes."""
-    from torch._inductor import standalone_compile  # seconds, and only here
-
     inputs = [leaf for leaves in graph.reads.values() for leaf in leaves if leaf is not None]
     example: list[Any] = [*(_zeros(graph.facts[leaf].aval) for leaf in inputs), *graph.constants.values()]
     try:
         with raw_ops():
-            run = standalone_compile(_as_fx(graph, inputs), example, dynamic_shapes="from_example_inputs")
+            run = compiled_by_inductor(_as_fx(graph, inputs), example)
             _check(graph, name, run(*example))
     except Exception as error:
         raise RuntimeError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.graphs.purity.sharded import Sharding, is_collective, local_of, sharding_of
+from fpipe.torch_private.dispatch import storage_of
 
 
 class Name(str):
@@ -151,11 +152,6 @@ def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     number = numbers.setdefault(storage_of(own), fresh_storage())
     size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
     return Fact(aval(tensor), number, size, offset, (own.is_conj(), own.is_neg()))
-
-
-def storage_of(tensor: Tensor) -> int:
-    """A number that tells a tensor's storage from all others that are alive."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def alias(leaf: Any) -> Any:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.language.graph import Graph, Name, aval
 from fpipe.graphs.purity.sharded import is_collective, local_of
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode
 
 
 def listing(graph: Graph) -> Iterator[str]:

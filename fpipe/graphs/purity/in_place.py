@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.graphs.purity.schema import written
+from fpipe.torch_private.dispatch import OpOverload
 
 _aten: Any = torch.ops.aten
 _COPY = _aten.copy_.default

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.graphs.purity.schema import written
 from fpipe.graphs.purity.sharded import of_sharded
+from fpipe.torch_private.dispatch import TorchDispatchMode, storage_of
 
 
 class OwnMemory(TorchDispatchMode):
@@ -109,7 +109,7 @@ _LITERAL = _aten.lift_fresh.default  # torch.tensor([1, 2]) in a function
 def memory(tensor: Tensor) -> Any:
     """An identity of a tensor's storage among all that are alive; None where it has none, as sparse ones."""
     try:
-        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        return storage_of(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 

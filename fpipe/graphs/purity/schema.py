@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from fpipe.torch_private.dispatch import OpOverload
 
 _aten: Any = torch.ops.aten
 BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)

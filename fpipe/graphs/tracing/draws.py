@@ -7,7 +7,6 @@ A generator that was seeded as torch would be gives the numbers that torch would
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,20 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 
 from fpipe.graphs.language.graph import Graph, Name, Node, Stream
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.sharded import of_sharded
 from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
-
-_torch: Any = torch
-_random: Any = torch.random
+from fpipe.torch_private.default_generator import watching
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
@@ -66,31 +59,19 @@ class Unseeded:
         self.generators: list[torch.Generator] = [TORCHS_GENERATOR]
         if torch.cuda.is_initialized():
             self.generators += torch.cuda.default_generators
-        with _disable_current_modes():
+        with without_modes():
             self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
         self.drew = self.again = False
 
     def __enter__(self) -> Unseeded:
-        """`torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other,
-        which might hand it to an op."""
-        watched, self.others = WatchedGenerator(TORCHS_GENERATOR, self._asked), vars(torch)["__getattr__"]
-        self.found = _random.default_generator, vars(torch).get(_NAME)  # none where one outline is in another
-
-        def found(name: str) -> Any:
-            if name != _NAME:
-                return self.others(name)
-            return watched if threading.get_ident() == watched.thread else TORCHS_GENERATOR
-
-        _random.default_generator, _torch.__getattr__ = watched, found
-        _torch.__dict__.pop(_NAME, None)  # other threads find it all the while
+        """Watch torch's generator."""
+        self.watch = watching(TORCHS_GENERATOR, self._asked)
+        self.watch.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo what was seeded."""
-        _random.default_generator, own = self.found
-        if own is not None:
-            setattr(torch, _NAME, own)
-        _torch.__getattr__ = self.others
+        self.watch.__exit__(None, None, None)
         try:
             self.check()
         except Untraceable:
@@ -111,30 +92,13 @@ class Unseeded:
 
     def check(self) -> None:
         """Raise Untraceable if one was seeded."""
-        with _disable_current_modes():
+        with without_modes():
             for generator, (seed, state) in zip(self.generators, self.before, strict=True):
                 if generator.initial_seed() != seed or (
                     not torch.equal(now := generator.get_state(), state)
                     and torch.equal(now, torch.Generator(generator.device).manual_seed(seed).get_state())
                 ):
                     raise Untraceable("it seeds torch's random numbers itself")
-
-
-_NAME = "default_generator"
-
-
-class WatchedGenerator:
-    """The generator by which `torch.random` does what it does, and which of its methods this thread asks for."""
-
-    def __init__(self, generator: torch.Generator, asked: Callable[[str], None]) -> None:
-        self.generator = generator
-        self.asked = asked
-        self.thread = threading.get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        if threading.get_ident() == self.thread:
-            self.asked(name)
-        return getattr(self.generator, name)
 
 
 class Streams(TorchDispatchMode):
@@ -164,7 +128,7 @@ class Streams(TorchDispatchMode):
         path = self.known.get(generator.initial_seed())
         if path is None:
             raise Untraceable(f"it draws from a generator of its own ({func}), which its key did not seed")
-        with _disable_current_modes():
+        with without_modes():
             now, device = generator.get_state(), generator.device
             _, before, stream = self.generators.get(id(generator), (None, None, None))
             if before is None or stream is None or not torch.equal(now, before):

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.purity.ambient import Untraceable, kernels
 from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.keys import seeded
+from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, without_modes
 
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.
@@ -85,8 +84,6 @@ def watched_memory() -> Generator[None]:
 
 @cache
 def _watch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     whole: Any = Tensor.data
 
     def assign(tensor: Any, other: Any) -> None:
@@ -95,13 +92,12 @@ def _watch() -> None:
         whole.__set__(tensor, other)
 
     # torch calls no mode that would see it but one that makes modules take other ways.
-    FakeTensor.data = property(whole.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue]
+    fake_tensor_class().data = property(whole.__get__, assign)
 
 
 @cache
 def _mode() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    FakeTensorMode = fake_mode_class()
     # A mistake in a stage is raised; torch would print it too, with its own stack.
     logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
 
@@ -183,7 +179,7 @@ def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, .
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
-        with _disable_current_modes(), torch.no_grad(), seeded(0, ""):
+        with without_modes(), torch.no_grad(), seeded(0, ""):
             try:
                 made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
             except Exception:  # zeros may be no matrix to invert

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.language.graph import storage_of
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.in_place import keep_layouts, mutated_by, rename_writes
 from fpipe.graphs.purity.schema import BATCH_NORMS
+from fpipe.torch_private.dispatch import functionalized, storage_of
 
 _aten: Any = torch.ops.aten
 
@@ -33,7 +33,6 @@ def refuse_mutation(traced: Any) -> None:
 
 def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     """Make a graph functional: where autograd mutated tensors of its own, the result is a new tensor."""
-    from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     rename_writes(traced, keep_layouts(traced))
@@ -44,7 +43,7 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     if not calls:
         return traced
     traced.recompile()
-    again: Any = make_fx(dispatch_functionalize(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    again: Any = make_fx(functionalized(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
     if left is not None:
         raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")

@@ -14,15 +14,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
 
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
@@ -35,6 +30,7 @@ from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.graphs.tracing.keys import exclusive_generator
 from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -114,7 +110,7 @@ class _Heard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
-        if _has_kernel(func.name(), "CompositeImplicitAutograd"):
+        if has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:  # inside torch.func such an op comes whole, while make_fx sees its parts
                 return func.decompose(*args, **(kwargs or {}))
         if func not in _NOT_HEARD:
@@ -335,7 +331,7 @@ def _reasons() -> Generator[None]:
     """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
     those of a step and not these."""
     try:
-        with _TRACING, _disable_current_modes():
+        with _TRACING, without_modes():
             yield
     except (Untraceable, LeakedTensor):
         raise
@@ -350,8 +346,6 @@ def _graph(
     traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
 ) -> Graph:
     """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     names: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
     constants: dict[Name, Tensor] = {}
@@ -372,7 +366,7 @@ def _graph(
             reads[label][at] = name
         elif node.op == "get_attr":
             constants[name] = getattr(traced, node.target)
-            if isinstance(constants[name], FakeTensor):
+            if isinstance(constants[name], fake_tensor_class()):
                 raise Untraceable("it holds on to a tensor that was made while it was traced")
         elif node.target in _NOTHING:
             names[node] = names[node.args[0]]
@@ -393,7 +387,6 @@ def _graph(
     return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
 
 
-_has_kernel: Callable[[str, str], bool] = cast("Any", torch)._C._dispatch_has_kernel_for_dispatch_key
 _NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 _NOT_HEARD = (*_NOTHING, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
 

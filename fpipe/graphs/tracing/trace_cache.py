@@ -16,9 +16,9 @@ from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, in_own_storage,
 from fpipe.graphs.language.labels import variable
 from fpipe.graphs.purity.alike import alike
 from fpipe.graphs.purity.ambient import Untraceable, ambient
-from fpipe.graphs.tracing.chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.tracing.keys import TracedKey, fold_in, unseeding
 from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.graphs.tracing.piece_chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
 from fpipe.model import Model

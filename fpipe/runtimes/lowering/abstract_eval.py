@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Fact, fact, in_own_storage, storage_of
+from fpipe.graphs.language.graph import Fact, fact, in_own_storage
 from fpipe.graphs.language.listing import Heard
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.program import Op
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import RULES, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
+from fpipe.torch_private.dispatch import storage_of
 
 
 def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:

@@ -26,14 +26,14 @@ from fpipe.graphs.language.graph import (
 )
 from fpipe.graphs.language.labels import GENERATORS, cotangent_of, gradient_of, variable
 
-Value = Hashable
+PieceValue = Hashable
 """The identity of a value of a stage."""
 
-Places = Mapping[Value, tuple[str, int]]
+Places = Mapping[PieceValue, tuple[str, int]]
 """Of values that a stage, or a piece, is handed, the label and the place under it."""
 
 
-class Part(NamedTuple):
+class TracedPiece(NamedTuple):
     """A piece that is traced.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     """
 
     takes: Places
-    makes: Sequence[Value]
+    makes: Sequence[PieceValue]
     graph: Graph
 
 
@@ -69,7 +69,7 @@ def fact_of(leaf: Any) -> Any:
 
 
 def joined(
-    parts: Sequence[Part],
+    parts: Sequence[TracedPiece],
     takes: Places,
     reads: Mapping[str, Sequence[Any]],
     writes: Mapping[str, Sequence[Any]],
@@ -84,8 +84,8 @@ def joined(
         writes: what it writes, by label: values, and leaves that are none.
     """
     whole = _Whole({**reads, **cotangents})
-    made: dict[Value, Any] = {value: whole.reads[label][at] for value, (label, at) in takes.items()}
-    back: dict[Value, Name] = {
+    made: dict[PieceValue, Any] = {value: whole.reads[label][at] for value, (label, at) in takes.items()}
+    back: dict[PieceValue, Name] = {
         value: seed
         for label, values in writes.items()
         for value, seed in zip(values, whole.reads.get(cotangent_of(label), ()), strict=False)
@@ -135,14 +135,14 @@ class _Whole:
 class _Renamed:
     """A piece under its names in the stage."""
 
-    def __init__(self, whole: _Whole, number: int, part: Part) -> None:
+    def __init__(self, whole: _Whole, number: int, part: TracedPiece) -> None:
         self.whole, self.part, self.moved = whole, part, Moved()
         graph = part.graph
         own = (*(node.name for node in graph.nodes), *graph.constants)
         self.names: dict[Name, Any] = {name: Name(f"p{number}_{name}") for name in own}
         self.end = forward_end(graph)
 
-    def forward(self, made: dict[Value, Any]) -> None:
+    def forward(self, made: dict[PieceValue, Any]) -> None:
         """Put in what it computes before any gradient comes; `made` are the names of values so far."""
         graph = self.part.graph
         for value, (label, at) in self.part.takes.items():
@@ -154,7 +154,7 @@ class _Renamed:
         self.whole.ran += graph.ran
         made.update(zip(self.part.makes, renamed(graph.writes["y"], self.names), strict=True))
 
-    def backward(self, back: dict[Value, Any]) -> None:
+    def backward(self, back: dict[PieceValue, Any]) -> None:
         """Put in what it computes of gradients; `back` are the names of those so far, by the value that has it."""
         graph = self.part.graph
         for value, seed in zip(self.part.makes, graph.reads["dy"], strict=True):

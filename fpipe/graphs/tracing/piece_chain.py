@@ -18,7 +18,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Aval, Fact, Graph, alias
 from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
-from fpipe.graphs.tracing.joined import Moved, Part, Places, Value, fact_of, joined
+from fpipe.graphs.tracing.joined_pieces import Moved, PieceValue, Places, TracedPiece, fact_of, joined
 from fpipe.graphs.tracing.outputs import outputs_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, positions
 from fpipe.model import Model
@@ -34,8 +34,8 @@ class Piece(Protocol):
         twin: equal for pieces that do the same with other values.
     """
 
-    takes: Mapping[Value, str]
-    makes: Sequence[Value]
+    takes: Mapping[PieceValue, str]
+    makes: Sequence[PieceValue]
     twin: Any
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -51,10 +51,10 @@ class PieceCall:
         key: what to compare it by.
     """
 
-    def __init__(self, piece: Piece, known: Mapping[Value, Any]) -> None:
+    def __init__(self, piece: Piece, known: Mapping[PieceValue, Any]) -> None:
         self.piece = piece
         self.reads: dict[str, list[Any]] = {}
-        self.takes: dict[Value, tuple[str, int]] = {}
+        self.takes: dict[PieceValue, tuple[str, int]] = {}
         for value, label in piece.takes.items():
             leaf = known[value]
             if isinstance(leaf, Fact) and any(leaf.lazy):
@@ -99,7 +99,7 @@ class Chain:
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
         """The outline of the whole stage, from the outlines of its pieces."""
         reads = {label: [*map(fact_of, leaves)] for label, leaves in self.reads.items()}
-        known: dict[Value, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
+        known: dict[PieceValue, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
         made = [outlined for _, outlined in self._followed(outline, known)]
         writes = {label: [known.get(leaf, leaf) for leaf in leaves] for label, leaves in self.writes.items()}
         return reads, writes, tuple(op for one in made for op in one.ran), any(one.python for one in made)
@@ -111,18 +111,20 @@ class Chain:
         cotangents: Mapping[str, tuple[Any, ...]],
     ) -> Graph:
         """The trace of the whole stage, from outlines and traces of its pieces."""
-        known: dict[Value, Any] = {value: fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()}
+        known: dict[PieceValue, Any] = {
+            value: fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()
+        }
         calls = [call for call, _ in self._followed(outline, known)]
-        seeds: dict[Value, Aval | None] = {
+        seeds: dict[PieceValue, Aval | None] = {
             value: seed
             for label, values in self.writes.items()
             for value, seed in zip(values, cotangents.get(cotangent_of(label), ()), strict=False)
         }
-        parts: list[Part] = []
+        parts: list[TracedPiece] = []
         for call in reversed(calls):
             makes = call.piece.makes
             graph = trace(call, {"dy": tuple(map(seeds.get, makes))})
-            parts.insert(0, Part(call.takes, makes, graph))
+            parts.insert(0, TracedPiece(call.takes, makes, graph))
             for value, (label, at) in call.takes.items():
                 gradient = graph.writes["dx"][at] if label == "x" else None
                 if gradient is not None:
@@ -130,7 +132,7 @@ class Chain:
         return joined(parts, self.takes, self.reads, self.writes, cotangents)
 
     def _followed(
-        self, outline: Callable[[PieceCall], Any], known: dict[Value, Any]
+        self, outline: Callable[[PieceCall], Any], known: dict[PieceValue, Any]
     ) -> Iterator[tuple[PieceCall, Any]]:
         """The call of each piece and its outline; meanwhile what is made gets known."""
         for piece in self.pieces:
