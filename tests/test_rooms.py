@@ -32,23 +32,23 @@ models/parameters <- root graphs/purity single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
-models/modules <- root graphs/purity graphs/language graphs/tracing models/parameters
+models/modules <- root torch_private graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
     runtimes/definition runtimes/lowering
 runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
-derived <- root graphs/purity graphs/language graphs/tracing models/modules
+derived <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
 models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
 runtimes/processes <- root transforms graphs/purity graphs/language graphs/tracing single_device runtimes/definition
     runtimes/lowering runtimes/faults
 models/cutting <- root graphs/purity timing graphs/language graphs/tracing models/parameters models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
-models <- root graphs/purity timing graphs/tracing single_device models/parameters models/modules models/tracing
-    models/cutting
+models <- root torch_private graphs/purity timing graphs/tracing single_device models/parameters models/modules
+    models/tracing models/cutting
 verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language runtimes/definition runtimes/lowering
     runtimes/processes runtimes
-interop <- root transforms timing runtimes/definition models/modules models
+interop <- root torch_private transforms timing runtimes/definition models/modules models
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
 cli <- root transforms timing schedules finding runtimes models verification measuring interop planning pictures

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.model import Model, Stage, the_model
 from fpipe.models.modules.batch_norm import (
     Norms,
     Notes,
     count_batch,
-    has_torchs_forward,
     refuse_other_channels,
     updated,
 )
 from fpipe.models.modules.stage_module import StageModule
+from fpipe.torch_private.modules import has_torchs_forward, is_batch_norm
 
 
 def deferred_batch_norm(model: Model) -> Model:
@@ -64,10 +63,10 @@ def _deferred(stage: Stage) -> Stage:
                 "each microbatch; only those of a model of from_sequential can be deferred."
             )
         return stage
-    taken = next(((path, owner) for path, owner, _ in run.held if isinstance(owner, _BatchNorm)), None)
+    taken = next(((path, owner) for path, owner, _ in run.held if is_batch_norm(owner)), None)
     if taken is not None:
         norm = taken[0].rpartition(".")[0]
-        other = next((path for path, owner, _ in run.held if not isinstance(owner, _BatchNorm)), None)
+        other = next((path for path, owner, _ in run.held if not is_batch_norm(owner)), None)
         if other is None:
             who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
             raise ValueError(
@@ -78,7 +77,7 @@ def _deferred(stage: Stage) -> Stage:
             f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
             "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
         )
-    if not any(isinstance(module, _BatchNorm) for _, module in run.norms):
+    if not any(is_batch_norm(module) for _, module in run.norms):
         return stage
     return replace(stage, update=partial(_update, run), counts=True)
 
@@ -93,10 +92,10 @@ def _updated_at_the_end(
 ) -> dict[str, Any]:
     """The running statistics: those of all microbatches are merged, and used at the last of them."""
     noted_by = list(zip(norms, notes, strict=True))
-    now = [(norm, calls) for norm, calls in noted_by if not isinstance(norm[1], _BatchNorm)]
+    now = [(norm, calls) for norm, calls in noted_by if not is_batch_norm(norm[1])]
     made = updated([norm for norm, _ in now], state, [calls for _, calls in now])
     for (path, module), calls in noted_by:
-        for call, x in enumerate(calls if isinstance(module, _BatchNorm) else ()):
+        for call, x in enumerate(calls if is_batch_norm(module) else ()):
             name = f"{path}.gathered.{call}"
             found = statistics(x) if index == 0 else merged(made.pop(name), statistics(x))
             if index < count - 1:

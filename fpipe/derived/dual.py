@@ -9,8 +9,6 @@ that a layer norm hands to its own derivative.
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -206,13 +204,6 @@ def _traced_through() -> Generator[None]:
     backward picks ops that are not differentiated again. What a stage marks in it is no tensor outside."""
     with sdpa_kernel(SDPBackend.MATH), collecting_marks(), torch.enable_grad():
         yield
-
-
-def load_derivatives() -> None:
-    """Import what torch's forward mode imports when it is first used, which warns of torch.jit.script in it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 def _is_dual(leaf: Any) -> bool:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fpipe.derived.custom_stage import refuse_rules
-from fpipe.derived.dual import Dual, load_derivatives, pushed_forward, unpack_dual
+from fpipe.derived.dual import Dual, pushed_forward, unpack_dual
 from fpipe.graphs.tracing.outputs import copied, split_loss, split_output
 from fpipe.model import Model, Stage, the_model
+from fpipe.torch_private.modules import load_forward_mode
 
 
 def jvp(model: Model) -> Model:
@@ -59,7 +60,7 @@ def jvp(model: Model) -> Model:
     """
     the_model(model)
     refuse_rules(model, "jvp")
-    load_derivatives()
+    load_forward_mode()
     for number, stage in enumerate(model.stages):
         if getattr(stage.forward, "update_only", ()):
             raise ValueError(

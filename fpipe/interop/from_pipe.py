@@ -10,18 +10,17 @@ several stages is tied again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
-from torch.export.unflatten import InterpreterModule
 
 from fpipe.model import Model, Reduction, Source, same_keys
 from fpipe.models.modules.stage_module import Bound, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
+from fpipe.torch_private.modules import generated_code
 
 
 def from_pipe(
@@ -168,22 +167,8 @@ class _Call(nn.Module):
         """Its output."""
         sources = x if self.taken.many else (x,)
         found = [leaf_of(sources[at], leaf, self.taken) for at, leaf in self.taken.places]
-        with _generated_code(self.module):
+        with generated_code(self.module):
             return self.module(*found)
-
-
-@contextmanager
-def _generated_code(module: nn.Module) -> Generator[None]:
-    """Graphs run as the code that torch has generated of them, and not node by node, each with a progress bar."""
-    found = [vars(one) for one in module.modules() if isinstance(one, InterpreterModule)]
-    kept = [attributes["_run_with_interpreter"] for attributes in found]
-    try:
-        for attributes in found:
-            attributes["_run_with_interpreter"] = False
-        yield
-    finally:
-        for attributes, was in zip(found, kept, strict=True):
-            attributes["_run_with_interpreter"] = was
 
 
 def leaf_of(source: Any, leaf: int | None, taken: Taken) -> Any:

@@ -16,15 +16,16 @@ from operator import index
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model, Reduction
 from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
+from fpipe.torch_private.modules import has_gradient_hooks, has_hooks
 
 
 def from_sequential(
@@ -140,9 +141,6 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
     return balance(bytes_of, stages)
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def _refuse(net: Any) -> None:
     """A ValueError for a net that stages could not stand for."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
@@ -159,7 +157,7 @@ def _refuse(net: Any) -> None:
     for path, module in net.named_modules():
         refuse_wrapped(path, module)
         refuse_impure(path, module)
-    if any(getattr(net, hooks, None) for hooks in _HOOKS):
+    if has_hooks(net):
         raise ValueError(
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
             "Remove them, or register them on the children."
@@ -170,9 +168,7 @@ def _refuse(net: Any) -> None:
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
-        if tensor.requires_grad and any(
-            getattr(tensor, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        ):
+        if tensor.requires_grad and has_gradient_hooks(tensor):
             raise ValueError(
                 f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
                 "no hook sees. Remove it, and change the gradients that a step returns."
@@ -190,9 +186,9 @@ def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> Leaf:
 
 def _refuse_shared_storage(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
     """A ValueError for a storage that two stages train as two parameters."""
-    homes: dict[int, str] = {}
+    homes: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        first = homes.setdefault(StorageWeakRef(tensor.untyped_storage()).cdata, name)
+        first = homes.setdefault(memory(tensor), name)
         here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
         if here != there:
             raise ValueError(

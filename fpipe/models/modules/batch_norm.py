@@ -9,15 +9,22 @@ updates are ops of their own, one microbatch after the other.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+
+from fpipe.torch_private.modules import (
+    has_torchs_forward,
+    is_batch_norm,
+    is_norm,
+    is_single,
+    version_of,
+    without_statistics,
+)
 
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]
@@ -27,7 +34,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm with running statistics, which it updates in training."""
-    return isinstance(module, _NormBase) and module.running_mean is not None
+    return is_norm(module) and module.running_mean is not None
 
 
 def tracks(module: nn.Module) -> bool:
@@ -40,65 +47,38 @@ def updates_apart(module: nn.Module) -> bool:
     return tracks(module) and has_torchs_forward(module)
 
 
-def has_torchs_forward(module: nn.Module) -> bool:
-    """Whether a norm's forward is torch's, and not one of somebody's own."""
-    return "forward" not in vars(module) and type(module).forward in _FORWARDS
-
-
-_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
-
-
 @contextmanager
 def noted(norms: Norms, who: str = "a forward") -> Generator[list[tuple[Any, ...]]]:
     """Run these norms without their running statistics meanwhile, and note in order what their updates need of each
-    call.
-
-    Every norm's forward, that of a subclass too, hands its input to `_check_input_dim`. The input itself is noted where
-    autograd saves it too, so that the forward must not mutate it afterwards; else a copy.
+    call: the input itself where autograd saves it too, so that the forward must not mutate it afterwards; else a copy.
     """
     notes: list[tuple[Any, ...]] = [() for _ in norms]
     versions: list[tuple[str, Tensor, int]] = []
 
-    def note_input(place: int, module: Any, x: Tensor) -> None:
-        type(module)._check_input_dim(module, x)
-        if _is_saved(module, x):
-            note = x.detach()
-            versions.append((norms[place][0], x, x._version))
-        else:
-            note = x.detach().clone()
-        notes[place] = (*notes[place], note)
+    def note_input(place: int, x: Tensor) -> None:
+        path, norm = norms[place]
+        saved = _is_saved(norm, x)
+        if saved:
+            versions.append((path, x, version_of(x)))
+        notes[place] = (*notes[place], x.detach() if saved else x.detach().clone())
 
-    tracks = [module.track_running_stats for _, module in norms]
-    try:
-        for place, (_, module) in enumerate(norms):
-            module.track_running_stats = False
-            if not isinstance(module, _BatchNorm):  # an instance norm takes them whether it tracks or not
-                vars(module)["_apply_instance_norm"] = partial(_normalised, module)
-            vars(module)["_check_input_dim"] = partial(note_input, place, module)
+    with ExitStack() as stack:
+        for place, (_, norm) in enumerate(norms):
+            stack.enter_context(without_statistics(norm, partial(note_input, place)))
         yield notes
-        changed = next((path for path, x, version in versions if x._version != version), None)
+        changed = next((path for path, x, version in versions if version_of(x) != version), None)
         if changed is not None:
             raise RuntimeError(
                 f"{who} changed the input of norm {changed!r} in place after the norm ran, whose backward or update of "
                 "running statistics reads it. Change a copy."
             )
-    finally:
-        for (_, module), tracked in zip(norms, tracks, strict=True):
-            module.track_running_stats = tracked
-            for name in ("_check_input_dim", "_apply_instance_norm"):
-                vars(module).pop(name, None)
-
-
-def _normalised(module: Any, x: Tensor) -> Tensor:
-    """The output of an instance norm in training."""
-    return F.instance_norm(x, None, None, module.weight, module.bias, True, module.momentum or 0.0, module.eps)
 
 
 def _is_saved(module: Any, x: Tensor) -> bool:
     """Whether autograd saves the input of a norm, and so refuses that it is mutated. Instance norms may save a copy."""
     leaves = (x, module.weight, module.bias)
     trained = any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    return trained and torch.is_grad_enabled() and isinstance(module, _BatchNorm)
+    return trained and torch.is_grad_enabled() and is_batch_norm(module)
 
 
 def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
@@ -107,10 +87,9 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
     for (path, module), calls in zip(norms, notes, strict=True):
         for x in calls:
             mean, var = made[f"{path}.running_mean"], made[f"{path}.running_var"]
-            single = not isinstance(module, _BatchNorm) and x.dim() == module._get_no_batch_dim()
-            rows = x.unsqueeze(0) if single else x
+            rows = x.unsqueeze(0) if is_single(module, x) else x
             refuse_other_channels(path, (mean, var), rows.shape[1])
-            if isinstance(module, _BatchNorm):
+            if is_batch_norm(module):
                 _refuse_other_dtypes(path, (mean, var), rows.dtype)
                 torch.batch_norm_update_stats(rows, mean, var, count_batch(path, module, made))
             else:

@@ -1,4 +1,4 @@
-"""What is known of torch's own modules by their class: which draw random numbers, and which cannot be pure."""
+"""Tell by the class of a module whether it draws random numbers, depends on its mode, or cannot be pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-DEPEND_ON_MODE = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, _NormBase)
-"""These do something else in training than in eval."""
+from fpipe.torch_private.modules import has_own_samples, is_dropout, is_norm
 
 
 def may_depend_on_mode(module: nn.Module) -> bool:
     """Whether a module may do something else in training than in eval: one of those, or not one of torch's own."""
-    return isinstance(module, DEPEND_ON_MODE) or not type(module).__module__.startswith("torch.")
+    known = isinstance(module, nn.RReLU | nn.MultiheadAttention | nn.RNNBase) or is_dropout(module) or is_norm(module)
+    return known or not type(module).__module__.startswith("torch.")
 
 
 def refuse_wrapped(path: str, module: nn.Module) -> None:
@@ -69,14 +67,13 @@ def refuse_impure(path: str, module: nn.Module) -> None:
 def draws_random(module: nn.Module) -> bool:
     """Whether a module draws random numbers in the mode that it is in; they follow from the step's key."""
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
-        return getattr(module, "_random_samples", None) is None
+        return not has_own_samples(module)
     if isinstance(module, nn.RReLU):
         return module.training and module.lower != module.upper
     if isinstance(module, nn.RNNBase):
         return module.training and module.dropout > 0 and module.num_layers > 1
     return module.training and (
-        (isinstance(module, _DropoutNd) and module.p > 0)
-        or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        (is_dropout(module) and module.p > 0) or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
     )
 
 

@@ -13,9 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fpipe import tree
 from fpipe.graphs.purity.alike import Same
@@ -39,6 +36,7 @@ from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
+from fpipe.torch_private.modules import cached_weights, caches_weights, is_batch_norm, spectral_buffers
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -81,9 +79,7 @@ class StageModule(PositionalStage):
         self.who = f"stage {number}"
         self.bound = bound or Bound(self.children)
         self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
-        self.caching = [
-            m for _, m in self.modules if isinstance(m, nn.RNNBase) or getattr(m, "_forward_pre_hooks", None)
-        ]
+        self.caching = [module for _, module in self.modules if caches_weights(module)]
         self.lock = threading.RLock()
         self.handed_out = HandedOut({}, ())
         self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
@@ -96,7 +92,7 @@ class StageModule(PositionalStage):
         known = {place[1:]: state[place[0]] for place in self.buffers if place[0] in state}
         for _, module in self.modules:
             odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
-            for name in (*(STATISTICS if odd else ()), *spectral_buffers(module)):
+            for name in (*(STATISTICS if odd else ()), *(spectral_buffers(module) if module.training else ())):
                 known[module, name] = "ordered"
         self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
         own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
@@ -110,7 +106,7 @@ class StageModule(PositionalStage):
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
         self.read = [*self.placed(frozen), *(place for place in self.buffers if place[1:] not in gone)]
         self.fixed, self.homes = [path for path, _, _ in self.read], [place[1:] for place in self.read]
-        self.can_fold = not self.updates and all(isinstance(norm, _BatchNorm) for _, norm in self.norms)
+        self.can_fold = not self.updates and all(is_batch_norm(norm) for _, norm in self.norms)
         self.holds = [path for path, _, _ in self.held]
         self.update_only = [path for path, _, _ in self.updates]
         self.writes = [path for path, _, _ in self.remembered]
@@ -222,7 +218,7 @@ class StageModule(PositionalStage):
         """
         with self.lock:
             self._refuse_changed()
-            kept = [_kept(module) for module in self.caching]
+            kept = [cached_weights(module) for module in self.caching]
             try:
                 yield
             finally:
@@ -311,20 +307,6 @@ class StageModule(PositionalStage):
         return tuple(short), fixed, written, keys, self.skips, Same(self) if odd else None
 
 
-def spectral_buffers(module: nn.Module) -> list[str]:
-    """The buffers that torch's spectral norm of a module writes now, new style and old."""
-    if not module.training:
-        return []
-    if isinstance(module, _SpectralNorm):
-        return [name for name, _ in module.named_buffers(recurse=False)]
-    hooks = [hook for hook in _hooks(module) if isinstance(hook, SpectralNorm)]
-    return [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    return list(vars(module)["_forward_pre_hooks"].values())
-
-
 class _Again:
     """Runs a forward once more for what it writes, on other buffers: what an update needs of a stage under autograd."""
 
@@ -366,10 +348,3 @@ class Bound(nn.Module):
     def __call__(self, what: Callable[[], Any]) -> Any:
         """What it is given, without the hooks on all modules: this is none of theirs."""
         return what()
-
-
-def _kept(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that functional_call leaves changed, as they are."""
-    attributes = vars(module).items()
-    tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
-    return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}

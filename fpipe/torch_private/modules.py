@@ -1,0 +1,140 @@
+"""Recognise torch's own modules by class, and run them without a trace in their attributes."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm of any dimensions (2.11 to 2.13: `_NormBase`)."""
+    return isinstance(module, _NormBase)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of any dimensions (2.11 to 2.13: `_BatchNorm`)."""
+    return isinstance(module, _BatchNorm)
+
+
+def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
+    """Whether a module is a dropout of any kind (2.11 to 2.13: `_DropoutNd`)."""
+    return isinstance(module, _DropoutNd)
+
+
+def has_torchs_forward(norm: nn.Module) -> bool:
+    """Whether a norm's forward is torch's, and not one of somebody's own (2.11 to 2.13: three classes have one)."""
+    return "forward" not in vars(norm) and type(norm).forward in _FORWARDS
+
+
+_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def is_single(norm: Any, x: Tensor) -> bool:
+    """Whether an instance norm takes its input for one example without a batch (2.11 to 2.13: `_get_no_batch_dim`)."""
+    return not is_batch_norm(norm) and x.dim() == norm._get_no_batch_dim()
+
+
+@contextmanager
+def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[None]:
+    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs (2.11 to
+    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
+    its statistics in `_apply_instance_norm`, whether it tracks or not)."""
+
+    def check(x: Tensor) -> None:
+        type(norm)._check_input_dim(norm, x)
+        see(x)
+
+    def normalised(x: Tensor) -> Tensor:
+        return F.instance_norm(x, None, None, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
+
+    tracked = norm.track_running_stats
+    try:
+        norm.track_running_stats = False
+        vars(norm)["_check_input_dim"] = check
+        if not is_batch_norm(norm):
+            vars(norm)["_apply_instance_norm"] = normalised
+        yield
+    finally:
+        norm.track_running_stats = tracked
+        for name in ("_check_input_dim", "_apply_instance_norm"):
+            vars(norm).pop(name, None)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that each write in place moves (2.11 to 2.13: `_version`)."""
+    return tensor._version
+
+
+def spectral_buffers(module: nn.Module) -> list[str]:
+    """The buffers that torch's spectral norm of a module writes in training, new style and old (2.11 to 2.13: the
+    parametrization `_SpectralNorm`, and a hook that has `_u` and `_v` behind the name of its weight)."""
+    if isinstance(module, _SpectralNorm):
+        return [name for name, _ in module.named_buffers(recurse=False)]
+    hooks = [hook for hook in vars(module)["_forward_pre_hooks"].values() if isinstance(hook, SpectralNorm)]
+    return [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
+
+
+def caches_weights(module: nn.Module) -> bool:
+    """Whether a module may keep tensors made of its parameters as plain attributes (2.11 to 2.13: RNNs a list of their
+    weights; pruning and the old weight norm, which are hooks, the weight)."""
+    return isinstance(module, nn.RNNBase) or bool(vars(module)["_forward_pre_hooks"])
+
+
+def cached_weights(module: nn.Module) -> dict[str, Any]:
+    """The attributes of such a module that functional_call leaves changed, as they are (2.11 to 2.13: tensors, and an
+    RNN's `_flat_weights` and `_flat_weight_refs`)."""
+    attributes = vars(module).items()
+    tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
+    return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module, or its backward, runs hooks (2.11 to 2.13: four dicts)."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(vars(module).get(kind) for kind in kinds)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of a tensor (2.11 to 2.13: two dicts)."""
+    return any(getattr(tensor, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def has_own_samples(pool: nn.Module) -> bool:
+    """Whether a fractional pool was handed its random numbers (2.11 to 2.13: `_random_samples`)."""
+    return getattr(pool, "_random_samples", None) is not None
+
+
+@contextmanager
+def generated_code(module: nn.Module) -> Generator[None]:
+    """While it lasts the graphs of torch.export in a module run as code, and not node by node, each with a progress bar
+    (2.11 to 2.13: `_run_with_interpreter`)."""
+    from torch.export.unflatten import InterpreterModule
+
+    found = [vars(one) for one in module.modules() if isinstance(one, InterpreterModule)]
+    kept = [attributes["_run_with_interpreter"] for attributes in found]
+    try:
+        for attributes in found:
+            attributes["_run_with_interpreter"] = False
+        yield
+    finally:
+        for attributes, was in zip(found, kept, strict=True):
+            attributes["_run_with_interpreter"] = was
+
+
+def load_forward_mode() -> None:
+    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.11 to 2.13:
+    `torch._decomp.decompositions_for_jvp`, imported when first needed)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -1,0 +1,93 @@
+"""What torch does not promise of its modules: each test says what a new torch has broken."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import pipeline
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+from fpipe.torch_private import modules
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(3),
+    "InstanceNorm1d": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_runs_without_its_statistics_and_shows_its_input(name: str):
+    norm, seen, x = NORMS[name](), list[Tensor](), torch.randn(4, 3, 5)
+    assert modules.is_norm(norm), f"{name} is no _NormBase any more: what it remembers would not be found"
+    assert modules.is_batch_norm(norm) == ("Batch" in name), "_BatchNorm is no longer the class of all batch norms"
+    assert modules.has_torchs_forward(norm), f"{name}.forward is another class's: its updates would not be apart"
+    before = {key: held.clone() for key, held in norm.named_buffers()}
+    with modules.without_statistics(norm, seen.append):
+        y = norm(x)
+    assert [one is x for one in seen] == [True], f"{name} shows its input no longer to _check_input_dim"
+    assert all(torch.equal(before[key], held) for key, held in norm.named_buffers()), f"{name} writes its statistics"
+    assert torch.equal(y, norm(x)), f"the output of {name} in training reads its running statistics"
+    assert not torch.equal(before["running_mean"], norm.running_mean), f"{name} does not track again afterwards"
+
+
+def test_an_instance_norm_tells_one_example_from_a_batch():
+    norm = nn.InstanceNorm1d(3)
+    found = [modules.is_single(norm, torch.ones(shape)) for shape in ((3, 4), (2, 3, 4))]
+    assert found == [True, False], "_get_no_batch_dim is gone: an instance norm's update would take rows for channels"
+
+
+def test_each_write_moves_the_version_of_a_tensor():
+    x = torch.ones(2)
+    before = modules.version_of(x)
+    x.view(2).add_(1)
+    assert modules.version_of(x) != before, "_version does not see writes: a norm's changed input goes unseen"
+
+
+def test_the_buffers_of_spectral_norms_are_known():
+    new = parametrizations.spectral_norm(nn.Linear(2, 2)).parametrizations.weight[0]
+    found = modules.spectral_buffers(new), modules.spectral_buffers(spectral_norm(nn.Linear(2, 2)))
+    assert found == (["_u", "_v"], ["weight_u", "weight_v"]), "torch's spectral norms have other buffers: say example="
+
+
+def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
+    pruned = prune.identity(nn.Linear(2, 2), "weight")
+    assert "weight" in modules.cached_weights(pruned), "a pruned weight is no plain attribute any more"
+    assert modules.caches_weights(pruned), "pruning is no hook any more: functional_call would leave its weight behind"
+    assert "_flat_weights" in modules.cached_weights(nn.LSTM(2, 2)), "RNNs keep their weights elsewhere"
+    assert not modules.caches_weights(nn.Linear(2, 2))
+
+
+def test_hooks_are_seen():
+    net, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    assert not modules.has_hooks(net)
+    assert not modules.has_gradient_hooks(leaf)
+    net.register_full_backward_hook(lambda *_: None)
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    assert modules.has_hooks(net), "a module's hooks are in other dicts: from_sequential would not refuse them"
+    assert modules.has_gradient_hooks(leaf), "a tensor's hooks are in other dicts: a stage would not run them"
+
+
+def test_modules_that_draw_are_known():
+    assert all(map(modules.is_dropout, [nn.Dropout(), nn.AlphaDropout()])), "dropouts have no common class any more"
+    own = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
+    found = modules.has_own_samples(own), modules.has_own_samples(nn.FractionalMaxPool2d(2, output_size=2))
+    assert found == (True, False), "a fractional pool keeps its random numbers elsewhere"
+
+
+def test_the_graphs_of_a_pipe_can_run_as_code():
+    module = pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),)).get_stage_module(0)
+    with modules.generated_code(module):
+        flags = [vars(one).get("_run_with_interpreter") for one in module.modules()]
+        assert True not in flags, "graphs of torch.export run node by node again"
+
+
+def test_forward_mode_loads_without_a_warning():
+    code = (
+        "import fpipe.torch_private.modules as m; m.load_forward_mode(); import torch, torch.autograd.forward_ad as f"
+    )
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert not run.stderr, "the derivatives of forward mode moved: jvp warns of torch.jit.script"
