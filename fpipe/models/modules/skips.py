@@ -65,7 +65,7 @@ class Pop(nn.Module):
         return repr(self.name)
 
     def joined(self, x: Any, value: Any) -> Any:
-        """What goes on."""
+        """The value that goes on."""
         return (x, value) if self.join is None else self.join(x, value)
 
     def forward(self, x: Any) -> Any:
@@ -124,55 +124,44 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
     Raises:
         ValueError: a value that is put aside twice, taken up before that, or never; or a module inside another.
     """
-    made: dict[str, tuple[int, Source | None]] = {}  # the stage that puts it aside, and the value if it has one anyway
+    homes: dict[str, int] = {}  # the stage that puts it aside
+    sources: dict[str, Source] = {}  # where other stages find it
     gives: list[list[str]] = [[] for _ in groups]
-    wants: list[list[str]] = [[] for _ in groups]
-    taken: set[str] = set()
+    skips: list[Skips] = []
+    inputs: list[Source | tuple[Source, ...]] = []
+    unread: dict[str, None] = {}
     for number, children in enumerate(groups):
         modules = [*children.values()]
+        before: Source = number - 1 if number else "batch"
+        takes: dict[str, Source] = {}
         for at, (path, child) in enumerate(children.items()):
             _refuse_inside(path, child)
             if isinstance(child, Stash):
-                if child.name in made:
+                if child.name in homes:
                     raise ValueError(f"Stash({child.name!r}) stands twice; a name is put aside once.")
-                first = all(isinstance(other, Stash) for other in modules[:at])
-                last = all(isinstance(other, Stash) for other in modules[at:])
-                before: Source = number - 1 if number else "batch"
-                made[child.name] = number, before if first else number if last else None
+                homes[child.name], unread[child.name] = number, None
+                if all(isinstance(other, Stash) for other in modules[:at]):
+                    sources[child.name] = before
+                elif all(isinstance(other, Stash) for other in modules[at:]):
+                    sources[child.name] = number
             elif isinstance(child, Pop):
-                if child.name not in made:
+                if child.name not in homes:
                     raise ValueError(
                         f"Pop({child.name!r}) takes up what no Stash({child.name!r}) before it puts aside."
                     )
-                taken.add(child.name)
-                if made[child.name][0] != number and child.name not in wants[number]:
-                    wants[number].append(child.name)
-    unread = next((name for name in made if name not in taken), None)
-    if unread is not None:
-        raise ValueError(f"nobody takes up what Stash({unread!r}) puts aside; leave it out, or add Pop({unread!r}).")
-    for name in made:
-        home, value = made[name]
-        if value is None and any(name in each for each in wants):
-            gives[home].append(name)
-    return _wired(made, gives, wants)
-
-
-def _wired(
-    made: Mapping[str, tuple[int, Source | None]], gives: list[list[str]], wants: list[list[str]]
-) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
-    skips: list[Skips] = []
-    inputs: list[Source | tuple[Source, ...]] = []
-    for number, names in enumerate(wants):
-        before: Source = number - 1 if number else "batch"
-        found: dict[str, Source] = {}
-        for name in names:
-            home, value = made[name]
-            found[name] = (home, 1 + gives[home].index(name)) if value is None else value
-        same = tuple(name for name, source in found.items() if source == before)
-        takes = tuple(name for name in found if name not in same)
-        skips.append(Skips(takes, same, tuple(gives[number])))
-        inputs.append((before, *(found[name] for name in takes)) if takes else before)
-    return skips, inputs
+                unread.pop(child.name, None)
+                home = homes[child.name]
+                if home != number and child.name not in sources:
+                    gives[home].append(child.name)
+                    sources[child.name] = home, len(gives[home])
+                if home != number:
+                    takes[child.name] = sources[child.name]
+        further = {name: source for name, source in takes.items() if source != before}
+        skips.append(Skips(tuple(further), tuple(name for name in takes if name not in further)))
+        inputs.append((before, *further.values()) if further else before)
+    for name in unread:
+        raise ValueError(f"nobody takes up what Stash({name!r}) puts aside; leave it out, or add Pop({name!r}).")
+    return [skip._replace(gives=tuple(own)) for skip, own in zip(skips, gives, strict=True)], inputs
 
 
 def _refuse_inside(path: str, child: nn.Module) -> None:
