@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fpipe import tree
 
 Source = int | Literal["batch"] | tuple[int, int]
-"""What a stage takes: another's output, one of several (the stage and which), or the batch."""
+"""An input of a stage: another's output, one of several (the stage and which), or the batch."""
 Reduction = Literal["mean", "sum", "count"]
 
 MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
@@ -108,7 +108,7 @@ class LossFunction(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is where in a model that was made of another one, and how it was made."""
+    """The report of a model that was made of another one: how it was made, and what is where."""
 
     how: str
     report: Any
@@ -151,7 +151,7 @@ class Model:
         return repr(self) if self.report is None else str(self.report)
 
     def made(self, how: str) -> Made | None:
-        """What a model prints that is made of this one, if this one prints what is where."""
+        """The report of a model that is made of this one, if this one has a report."""
         return None if self.report is None else Made(how, self.report)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class Model:
             raise ValueError(f"stage {last} is the last, and what it returns goes to the loss: add its loss there.")
 
     def sources(self, stage: int) -> tuple[Source, ...]:
-        """What a stage takes, always as a tuple."""
+        """The sources of a stage, always as a tuple."""
         taken = self.inputs[stage]
         return taken if isinstance(taken, tuple) else (taken,)
 
@@ -244,7 +244,7 @@ def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:
-    """What somebody was given, if it is a model."""
+    """Pass a model on, and refuse all else with a hint."""
     if isinstance(found, Model):
         return found
     from torch import nn
@@ -383,7 +383,7 @@ def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
 def normalise_inputs(
     inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
 ) -> tuple[Source | tuple[Source, ...], ...]:
-    """What each of n stages takes: checked, and written out for a plain chain."""
+    """The inputs of each of n stages: checked, and written out for a plain chain."""
     if n < 1:
         raise ValueError("a model has at least one stage, found zero stages.")
     if inputs is None:

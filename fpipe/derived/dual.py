@@ -80,7 +80,7 @@ def unpack_dual(duals: Any) -> tuple[Any, Any]:
 
 
 def pushed_forward(call: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
-    """What a function of pytrees gives for dual numbers, if it is handed any: its first result with tangents, of which
+    """Call a function of pytrees on dual numbers, if it is handed any: its first result comes with tangents, of which
     there is a gradient, and its second as it is, without one."""
     leaves, containers = tree.flatten(given, _is_dual)
     duals = [leaf for leaf in leaves if _is_dual(leaf)]
@@ -200,8 +200,8 @@ class _ForwardOverReverse(torch.autograd.Function):
 
 @contextmanager
 def _traced_through() -> Generator[None]:
-    """What torch.func has derivatives of: attention's fused kernels have none in forward mode, and with gradients off a
-    backward picks ops that are not differentiated again. What a stage marks in it is no tensor outside."""
+    """Take ops that torch.func has derivatives of: attention's fused kernels have none in forward mode, and with
+    gradients off a backward picks ops that are not differentiated again. A mark of a stage is no tensor outside."""
     with sdpa_kernel(SDPBackend.MATH), collecting_marks(), torch.enable_grad():
         yield
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.interop._torch_stages import OURS, StageModule, refuse_model, stages
+from fpipe.interop._torch_stages import OURS, TorchStageModule, refuse_model, stages
 from fpipe.interop._torch_write import refuse_what_torch_lacks
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, parts_of
@@ -156,7 +156,7 @@ def grads(found: Sequence[PipelineStage]) -> tuple[Any, ...]:
     modules = {stage.stage_index: stage.submod for stage in found}
     made: list[Any] = [None] * found[0].num_stages
     for number, module in modules.items():
-        assert isinstance(module, StageModule)
+        assert isinstance(module, TorchStageModule)
         made[number] = module.grads()
     return tuple(made)
 

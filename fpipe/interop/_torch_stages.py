@@ -23,7 +23,7 @@ from fpipe.model import Model, Stage, check_params, same_keys, trained, who_draw
 OURS = 'or run the program on fpipe.build(runtime="distributed").'
 
 
-class StageModule(nn.Module):
+class TorchStageModule(nn.Module):
     """One stage with its parameters, registered by their names.
 
     Args:
@@ -78,7 +78,7 @@ class StageModule(nn.Module):
 class _PipelineStage(PipelineStage):
     """Torch's stage, for stages that look numbers up in a table, or compute something again in their backward."""
 
-    submod: StageModule
+    submod: TorchStageModule
 
     def _to_tensor(self, arg: Any) -> Tensor:
         """Zeros to infer shapes with, where torch takes memory that nobody wrote."""
@@ -99,7 +99,7 @@ def stages(
     here = [number for number, home in enumerate(placement) if home == rank]
     own = _own(model, params, here)
     modules = {
-        number: StageModule(
+        number: TorchStageModule(
             model.stages[number], model.who(number), own[number], trained(model, number, 0, own[number]), number == 0
         )
         for number in here
@@ -178,7 +178,7 @@ def _own(model: Model, params: Any, here: Sequence[int]) -> Sequence[Any]:
     return found
 
 
-def _device(modules: dict[int, StageModule], device: Any) -> torch.device:
+def _device(modules: dict[int, TorchStageModule], device: Any) -> torch.device:
     """Where the stages run: where their parameters are."""
     held = [(number, name, leaf) for number, one in modules.items() for name, leaf in one.named_parameters()]
     where = torch.device(device) if device is not None else held[0][2].device if held else torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
 from fpipe.model import Model, Reduction, Source, same_keys
-from fpipe.models.modules.stage_module import Bound, StageModule
+from fpipe.models.modules.stage_module import BoundModules, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.torch_private.modules import generated_code
 
@@ -94,7 +94,7 @@ def from_pipe(
 
 
 class Taken(NamedTuple):
-    """What a stage of torch's takes.
+    """The inputs of a stage of torch's.
 
     Attributes:
         called: its name in torch's graph.
@@ -112,7 +112,7 @@ class Taken(NamedTuple):
 
 
 def _taken(graph: fx.Graph) -> Iterator[Taken]:
-    """What each stage takes, in order."""
+    """The inputs of each stage, in order."""
     calls = {node: number for number, node in enumerate(node for node in graph.nodes if node.op == "call_module")}
     leaves = [node for node in graph.nodes if node.op == "placeholder"]
     root = tuple((str(node.target), _shape(node.meta.get("val"))) for node in leaves)
@@ -144,7 +144,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-class _Own(Bound):
+class _Own(BoundModules):
     """The parameters and buffers of torch's graph under the names that they have there."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from fpipe.graphs.purity.alike import alike
 
 
 def module_key(module: nn.Module, odd: list[Any]) -> Any:
-    """What a module computes, as a value to compare: class, plain attributes, mode, and the keys of its children.
+    """The computation of a module as a value to compare: class, plain attributes, mode, and the keys of its children.
 
     Args:
         odd: takes what cannot be compared, such as a tensor among the attributes.

@@ -77,7 +77,7 @@ class StageModule(PositionalStage):
     ) -> None:
         self.number, self.children, self.names, self.skips = number, dict(children), names, skips or Skips()
         self.who = f"stage {number}"
-        self.bound = bound or Bound(self.children)
+        self.bound = bound or BoundModules(self.children)
         self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.caching = [module for _, module in self.modules if caches_weights(module)]
         self.lock = threading.RLock()
@@ -137,7 +137,9 @@ class StageModule(PositionalStage):
             y, _, new = self._run(own | {path: given[path] for path in self.holds}, x)
             return y, {name: new[name] for name in given}
         if self.updates:
-            copies, again = self._copies(self.updates), _Again(self, own, x)
+            with self.lock:
+                copies = {path: getattr(owner, name).detach().clone() for path, owner, name in self.updates}
+            again = _Again(self, own, x)
             with Followed(copies) as followed:
                 y, notes, _ = self._run(own | copies, x)
             read = followed.branched or followed.behind(tree.leaves(y))
@@ -174,7 +176,7 @@ class StageModule(PositionalStage):
         return self._again(self._by_path(params), what)
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """The same by position."""
+        """Do something, such as a backward of a trace, while they are in the modules' place, by position."""
         attributes = Attributes(self.modules, self.who)
         try:
             return self._again(self._own(params, constants), what)
@@ -261,20 +263,16 @@ class StageModule(PositionalStage):
         return {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
 
     def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What a stage reads, under all its names."""
+        """Parameters and constants under all their names."""
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
         return own | dict(zip(self.fixed, constants, strict=True))
-
-    def _copies(self, places: Sequence[Place]) -> dict[str, Tensor]:
-        with self.lock:
-            return {path: getattr(owner, name).detach().clone() for path, owner, name in places}
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
         return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}
 
     def remembering(self) -> dict[str, Any]:
-        """What a `Stage` says about its state: nothing if it writes no buffer."""
+        """The arguments of `Stage` that say how it has state: none if it writes no buffer."""
         said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
         if not self.norms and not self.updates:
             return said
@@ -335,7 +333,7 @@ def _short(path: str, place: Mapping[str, str]) -> str:
     return place.get(child, child) + dot + rest
 
 
-class Bound(nn.Module):
+class BoundModules(nn.Module):
     """Modules, parameters and buffers under the names they have in the whole net; called, it does what it is given."""
 
     def __init__(
@@ -346,5 +344,5 @@ class Bound(nn.Module):
         vars(self).update(_modules=modules, _parameters=parameters or {}, _buffers=buffers or {})
 
     def __call__(self, what: Callable[[], Any]) -> Any:
-        """What it is given, without the hooks on all modules: this is none of theirs."""
+        """The result of a function, without the hooks on all modules: this is none of theirs."""
         return what()
