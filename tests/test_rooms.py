@@ -37,10 +37,11 @@ runtimes/in_process <- root transforms graphs/purity graphs/language graphs/trac
     runtimes/definition runtimes/lowering
 runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
 derived <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
-models/tracing <- root graphs/purity graphs/language graphs/tracing models/modules
+models/tracing <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
 runtimes/processes <- root transforms graphs/purity graphs/language graphs/tracing single_device runtimes/definition
     runtimes/lowering runtimes/faults
-models/cutting <- root graphs/purity timing graphs/language graphs/tracing models/parameters models/tracing
+models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
+    models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/tracing single_device models/parameters models/modules
     models/tracing models/cutting

@@ -34,12 +34,11 @@ from fpipe.models.cutting.cut_net import CutNet, marked_graph
 from fpipe.models.cutting.loss_part import LossPart
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.known_modules import refuse_wrapped
-from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.trace_loss import trace_loss
-from fpipe.models.tracing.traced_modes import TracedModes, called_modules
+from fpipe.models.tracing.traced_modes import called_modules
 from fpipe.single_device.batches import check_batch
 
 
@@ -96,11 +95,9 @@ def from_loss(
     leaves = dict(zip(names, tree.leaves(params), strict=True))
     marked = marked_graph(graph)
     behind = LossPart(graph, marked)
-    modes = TracedModes([(path, module) for module, path in modules.items()])
-    tensors = NetTensors(leaves.__getitem__, frozenset(names))
-    cut = CutNet(graph, marked, tensors, graph.inputs[0], batch[0], behind.result, modes, behind.judging)
-    for stage, own in zip(cut.stages, cut.owned, strict=True):
-        stage.handed_out = HandedOut({name: leaves[name] for name in own}, modules)
+    run_by = [(path, module) for module, path in modules.items()]
+    tensors = NetTensors(_no_tensor, frozenset(names))
+    cut = CutNet(graph, marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
     loss = behind.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.stages, cut.owned, strict=True)
@@ -162,6 +159,11 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
         return made
 
     return checked
+
+
+def _no_tensor(name: str) -> Tensor:
+    """A function has no tensors of its own by name: parameters are handed in."""
+    raise KeyError(name)
 
 
 def _called(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, key: int | None, microbatch: int) -> Any:

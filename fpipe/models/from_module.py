@@ -24,13 +24,11 @@ from fpipe.models.cutting.cut_net import CutNet, marked_graph
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
-from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.export_net import export_net
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.run_net import NetFunction
-from fpipe.models.tracing.traced_modes import TracedModes
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]
@@ -97,10 +95,8 @@ def from_module(
     placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
-    modes = TracedModes(modules, graph.who, graph.door)
-    cut = CutNet(graph, marked_graph(graph), tensors, _inputs(graph, batch[0]), batch[0], result, modes)
-    for run, own in zip(cut.stages, cut.owned, strict=True):
-        run.handed_out = HandedOut({name: tensors.now(name) for name in own}, [module for _, module in modules])
+    leaves = {name: tensors.now(name) for name in graph.params.values()}
+    cut = CutNet(graph, marked_graph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.stages, placed.words, strict=True)
     model = replace(
@@ -111,7 +107,7 @@ def from_module(
         ),
         report=CutReport(cut, placed.words),
     )
-    params = tuple({name: tensors.now(name).detach() for name in own} for own in cut.owned)
+    params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
         function = NetFunction(net, loss or _own_loss, placed.ends)

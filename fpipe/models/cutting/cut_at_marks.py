@@ -18,9 +18,10 @@ from torch import fx
 from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
-from fpipe.models.tracing.contexts import OUTSIDE, ContextWriter
+from fpipe.models.tracing.contexts import copy_nodes
 from fpipe.models.tracing.open_sizes import expr_of, follows, is_size, open_sizes
 from fpipe.models.tracing.places import place_of
+from fpipe.torch_private.fx import computed
 
 _SIZE: Any = torch.ops.aten.sym_size.int
 _CLONE: Any = torch.ops.aten.clone.default
@@ -87,7 +88,7 @@ class Subgraph:
         return found
 
     def _uncomputed(self) -> list[fx.Node]:
-        """What the sizes read that do not follow from those of what is read: these stay as the function has them."""
+        """Drop sizes that do not follow from those of what is read, to be as the function has them; what they read."""
         known = self._known()
         rest = [size for size in self.sizes if not follows(expr_of(size), known)]
         for size in rest:
@@ -121,26 +122,18 @@ class Subgraph:
 
         for node in self._mutated():  # what another stage has made stays as it is
             own[node] = graph.call_function(_CLONE, (own[node],))
-        writer = ContextWriter(graph)
-        for node in self.nodes:
-            if node not in own:
-                writer.switch(self.marked.contexts.get(node, writer.context))
-                own[node] = graph.node_copy(node, copied)
-        writer.switch(OUTSIDE)
+        copy_nodes(graph, self.nodes, self.marked.contexts, own, copied)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 
     def _mutated(self) -> list[fx.Node]:
-        """What it receives and mutates."""
+        """The received values that it mutates."""
         ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
         found = {value for one in ops for value in self.marked.viewed_by(one)}
         return [node for node in self.received if node in found]
 
     def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
         """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
-        from torch.utils._sympy.interp import sympy_interp
-        from torch.utils._sympy.reference import PythonReferenceAnalysis
-
         known, made = self._known(), dict[Any, Any]()
         asked = {node: expr_of(node) for node in self.nodes if node in self.sizes}
         for expr in asked.values():
@@ -150,7 +143,7 @@ class Subgraph:
                     size = graph.call_function(_SIZE, (own[tensor], dim))
                     made[one] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
             if expr not in made:
-                made[expr] = sympy_interp(PythonReferenceAnalysis, made, expr)
+                made[expr] = computed(expr, made)
         return {node: getattr(made[expr], "node", made[expr]) for node, expr in asked.items()}
 
 
@@ -229,7 +222,7 @@ class StageGraphs:
         return lambda node: self.marked.stage_of.get(node) == stage and node not in self.excluded
 
     def _by_readers(self, values: Sequence[fx.Node]) -> list[list[fx.Node]]:
-        """What a stage hands on, grouped by the stages that read it; what the next one reads comes first."""
+        """Values that a stage hands on, grouped by the stages that read them; those of the next one come first."""
         groups: dict[tuple[int, ...], list[fx.Node]] = {}
         for node in values:
             readers = tuple(stage for stage, part in enumerate(self.parts) if node in part.received)
@@ -238,7 +231,7 @@ class StageGraphs:
 
     @property
     def inputs(self) -> tuple[tuple[Source, ...], ...]:
-        """What each stage takes: the batch, and outputs of earlier stages."""
+        """The inputs of each stage: the batch, and outputs of earlier stages."""
         return tuple(map(self._inputs_of, self.parts))
 
     def _inputs_of(self, part: Subgraph) -> tuple[Source, ...]:
@@ -289,7 +282,7 @@ class StageGraphs:
 
 
 def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
-    """What a stage takes as `from_functions` has it, where one of several outputs of a stage is a tuple of its own."""
+    """The inputs of a stage as `from_functions` has them, where one of several outputs of a stage is a tuple."""
     first, *others = sources
     return tuple(sources) if others or isinstance(first, tuple) else first
 

@@ -5,12 +5,13 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fpipe import tree
+from fpipe.graphs.purity.attributes import Modules
 from fpipe.model import Source
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.buffer_update import BufferUpdate
@@ -18,6 +19,7 @@ from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.net_state import Written, statistics_of, written_by
+from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
 from fpipe.models.tracing.traced_modes import TracedModes
@@ -28,10 +30,10 @@ class CutNet:
 
     Args:
         net: its graph, with marks where a stage ends, and `marked`, these read.
-        tensors: those of the net.
+        tensors: those of the net, as it has them, and `params`, the parameters that are handed out.
         inputs: the placeholders of its inputs, in the containers of a batch's, and `example`, an example of them.
         result: what the last stage returns, a pytree of nodes.
-        modes: those of its modules; the first stage looks whether they are the same.
+        modules: those of the net, with their paths; the first stage looks whether their modes are the same.
         excluded: operations of no stage, such as those of a loss behind the last.
 
     Attributes:
@@ -46,10 +48,11 @@ class CutNet:
         net: NetGraph,
         marked: MarkedGraph,
         tensors: NetTensors,
+        params: Mapping[str, Tensor],
         inputs: Any,
         example: Any,
         result: Any,
-        modes: TracedModes,
+        modules: Modules,
         excluded: Collection[fx.Node] = (),
     ) -> None:
         self.net, self.marked, self.tensors = net, marked, tensors
@@ -64,7 +67,10 @@ class CutNet:
         self.owned, self.ties = self.cut.owned, self.cut.ties
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
         guard = guard_of(net, nodes, example, "inputs")
+        modes = TracedModes(modules, net.who, net.door)
         self.stages = [self._stage(number, guard, modes) for number in range(marked.stages)]
+        for stage, own in zip(self.stages, self.owned, strict=True):
+            stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
         self.stages[-1].whole = whole_of(self.cut.outputs[-1][0], [_value(marked, leaf) for leaf in leaves], spec)
 
     def _stage(self, number: int, guard: BatchGuard, modes: TracedModes) -> GraphStage:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe.models.cutting.cut_net import CutNet
-from fpipe.models.cutting.node_costs import costs_of, number
+from fpipe.models.cutting.node_costs import costs_of
+from fpipe.torch_private.fx import example_number
 
 
 class CutReport:
@@ -70,13 +71,13 @@ def _value(node: fx.Node) -> Any:
 def _shape(node: fx.Node) -> str:
     """The dtype and the sizes that a value has in the example."""
     value = _value(node)
-    return f"{str(value.dtype).removeprefix('torch.')}{[*map(number, value.shape)]}"
+    return f"{str(value.dtype).removeprefix('torch.')}{[*map(example_number, value.shape)]}"
 
 
 def _bytes(node: fx.Node) -> int:
     """Those of a tensor; 0 of anything else."""
     value = _value(node)
-    return math.prod(map(number, value.shape)) * value.element_size() if isinstance(value, Tensor) else 0
+    return math.prod(map(example_number, value.shape)) * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _size(count: int) -> str:

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fpipe.torch_private.fx import dump_graph, load_graph
 
 
 class HoldsGraph:
@@ -19,22 +19,10 @@ class HoldsGraph:
     graph: fx.GraphModule
 
     def __getstate__(self) -> dict[str, Any]:
-        pickler = _pickler()
-        found = {name for kind in type(self).__mro__ for name, one in vars(kind).items() if _is_cached(one)}
+        kinds = type(self).__mro__
+        found = {name for kind in kinds for name, one in vars(kind).items() if isinstance(one, cached_property)}
         kept = {name: one for name, one in vars(self).items() if name not in found}
-        return {**kept, "graph": pickler.GraphPickler.dumps(self.graph, pickler.Options(ops_filter=None))}
+        return {**kept, "graph": dump_graph(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        graph = _pickler().GraphPickler.loads(state["graph"], FakeTensorMode(shape_env=ShapeEnv()))
-        graph.recompile()
-        vars(self).update({**state, "graph": graph})
-
-
-def _is_cached(attribute: Any) -> bool:
-    return isinstance(attribute, cached_property)
-
-
-def _pickler() -> Any:
-    from torch.fx import _graph_pickler  # it brings torch's compiler, which takes a while to import
-
-    return _graph_pickler
+        vars(self).update({**state, "graph": load_graph(state["graph"])})

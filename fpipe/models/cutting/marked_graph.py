@@ -50,7 +50,7 @@ class MarkedGraph:
         return self.marked.get(node, node)
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """What an operation reads, seen through the marks."""
+        """The values that an operation reads, seen through the marks."""
         return [self.value(one) for one in node.all_input_nodes]
 
     def viewed_by(self, node: fx.Node) -> list[fx.Node]:

@@ -28,7 +28,7 @@ _X, _MEAN, _VAR, _TRAINING, _MOMENTUM = 0, 3, 4, 5, 6
 
 @dataclass
 class Written:
-    """What one stage writes.
+    """The buffers that one stage writes.
 
     Attributes:
         held: by placeholder the buffers that its forward reads and writes.
@@ -45,7 +45,7 @@ class Written:
     part: Subgraph | None = None
 
     def seen(self) -> list[fx.Node]:
-        """What its forward leaves for its update."""
+        """The values that its forward leaves for its update."""
         return [] if self.part is None else [*self.part.received]
 
 
@@ -66,7 +66,7 @@ def statistics_of(graph: fx.Graph) -> Statistics:
 def written_by(
     marked: MarkedGraph, names: Mapping[fx.Node, str], buffers: Collection[str], results: Sequence[fx.Node]
 ) -> list[Written]:
-    """What each stage writes; norms whose statistics are written apart no longer read them.
+    """Find the buffers that each stage writes; norms whose statistics are written apart no longer read them.
 
     Args:
         marked: the whole graph.

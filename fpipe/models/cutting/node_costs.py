@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
+from fpipe.torch_private.fx import example_number
+
 
 def costs_of(nodes: Sequence[fx.Node]) -> list[int]:
     """The floating-point operations of each node; equal operations on equal shapes are counted once."""
@@ -39,7 +41,7 @@ def _abstract(node: fx.Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return torch.empty_strided(_numbers(value.shape), _numbers(value.stride()), dtype=value.dtype, device="meta")
-    return number(value) if isinstance(value, torch.SymInt) else value
+    return example_number(value) if isinstance(value, torch.SymInt) else value
 
 
 def _signature(node: fx.Node) -> Any:
@@ -48,9 +50,4 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(map(number, sizes))
-
-
-def number(size: Any) -> int:
-    """An open size as it was in the example."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    return tuple(map(example_number, sizes))

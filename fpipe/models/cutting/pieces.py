@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fpipe.graphs.purity.alike import Same, alike
 from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.models.cutting.marked_graph import draws_random
-from fpipe.models.tracing.contexts import OUTSIDE, Context, ContextWriter, contexts_of, restored_on_error
+from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 
 BLOCK = "fpipe_block"
 """Where a node's meta says which of the repeated blocks of the net it is in."""
@@ -47,12 +47,8 @@ class GraphPiece:
     def graph(self) -> fx.Graph:
         """Its operations, in their contexts."""
         graph = fx.Graph()
-        copies = {node: graph.placeholder(node.name) for node in self.takes}
-        writer = ContextWriter(graph)
-        for node in self.nodes:
-            writer.switch(self.contexts[node])
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        writer.switch(OUTSIDE)
+        copies: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in self.takes}
+        copy_nodes(graph, self.nodes, self.contexts, copies, copies.__getitem__)
         graph.output([copies[node] for node in self.makes])
         return graph
 
@@ -69,7 +65,7 @@ class GraphPiece:
         return fx.GraphModule({}, self.graph)
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """What it makes of the leaves that it takes."""
+        """Run its operations on the leaves that it takes."""
         with restored_on_error():
             return self.module.forward(*leaves)
 
@@ -147,7 +143,7 @@ def _torn(home: Mapping[fx.Node, int], trained: set[fx.Node], results: set[fx.No
 
 
 def operations(graph: fx.Graph, odd: list[Any], attributes: Any = None) -> Any:
-    """What to compare a graph by: equal for the same operations on the same constants.
+    """The operations of a graph as a value to compare: equal for the same operations on the same constants.
 
     Args:
         odd: takes what may change and stay the same object.
@@ -163,7 +159,7 @@ def operations(graph: fx.Graph, odd: list[Any], attributes: Any = None) -> Any:
         return alike(arg, odd if not isinstance(arg, _NAMED) else None)
 
     def target(node: fx.Node) -> Any:
-        """What a node calls, or which constant it is; of placeholders only the order counts."""
+        """The function that a node calls, or the constant that it is; of placeholders only the order counts."""
         if node.op == "get_attr":
             return Same(getattr(attributes, str(node.target)))
         return None if node.op in ("placeholder", "output") else node.target

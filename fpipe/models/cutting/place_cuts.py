@@ -95,13 +95,13 @@ def _balanced(
     elif isinstance(costs, Costs):
         row = _measured(costs, len(blocks))
     else:
-        row = _said(costs, blocks)
+        row = _by_path(costs, blocks)
     last = [*accumulate(balance(row, stages))][:-1]
     return [blocks[end - 1] for end in last]
 
 
-def _said(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
-    """What is said of each block."""
+def _by_path(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
+    """The costs of blocks by their paths, in the order of blocks."""
     paths = dict.fromkeys(call.path for call in blocks)
     missing = next((path for path in paths if path not in costs), None)
     odd = next((path for path in costs if path not in paths), None)
@@ -112,7 +112,7 @@ def _said(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
 
 
 def _measured(costs: Costs, blocks: int) -> list[float]:
-    """What the forward and the backward of each block cost."""
+    """The seconds of the forward and backward of each block."""
     found = len(costs.forward) if isinstance(costs.forward, Sequence) else 1
     if found != blocks:
         raise ValueError(

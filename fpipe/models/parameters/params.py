@@ -91,7 +91,7 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
 
 
 def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = None) -> tuple[Any, ...]:
-    """What is at home on one rank, of params, state or gradients: the same tuple, None for the stages of other ranks.
+    """Params, state or gradients at home on one rank: the tuple of all stages, with None for the stages of other ranks.
 
     Args:
         program: a program that is placed, as a schedule does; its inputs say where parameters are at home.

@@ -5,16 +5,14 @@ autocast: [a  MARK  b]        -->        autocast: [a]    autocast: [b]
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-_AMP: Any = torch.amp.autocast_mode
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_ENTER, _EXIT, _SET_GRAD = "_enter_autocast", "_exit_autocast", "_set_grad_enabled"
+from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 
 
 class Context(NamedTuple):
@@ -32,12 +30,11 @@ def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
     """The context of each operation, wherever that began or ends."""
     context, contexts = OUTSIDE, dict[fx.Node, Context]()
     for node in graph.nodes:
-        name = _switch(node)
-        if name == _SET_GRAD:
+        if node.target is SET_GRAD:
             context = context._replace(grad=bool(node.args[0]))
-        elif name == _ENTER:
+        elif node.target is ENTER_AUTOCAST:
             context = context._replace(autocasts=(*context.autocasts, node))
-        elif name == _EXIT:
+        elif node.target is EXIT_AUTOCAST:
             context = context._replace(autocasts=tuple(one for one in context.autocasts if one is not node.args[0]))
         elif node.op == "call_function":
             contexts[node] = context
@@ -46,41 +43,57 @@ def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
 
 def switches_context(node: fx.Node) -> bool:
     """Whether a node only enters or leaves a context."""
-    return _switch(node) is not None
-
-
-def _switch(node: fx.Node) -> str | None:
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    return name if name in (_ENTER, _EXIT, _SET_GRAD) else None
+    return node.target in (SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST)
 
 
 def autocast_eps(graph: fx.Graph) -> float:
     """The machine epsilon of the least precise autocast context: torch casts a weight that it uses twice in one only
     once, and so adds its gradients in that precision, where stages add them in the weight's own."""
-    blocks = graph.find_nodes(op="call_function", target=_AMP._enter_autocast)
+    blocks = graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
     found = (block.args[1] for block in blocks if block.args[2])
     return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
 
 
-class ContextWriter:
+def copy_nodes(
+    graph: fx.Graph,
+    nodes: Iterable[fx.Node],
+    contexts: Mapping[fx.Node, Context],
+    own: dict[fx.Node, Any],
+    copied: Callable[[fx.Node], Any],
+) -> None:
+    """Copy nodes behind those of a graph, each in its context.
+
+    Args:
+        own: the new nodes, by the old ones; those that are copied join them.
+        copied: the new node for what an operation reads.
+    """
+    writer = _Writer(graph)
+    for node in nodes:
+        if node not in own:
+            writer.switch(contexts.get(node, writer.context))
+            own[node] = graph.node_copy(node, copied)
+    writer.switch(OUTSIDE)
+
+
+class _Writer:
     """Writes nodes that switch contexts into a new graph, where one operation's is not that of the one before."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.context, self.open = graph, OUTSIDE, list[fx.Node]()
 
     def switch(self, context: Context) -> None:
-        """What is added to the graph next runs in this context."""
+        """Run what is added to the graph next in this context."""
         common = 0
         for one, other in zip(self.context.autocasts, context.autocasts, strict=False):
             if one is not other:
                 break
             common += 1
         while len(self.open) > common:
-            self.graph.call_function(_AMP._exit_autocast, (self.open.pop(),))
+            self.graph.call_function(EXIT_AUTOCAST, (self.open.pop(),))
         for enter in context.autocasts[common:]:
             self.open.append(self.graph.node_copy(enter))
         if context.grad != self.context.grad:
-            self.graph.call_function(_C._set_grad_enabled, (context.grad,))
+            self.graph.call_function(SET_GRAD, (context.grad,))
         self.context = context
 
 

@@ -8,12 +8,9 @@ Rows stay symbolic, and so does the second dimension of integers, the length of 
 from __future__ import annotations
 
 import inspect
-import io
-import logging
 import re
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -32,6 +29,7 @@ from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.traced_graph import NoGenerators, without_checkpoints
+from fpipe.torch_private.export import quiet_export
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
@@ -57,7 +55,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _NoDerivatives(),
             marking(),
             without_cache(net),
-            _quiet(),
+            quiet_export(),
             _noting_attributes(net, assigned),
             noting_places(),
             without_checkpoints(),
@@ -76,8 +74,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 
 
 def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """What a net takes, a parameter for each keyword that it takes by **kwargs: torch.export takes no open sizes of
-    such a dict."""
+    """The signature of a net, a parameter for each keyword that it takes by **kwargs: torch.export takes no open sizes
+    of such a dict."""
     signature = inspect.signature(net.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -181,22 +179,6 @@ def _open_dims(leaf: Any) -> Any:
         return None
     sequence = leaf.ndim == 2 and not leaf.is_floating_point() and not leaf.is_complex()
     return dict.fromkeys(range(min(leaf.ndim, 2 if sequence else 1)), torch.export.Dim.AUTO)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without the graph that torch prints where an export ends in an error. A tensor that a module remembers in a plain
-    attribute is an error, but for the lists that an RNN has of its weights."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = log.disabled
-    log.disabled = True
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.filterwarnings("error", "The tensor attributes? .* assigned during export", UserWarning)
-            warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights", UserWarning)
-            yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from itertools import groupby
 
 from torch import fx
 
+from fpipe.torch_private.export import NO_MODULE
+
 
 @dataclass(eq=False)
 class Call:
@@ -40,10 +42,6 @@ class Call:
             yield from child.all()
 
 
-_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
-"""What torch.export says of nodes that it does not know the module of."""
-
-
 def calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> Call:
     """The call of the whole net, by what each node says of the modules that it is in; `params` are its parameters."""
     training = {name[:at] for name in params for at, letter in enumerate(name) if letter == "."}
@@ -52,7 +50,7 @@ def calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> Call:
     for at, node in enumerate(nodes):
         above = root
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
-            if not path or path == _NOWHERE:
+            if not path or path == NO_MODULE:
                 continue
             if key not in known:
                 known[key] = Call(path, kind, at, at, int(key.partition("@")[2] or 0), path in training)
@@ -102,7 +100,7 @@ _SEQUENTIAL = "torch.nn.modules.container.Sequential"
 
 
 def _called(call: Call) -> list[Call]:
-    """What a call calls."""
+    """The calls that a call makes."""
     return call.children
 
 

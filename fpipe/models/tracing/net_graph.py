@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.utils import _pytree  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.models.tracing.places import place_of, traced_with_grad
-from fpipe.models.tracing.traced_graph import asked_of_sizes, make_literals_pure
+from fpipe.models.tracing.traced_graph import make_literals_pure
+from fpipe.torch_private.export import GRAPH_CALLS, call_trees, is_of_vmap
+from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, guards_of
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_AMP: Any = torch.amp.autocast_mode
 _COPY: Any = torch.ops.aten.copy_.default
 
 
@@ -126,14 +125,13 @@ def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
             first[name] = node
     _write_assigned(flat, {node for name, node in first.items() if name in tensors.buffers})
     make_literals_pure(flat.graph)
-    in_spec: Any = exported.call_spec.in_spec
-    out_spec: Any = exported.call_spec.out_spec
+    inputs, output = call_trees(exported, given, flat.results)
     return NetGraph(
         fx.GraphModule(flat.attributes, flat.graph),
         {node: name for name, node in first.items() if name in tensors.trains},
         {node: name for name, node in first.items() if name not in tensors.trains},
-        _pytree.tree_unflatten(given, in_spec),
-        _pytree.tree_unflatten(flat.results, out_spec),
+        inputs,
+        output,
         _guards(flat.placeholders),
     )
 
@@ -142,7 +140,7 @@ def _guards(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
     for node in placeholders:
         for size in getattr(node.meta.get("val"), "shape", ()):
             if isinstance(size, torch.SymInt):
-                return asked_of_sizes(size.node.shape_env)
+                return guards_of(size.node.shape_env)
     return ()
 
 
@@ -194,10 +192,10 @@ class _Flat:
                 return fx.map_arg(node.args[0], new)
             if node.op == "get_attr":
                 own[node] = self._constant(node, getattr(source, str(node.target)))
-            elif node.target in _WRAPPERS:
+            elif node.target in GRAPH_CALLS:
                 own[node] = self._inlined(node, [own.get(one, one) for one in node.args])
-            elif _is_functorchs(node):
-                inside = next((one for one in node.users if not _is_functorchs(one)), None)
+            elif is_of_vmap(node):
+                inside = next((one for one in node.users if not is_of_vmap(one)), None)
                 if inside is not None:
                     raise ValueError(
                         "the net calls torch.vmap, whose operations on single rows are no graph that can be cut; write "
@@ -221,8 +219,8 @@ class _Flat:
         return made
 
     def _inlined(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """What a graph that is called with gradients off, say, or under autocast returns, its nodes copied."""
-        count = _WRAPPERS[node.target]
+        """Copy the nodes of a graph that is called with gradients off, say, or under autocast; the new results."""
+        count = GRAPH_CALLS[node.target]
         settings, body, given = args[:count], args[count], args[count + 1 :]
         inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
         if count == 1:
@@ -230,28 +228,15 @@ class _Flat:
             made = self._copied(body, inner)
             self.inside = before
             return made
-        enter = self._switch(_AMP._enter_autocast, tuple(settings))
+        enter = self.graph.call_function(ENTER_AUTOCAST, tuple(settings))
         made = self._copied(body, inner)
-        self._switch(_AMP._exit_autocast, (enter,))
+        self.graph.call_function(EXIT_AUTOCAST, (enter,))
         return made
 
     def _turn_grad(self, on: bool) -> None:
         if on != self.grad:
-            self._switch(_C._set_grad_enabled, (on,))
+            self.graph.call_function(SET_GRAD, (on,))
             self.grad = on
-
-    def _switch(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        return self.graph.call_function(target, args)
-
-
-def _is_functorchs(node: fx.Node) -> bool:
-    """Whether a node enters or leaves torch.vmap."""
-    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
-
-
-_HIGHER: Any = torch.ops.higher_order
-_WRAPPERS: dict[Any, int] = {_HIGHER.wrap_with_set_grad_enabled: 1, _HIGHER.wrap_with_autocast: 4}
-"""The operations that call a graph in another context, each with the number of its settings."""
 
 
 def _write_assigned(flat: _Flat, buffers: set[fx.Node]) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fpipe.torch_private.fx import expression, has_floor
+
 
 def open_sizes(node: fx.Node) -> dict[int, Any]:
     """Of a value's dimensions those that the trace leaves open, each as an expression."""
     shape = getattr(node.meta.get("val"), "shape", ())
-    found = {dim: size.node.expr for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    found = {dim: expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
     return {dim: expr for dim, expr in found.items() if expr.free_symbols}
 
 
@@ -26,11 +28,9 @@ def is_size(node: fx.Node) -> bool:
 
 def expr_of(size: fx.Node) -> Any:
     """A size as an expression, of one symbol for what must be equal."""
-    return size.meta["val"].node.expr
+    return expression(size.meta["val"])
 
 
 def follows(expr: Any, known: Collection[Any]) -> bool:
     """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
-    from torch.utils._sympy.functions import CeilToInt, FloorToInt
-
-    return expr in known or (not expr.has(CeilToInt, FloorToInt) and all(one in known for one in expr.free_symbols))
+    return expr in known or (not has_floor(expr) and all(one in known for one in expr.free_symbols))

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from fpipe.graphs.purity.user_lines import TORCH, is_users, line_at
+from fpipe.torch_private.fx import SET_GRAD
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
@@ -94,7 +94,7 @@ class _Lines(TorchFunctionMode):
         else:
             code = found.f_code
             noted["stack_trace"] = f'File "{code.co_filename}", line {found.f_lineno}, in {code.co_name}'
-        if func is _C._set_grad_enabled:
+        if func is SET_GRAD:
             self.grad = bool(args[0])
         noted["custom"] = {_GRAD: self.grad or torch.is_grad_enabled()}
         return func(*args, **(kwargs or {}))

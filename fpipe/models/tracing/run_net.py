@@ -32,7 +32,7 @@ class NetFunction:
         self.net, self.loss, self.ends = net, loss, ends
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any, key: int | None, microbatch: int) -> Any:
-        """What the loss returns; the random numbers are those of a step's microbatch."""
+        """The result of the loss; the random numbers are those of a step's microbatch."""
         inputs, target = batch
         args, kwargs = call_of(inputs)
         buffers = {name: held.detach().clone() for name, held in self.net.named_buffers()}

@@ -25,7 +25,8 @@ from fpipe.graphs.tracing.keys import seeded
 from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
-from fpipe.models.tracing.traced_graph import NoGenerators, asked_of_sizes, make_literals_pure, without_checkpoints
+from fpipe.models.tracing.traced_graph import NoGenerators, make_literals_pure, without_checkpoints
+from fpipe.torch_private.fx import expression, guards_of, is_fake
 
 
 def trace_loss(
@@ -81,7 +82,7 @@ def trace_loss(
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
     rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = [size.node.expr for size in rows if isinstance(size, torch.SymInt)]
+    rows = [expression(size) for size in rows if isinstance(size, torch.SymInt)]
     if rows and not any(expr.free_symbols for expr in rows):
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
@@ -90,16 +91,14 @@ def trace_loss(
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     own, result = dict(zip(tree.leaves(named[0]), names, strict=True)), module.graph.output_node().args[0]
-    return NetGraph(module, own, {}, named[1], result, asked_of_sizes(sizes), "loss_fn", "from_loss")
+    return NetGraph(module, own, {}, named[1], result, guards_of(sizes), "loss_fn", "from_loss")
 
 
 def _refuse_untraced(module: fx.GraphModule) -> None:
     """A ValueError for a fake tensor that no operation in the graph computes."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     for node in module.graph.find_nodes(op="get_attr"):
         held = getattr(module, str(node.target))
-        if isinstance(held, FakeTensor):
+        if is_fake(held):
             raise ValueError(
                 f"a tensor of shape {in_words(tuple(held.shape))} is computed where no trace sees it: by "
                 "torch.autograd.grad, torch.func or torch.vmap inside loss_fn, or in an earlier call. "

@@ -25,12 +25,12 @@ class TracedModes:
         who, door: what errors call the function, and what has traced it.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    >>> modes = TracedModes([*net.named_modules()])
+    >>> modes = TracedModes([*net.named_modules()], "the net", "from_module")
     >>> modes.now(), net.eval().training, modes.now()
     ((True,), False, (False,))
     """
 
-    def __init__(self, modules: Modules, who: str = "loss_fn", door: str = "from_loss") -> None:
+    def __init__(self, modules: Modules, who: str, door: str) -> None:
         self.who, self.door = who, door
         self.modules = [(path, module) for path, module in modules if may_depend_on_mode(module)]
         self.traced = self.now()

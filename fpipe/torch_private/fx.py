@@ -1,0 +1,85 @@
+"""Write, measure and store graphs of torch's operations as `make_fx` and `torch.export` trace them, above autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_AMP: Any = torch.amp.autocast_mode
+
+SET_GRAD: Any = _C._set_grad_enabled
+"""The target of a node that switches gradients on or off (2.11 to 2.13)."""
+ENTER_AUTOCAST: Any = _AMP._enter_autocast
+"""The target of a node that enters autocast: device, dtype, whether it is on, whether it caches (2.11 to 2.13)."""
+EXIT_AUTOCAST: Any = _AMP._exit_autocast
+"""The target of a node that leaves the autocast which its argument entered (2.11 to 2.13)."""
+
+
+def dump_graph(module: fx.GraphModule) -> bytes:
+    """Pickle a graph with the fake tensors in its meta (2.11 to 2.13: `torch.fx._graph_pickler`)."""
+    from torch.fx import _graph_pickler as pickler  # it brings torch's compiler, which takes a while to import
+
+    graphs: Any = pickler
+    return graphs.GraphPickler.dumps(module, graphs.Options(ops_filter=None))
+
+
+def load_graph(data: bytes) -> fx.GraphModule:
+    """Load a graph that `dump_graph` has pickled, with fake tensors of a mode of its own (2.11 to 2.13)."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx import _graph_pickler as pickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    graphs: Any = pickler
+    module = graphs.GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    module.recompile()
+    return module
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data, but belongs to a trace (2.11 to 2.13: `torch._subclasses.fake_tensor`)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def expression(size: Any) -> Any:
+    """The expression of an open size, in sympy (2.11 to 2.13: `SymInt.node.expr`)."""
+    return size.node.expr
+
+
+def example_number(size: Any) -> int:
+    """An open size as it was in the example of its trace (2.11 to 2.13: `SymInt.node.hint`)."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def has_floor(expr: Any) -> bool:
+    """Whether an expression rounds a quotient to an integer, for which torch has no code (2.11 to 2.13)."""
+    from torch.utils._sympy.functions import CeilToInt, FloorToInt
+
+    return expr.has(CeilToInt, FloorToInt)
+
+
+def computed(expr: Any, known: dict[Any, Any]) -> Any:
+    """Compute an expression of symbols as Python does, on proxies of a graph (2.11 to 2.13: `sympy_interp`)."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    return sympy_interp(PythonReferenceAnalysis, known, expr)
+
+
+def guards_of(sizes: Any) -> tuple[Any, ...]:
+    """The conditions on open sizes by which a traced function has decided, not torch, from the ShapeEnv of its trace
+    (2.11 to 2.13: `ShapeEnv.guards`, and of each its `sloc.framework_loc`, the innermost line that is not torch's).
+
+    Sizes that the function compared as equal have one symbol from then on, and no condition.
+    """
+    asked = (sizes.replace(guard.expr) for guard in sizes.guards if _is_functions(guard.sloc.framework_loc))
+    return tuple(expr for expr in dict.fromkeys(asked) if expr.free_symbols)
+
+
+def _is_functions(where: Any) -> bool:
+    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)

@@ -1,0 +1,122 @@
+"""What the doors rely on that torch does not promise: each test says in words what a new torch would have broken."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from fpipe.torch_private import export
+from fpipe.torch_private import fx as private
+from fpipe.torch_private.checkpoint import without_checkpoints
+
+AUTO = ({0: torch.export.Dim.AUTO},)
+
+
+class Odd(nn.Module):
+    """Runs in every context that a trace tells of, and branches on its rows."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            scale = x.sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x.T
+        return {"y": y.float() * scale if x.shape[0] > 2 else y}
+
+
+def exported() -> torch.export.ExportedProgram:
+    return torch.export.export(Odd(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO)
+
+
+def row_size() -> Any:
+    """The open number of rows of an exported net."""
+    (placeholder,) = exported().graph.find_nodes(op="placeholder")
+    return placeholder.meta["val"].shape[0]
+
+
+def test_contexts_are_nodes_of_a_trace() -> None:
+    traced = {node.target for node in make_fx(Odd(), pre_dispatch=True)(torch.ones(4, 4)).graph.nodes}
+    wanted = {private.SET_GRAD, private.ENTER_AUTOCAST, private.EXIT_AUTOCAST}
+    assert wanted <= traced, "no_grad and autocast are other nodes in a trace: cut stages would run without them"
+
+
+def test_contexts_are_calls_of_graphs_in_an_export() -> None:
+    targets = {node.target: node for node in exported().graph.nodes}
+    assert targets.keys() >= export.GRAPH_CALLS.keys(), "an export says no_grad and autocast in another way"
+    for call, count in export.GRAPH_CALLS.items():
+        body = targets[call].args[count]
+        assert isinstance(body, fx.Node), f"{call} has another number of settings before the graph that it calls"
+        assert body.op == "get_attr", f"{call} has another number of settings before the graph that it calls"
+
+
+def test_vmap_is_seen_in_an_export() -> None:
+    class Maps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(torch.sin)(x)
+
+    nodes = torch.export.export(Maps(), (torch.ones(4, 4),), strict=False).graph.nodes
+    assert any(map(export.is_of_vmap, nodes)), "vmap is other nodes in an export: it would be cut, not refused"
+
+
+def test_a_call_has_its_trees() -> None:
+    inputs, output = export.call_trees(exported(), ["x"], ["y"])
+    assert (inputs, output) == ((("x",), {}), {"y": "y"}), "an exported program has other specs of its call"
+
+
+def test_a_tensor_in_a_plain_attribute_is_an_error_of_an_export() -> None:
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x + 1
+            return self.kept
+
+    with pytest.raises(Exception, match="assigned during export") as error, export.quiet_export():
+        torch.export.export(Keeps(), (torch.ones(4),), strict=False)
+    assert isinstance(error.value, UserWarning), "torch warns in other words of a tensor that a net keeps: none is seen"
+
+
+def test_an_open_size_has_an_expression_and_a_number() -> None:
+    size = row_size()
+    assert private.expression(size).is_Symbol, "an open size has no symbol at node.expr"
+    assert private.example_number(size) == 4, "an open size has not its number in the example at node.hint"
+    assert private.computed(2 * private.expression(size), {private.expression(size): 3}) == 6, (
+        "sympy_interp computes no expression of sizes any more"
+    )
+    assert not private.has_floor(private.expression(size)), "a symbol is taken for a quotient that is rounded"
+
+
+def test_branches_on_sizes_are_guards() -> None:
+    size = row_size()
+    found = {str(guard) for guard in private.guards_of(size.node.shape_env)}
+    assert found == {f"{private.expression(size)} > 2"}, "a function's own conditions on rows are not found by place"
+
+
+def test_a_graph_is_pickled_with_its_fake_tensors() -> None:
+    graph = fx.Graph()
+    (placeholder,) = exported().graph.find_nodes(op="placeholder")
+    x = graph.node_copy(placeholder)
+    graph.output(graph.call_function(torch.ops.aten.sin.default, (x,)))
+    again = private.load_graph(private.dump_graph(fx.GraphModule(nn.Module(), graph)))
+    assert torch.equal(again(torch.ones(2, 4)), torch.ones(2, 4).sin()), "a pickled graph computes something else"
+    (copied,) = again.graph.find_nodes(op="placeholder")
+    assert private.is_fake(copied.meta["val"]), "a pickled graph has lost the fake tensors of its trace"
+
+
+def test_checkpoints_are_switched_off() -> None:
+    called: list[int] = []
+
+    def run(x: Tensor) -> Tensor:
+        called.append(1)
+        return x.sin()
+
+    def refuse() -> Any:
+        raise ValueError("reentrant")
+
+    x = torch.ones(2, requires_grad=True)
+    with without_checkpoints(refuse):
+        y: Any = checkpoint(run, x, use_reentrant=False)
+        with pytest.raises(ValueError, match="reentrant"):
+            checkpoint(run, x, use_reentrant=True)
+    y.sum().backward()
+    assert len(called) == 1, "checkpoint looks its functions up elsewhere: a trace would recompute, and lose gradients"
