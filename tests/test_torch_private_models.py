@@ -86,9 +86,18 @@ def test_an_open_size_has_an_expression_and_a_number() -> None:
     assert not private.has_floor(private.expression(size)), "a symbol is taken for a quotient that is rounded"
 
 
+def test_leaves_with_as_many_rows_have_symbols_of_their_own() -> None:
+    mode = private.open_mode()
+    one, other = (private.fake_like(mode, torch.ones(4, 4), rows=True) for _ in range(2))
+    symbols = {str(private.expression(leaf.shape[0])) for leaf in (one, other)}
+    assert len(symbols) == 2, "two leaves share a symbol: a table with as many rows as the batch would be split"
+    assert one.shape[1] == 4, "sizes that are not rows are open too"
+    assert private.fake_like(mode, torch.ones(4), rows=False).shape[0] == 4, "fixed rows are open"
+
+
 def test_branches_on_sizes_are_guards() -> None:
     size = row_size()
-    found = {str(guard) for guard in private.guards_of(size.node.shape_env)}
+    found = {str(guard) for guard in private.guards_of(private.environment(size))}
     assert found == {f"{private.expression(size)} > 2"}, "a function's own conditions on rows are not found by place"
 
 

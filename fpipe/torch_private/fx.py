@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _AMP: Any = torch.amp.autocast_mode
@@ -46,6 +46,26 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def open_mode() -> Any:
+    """Make tensors without data whose open sizes have a symbol each: as many rows in the example are no reason to be as
+    many in a step (2.11 to 2.13: `FakeTensorMode` with a `ShapeEnv`)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    return FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+
+
+def fake_like(mode: Any, tensor: Tensor, rows: bool) -> Tensor:
+    """A tensor without data in the place of one, its number of rows open or not (2.11 to 2.13: symbolic contexts)."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    each = [DimDynamic.STATIC] * tensor.ndim
+    if rows:
+        each[0] = DimDynamic.DYNAMIC
+    return mode.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+
+
 def expression(size: Any) -> Any:
     """The expression of an open size, in sympy (2.11 to 2.13: `SymInt.node.expr`)."""
     return size.node.expr
@@ -69,6 +89,11 @@ def computed(expr: Any, known: dict[Any, Any]) -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     return sympy_interp(PythonReferenceAnalysis, known, expr)
+
+
+def environment(size: Any) -> Any:
+    """The ShapeEnv of the trace that an open size is of (2.11 to 2.13: `SymInt.node.shape_env`)."""
+    return size.node.shape_env
 
 
 def guards_of(sizes: Any) -> tuple[Any, ...]:

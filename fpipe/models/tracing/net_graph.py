@@ -21,7 +21,7 @@ from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.models.tracing.places import place_of, traced_with_grad
 from fpipe.models.tracing.traced_graph import make_literals_pure
 from fpipe.torch_private.export import GRAPH_CALLS, call_trees, is_of_vmap
-from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, guards_of
+from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD, environment, guards_of
 
 _COPY: Any = torch.ops.aten.copy_.default
 
@@ -140,7 +140,7 @@ def _guards(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
     for node in placeholders:
         for size in getattr(node.meta.get("val"), "shape", ()):
             if isinstance(size, torch.SymInt):
-                return guards_of(size.node.shape_env)
+                return guards_of(environment(size))
     return ()
 
 

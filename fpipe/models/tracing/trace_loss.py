@@ -26,7 +26,7 @@ from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
 from fpipe.models.tracing.traced_graph import NoGenerators, make_literals_pure, without_checkpoints
-from fpipe.torch_private.fx import expression, guards_of, is_fake
+from fpipe.torch_private.fx import expression, fake_like, guards_of, is_fake, open_mode
 
 
 def trace_loss(
@@ -45,25 +45,18 @@ def trace_loss(
         names: of the leaves of `params`.
         modules: those that errors name, with their paths.
     """
-    # Imported when first needed: they would take a third of the time that importing fpipe takes.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    # Imported when first needed: it would take a third of the time that importing fpipe takes.
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    # Each leaf has a symbol of its own: as many rows in the example are no reason to be as many in a step.
-    sizes = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-    mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+    mode = open_mode()
     single = all(len(leaf) == 1 for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
 
     def fake(leaf: Any, rows: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        each = [DimDynamic.STATIC] * leaf.ndim
         if rows and leaf.ndim and len(leaf) == 1 and single:  # of one row a trace takes 1 for the rows of all others
             leaf = leaf.new_empty((2, *leaf.shape[1:]))
-        if rows and leaf.ndim and len(leaf) > 1:
-            each[0] = DimDynamic.DYNAMIC
-        made = mode.from_tensor(leaf.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+        made = fake_like(mode, leaf, rows and leaf.ndim > 0 and len(leaf) > 1)
         return made.requires_grad_(not rows and (leaf.is_floating_point() or leaf.is_complex()))
 
     given = tree.tree_map(partial(fake, rows=False), params), tree.tree_map(partial(fake, rows=True), batch)
@@ -91,7 +84,7 @@ def trace_loss(
     nodes: Iterator[fx.Node] = (node for node in module.graph.nodes if node.op == "placeholder")
     named = tree.unflatten(containers, [next(nodes) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     own, result = dict(zip(tree.leaves(named[0]), names, strict=True)), module.graph.output_node().args[0]
-    return NetGraph(module, own, {}, named[1], result, guards_of(sizes), "loss_fn", "from_loss")
+    return NetGraph(module, own, {}, named[1], result, guards_of(mode.shape_env), "loss_fn", "from_loss")
 
 
 def _refuse_untraced(module: fx.GraphModule) -> None:
