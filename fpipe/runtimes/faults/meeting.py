@@ -16,18 +16,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fpipe.runtimes.faults.agreement import About, as_sent, first_difference
 from fpipe.runtimes.faults.late import Board, Host, who_is_late
 from fpipe.runtimes.faults.lookout import NEVER_SENT, Lookout
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
+from fpipe.torch_private.processes import backend_on, default_store, is_kept_by_process, timeout_of, world_group
 
 _TICKS = 0.001, 0.02
 _BRIEFLY = 0.5
@@ -58,16 +54,16 @@ class Meeting:
         timeout: float | None,
         lookout: Lookout,
     ) -> None:
-        every, default = [one for each in processes for one in each], _get_default_store()
+        every, default = [one for each in processes for one in each], default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
         self._names = [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
         self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
         self.lookout, self.size = lookout, len(every)
-        self.seconds = _default_timeout(group) if timeout is None else timeout
+        self.seconds = timeout_of(group).total_seconds() if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
-        name = group.group_name if len(processes) == 1 else dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+        name = group.group_name if len(processes) == 1 else world_group().group_name
         store = PrefixStore(f"fpipe/{name}/{every}", default)
         replica, rank = divmod(at, len(processes[0]))
         names = [self._names[at], f"replica {replica}: rank {rank}"]
@@ -175,7 +171,7 @@ class Meeting:
         """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
         asked for, in some bytes."""
         with suppress(RuntimeError):  # gloo carries nothing
-            world: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+            world = backend_on(world_group(), torch.device("cpu"))
             for at in missing:
                 try:
                     world.recv([torch.empty(1)], self._processes[at], NEVER_SENT)
@@ -187,16 +183,9 @@ def _key(where: str, rank: int) -> str:
     return f"{where}/{rank}"
 
 
-def _default_timeout(group: ProcessGroup) -> float:
-    backend: Any = group._get_backend(group._device_types[0])  # pyright: ignore[reportPrivateUsage]
-    return backend.options._timeout.total_seconds()
-
-
 def _host(store: Any, processes: Sequence[int], names: Sequence[str]) -> Host | None:
     """Who keeps a store; None where nobody does, or the launcher."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not is_kept_by_process(store) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     at = processes.index(0) if 0 in processes else None
     return Host(at, "process 0" if at is None else names[at])

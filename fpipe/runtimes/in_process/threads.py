@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.program import Op, Value
@@ -70,14 +69,16 @@ class Surroundings(NamedTuple):
 
     threads: int
     flushes: bool
-    device: torch.device | None
+    device: torch.device
     stream: torch.Stream | None = None
 
     @staticmethod
     def now(on: torch.device | None = None) -> Surroundings:
         """Those of this thread, the stream of a device among them."""
         stream = None if on is None else torch.accelerator.current_stream(on)
-        return Surroundings(torch.get_num_threads(), sys.float_info.min * _HALF == 0, _device.CURRENT_DEVICE, stream)
+        return Surroundings(
+            torch.get_num_threads(), sys.float_info.min * _HALF == 0, torch.get_default_device(), stream
+        )
 
     def call(self, job: Callable[[], None]) -> None:
         """A job under them."""
@@ -89,7 +90,7 @@ class Surroundings(NamedTuple):
         if now.flushes != self.flushes:
             torch.set_flush_denormal(self.flushes)
         with ExitStack() as stack:
-            if self.device is not None:
+            if now.device != self.device:
                 stack.enter_context(self.device)
             stack.enter_context(raw_ops())
             job()

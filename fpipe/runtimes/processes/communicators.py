@@ -17,9 +17,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from fpipe.torch_private.processes import backend_on, gloo_beside, nccl_of_two
 
 Direction = tuple[int, int]
 _LONGER = timedelta(seconds=30)
@@ -29,8 +30,7 @@ def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
     """Whether NCCL carries tensors on a device for this group. Gloo carries those on a GPU through the host."""
     if device.type != "cuda":
         return False
-    backend: Any = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
-    return backend.name() == "nccl"
+    return backend_on(group, device).name() == "nccl"
 
 
 def both_ways(
@@ -39,13 +39,10 @@ def both_ways(
     """For each direction what carries it on the host, and who the other is in it: to higher ranks the group itself, and
     to lower ones, where that is gloo, as many connections more. They stay as long as the group: a rank that throws its
     step away may have sent what is still on its way."""
-    up: Any = group._get_backend(torch.device("cpu"))  # pyright: ignore[reportPrivateUsage]
+    up = backend_on(group, torch.device("cpu"))
     ways = {*directions}
     if group not in _DOWN and up.name() == "gloo" and any(source > target for source, target in ways):
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices, options._threads, options._timeout = up.options._devices, 1, timeout
-        _DOWN[group] = gloo(PrefixStore("down", store), rank, group.size(), options)
+        _DOWN[group] = gloo_beside(up, PrefixStore("down", store), rank, group.size(), timeout)
     down = _DOWN.get(group, up)
     return {(a, b): (up if a < b else down, b if a == rank else a) for a, b in ways if rank in (a, b)}
 
@@ -65,14 +62,9 @@ def groups_of_two(
     for direction in sorted(directions):
         if rank in direction:
             me = direction.index(rank)
-            two = _two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
+            # NCCL's own timeout ends the process; who waits here says before whom it waits for.
+            two = nccl_of_two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout + _LONGER)
             word = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer makes the communicator
             (two.recv if me else two.send)([word], 1 - me, 0).wait()
             found[direction] = two, 1 - me
     return found
-
-
-def _two(store: Store, rank: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout + _LONGER  # it ends the process; who waits here says before whom it waits for
-    return dist.ProcessGroupNCCL(store, rank, 2, options)

@@ -15,6 +15,7 @@ from fpipe.runtimes.faults.lookout import Lookout
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.processes.communicators import by_nccl
 from fpipe.runtimes.processes.replicas import Replicas
+from fpipe.torch_private.processes import world_group
 from fpipe.transforms.data_parallel import axis_of
 
 
@@ -44,9 +45,7 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
             f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
             f"mesh=init_device_mesh(device, {sizes}, mesh_dim_names={tuple(of)})."
         )
-    group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
-    assert group is not None
-    return group
+    return world_group() if mesh is None else mesh.get_group("pp")
 
 
 def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:

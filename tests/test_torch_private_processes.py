@@ -1,0 +1,63 @@
+"""What torch does not promise of process groups and fpipe uses: each test says what a new torch has broken."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpipe.torch_private.processes import (
+    backend_on,
+    default_store,
+    gloo_beside,
+    is_kept_by_process,
+    nccl_of_two,
+    timeout_of,
+    world_group,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path):
+    """A process group of one."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(seconds=7)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_default_group_is_found():
+    assert world_group().size() == 1, "the default process group is elsewhere: meetings and meshes look for it"
+
+
+def test_the_default_store_is_found():
+    default_store().set("word", "there")
+    assert default_store().get("word") == b"there", "ranks can no longer leave word in the default group's store"
+
+
+def test_a_store_of_tcp_is_told_from_others():
+    tcp = dist.PrefixStore("more", dist.TCPStore("localhost", 0, is_master=True))
+    told = is_kept_by_process(tcp), is_kept_by_process(default_store())
+    assert told == (True, False), "nobody is named any longer when the process that keeps the store is lost"
+
+
+def test_a_group_tells_its_backend_for_a_device():
+    assert backend_on(world_group(), CPU).name() == "gloo", "fpipe can no longer tell gloo from NCCL"
+
+
+def test_a_group_tells_its_timeout():
+    assert timeout_of(world_group()) == timedelta(seconds=7), "steps no longer wait as long as their process group"
+
+
+def test_gloo_makes_connections_beside_those_of_a_group():
+    more = gloo_beside(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
+    assert more.size() == 1, "gloo's connections can no longer be made by hand: what goes down shares those up"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
+def test_nccl_makes_a_group_of_two():
+    assert nccl_of_two(default_store(), 0, timedelta(seconds=7)).size() == 2, "NCCL's groups of two can't be made"
