@@ -45,7 +45,7 @@ def profile(
     runtime: Literal["local", "threads", "distributed"] = "local",
     mesh: DeviceMesh | None = None,
 ) -> Costs:
-    """What the ops of a program take, measured here, and what its values weigh.
+    """Seconds of a program's ops, measured here, and bytes of its values.
 
     Parameters, buffers, random numbers and modes are as they were afterwards.
 
@@ -147,7 +147,7 @@ def _bytes(program: Program, model: Model, params: Any, batch: Any, state: Any) 
 
 
 def _alone(program: Program) -> Program:
-    """The same ops in their order, each by itself and without transfers: what one process has to do."""
+    """The ops in their order, each by itself and without transfers: all that one process has to do."""
     moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
     ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
     outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
@@ -155,7 +155,7 @@ def _alone(program: Program) -> Program:
 
 
 def _together(program: Program) -> Program:
-    """The same ops on the same ranks, each by itself."""
+    """The ops on their ranks, each by itself."""
     return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
 
 
@@ -164,7 +164,7 @@ def _at_home(op: Op) -> Op:
 
 
 def _plain(program: Program) -> Program:
-    """The same without a backward that computes its stage again itself: that is R's time."""
+    """The program without backwards that compute their stage again themselves: that is R's time."""
     ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
 

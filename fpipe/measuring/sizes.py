@@ -68,7 +68,7 @@ def sizes(
     state: Sequence[Any] | None = None,
     runtime: Literal["local", "threads", "distributed"] = "local",
 ) -> Sizes:
-    """What a step would hold, from shapes alone: nothing is computed.
+    """Bytes that a step would hold, from shapes alone: nothing is computed.
 
     Args:
         program: what to do, in which order.
@@ -127,7 +127,7 @@ def sizes(
 
 
 class _Travelled:
-    """What lies in messages that a process has received, or in copies of what it cannot leave in them."""
+    """Values in messages that a process has received, or in copies of those that cannot lie there."""
 
     def __init__(self) -> None:
         self.received: dict[tuple[int, Hashable], tuple[Hashable, int]] = {}

@@ -24,7 +24,7 @@ from fpipe.transforms.specs import Chunk, Sum, in_our_words
 def join(
     parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, what: str = "outputs"
 ) -> Any:
-    """What the microbatches gave, in one: the inverse of `cut`; a function as `spec` joins the list of a leaf's parts.
+    """Join the results of microbatches: the inverse of `cut`; a function as `spec` joins the list of a leaf's parts.
 
     Tensors are put together along their rows; 0-d tensors become their mean, by `weights` (the microbatches' rows;
     None: all the same); anything else must be equal.
@@ -77,7 +77,7 @@ def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None
 def join_slices(
     inputs: Any, parts: Sequence[Sequence[Any]], dim: int = 1, spec: Any = None, *, row_spec: Any = None
 ) -> list[Any]:
-    """The same for the slices of one microbatch: put together along the sequence, or added from the last slice back.
+    """Gradients of a microbatch from those of its slices: along the sequence, or added from the last slice back.
 
     >>> import torch
     >>> join_slices((torch.zeros(1, 3), torch.tensor(2.0)), [[torch.zeros(1, 2), None], [torch.ones(1, 1), None]])

@@ -27,7 +27,7 @@ def cut_along(tree: Any, spec: Any, what: What = "batch") -> list[int | None]:
 
 
 def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
-    """What a spec says of each leaf: the same of all below a place where it says one thing.
+    """Spec of each leaf: one for all below a place where it says one thing.
 
     Raises:
         ValueError: it says more than there is.

@@ -134,13 +134,13 @@ def forward(
 
 
 def _of(values: list[Any], source: Any) -> Any:
-    """What a stage takes of those before it."""
+    """Inputs that a stage takes of those before it."""
     stage, port = source if isinstance(source, tuple) else (source, 0)
     return values[stage][port]
 
 
 def _alias(leaf: Any) -> Any:
-    """The same tensor once more. A view of it would not do: where there is one of something, as one row, it has other
+    """Alias of a tensor. A view of it would not do: where there is one of something, as one row, it has other
     strides, by which torch picks other kernels. A sparse or nested one has no alias."""
     return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and is_strided(leaf) else leaf
 

@@ -223,7 +223,7 @@ def over_parts(
 
 
 def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tuple[int, int | None]) -> None:
-    """What SPLIT writes: the part of the inputs for each stage that takes them, and that of the target."""
+    """Show what SPLIT writes: the part of the inputs for each stage that takes them, and that of the target."""
     for number in range(len(model.stages)) if see else ():
         for word, part in zip("xt", piece, strict=True):
             assert see is not None

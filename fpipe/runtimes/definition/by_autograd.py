@@ -32,10 +32,20 @@ Leaves = list[Any]
 
 @dataclass
 class StepContext:
-    """What a rule knows besides the values it reads: the model, the rows of the batch, who wants saved tensors, where
-    the gradient of the inputs is wanted (stage, which of its inputs), what multiplies the loss's cotangent, the rows of
-    each microbatch where the batch is cut already, how many data-parallel replicas there are, of which this is one: its
-    microbatches are numbered from `first` among those of all; and what travels between devices."""
+    """The surroundings of a rule, besides the values it reads.
+
+    Attributes:
+        model: the stages.
+        rows: of the batch.
+        watch_saved: whether the tensors that autograd saves are wanted.
+        input_grads: where the gradient of the inputs is wanted: stage, and which of its inputs.
+        loss_scale: what multiplies the loss's cotangent.
+        sizes: the rows of each microbatch, where the batch is cut already.
+        key: of the step.
+        replicas: how many data-parallel replicas there are; this one's microbatches are numbered from `first` among
+            those of all.
+        moves: what travels between devices.
+    """
 
     model: Model
     rows: int
@@ -80,14 +90,14 @@ class Residuals:
 
 @dataclass
 class Inputs:
-    """What a stage was given, for a backward that runs it again."""
+    """The arguments of a stage, for a backward that runs it again."""
 
     op: Op
     args: Sequence[Any]
 
 
 class _Given:
-    """What an F or R reads, as its stage takes it: leaves of a graph of its own, on the storage of what came in."""
+    """Arguments of an F or R, as its stage takes them: leaves of a graph of its own, on the storage of what came in."""
 
     def __init__(self, op: Op, args: Sequence[Any], context: StepContext) -> None:
         number = op.stage or 0

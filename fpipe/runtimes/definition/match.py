@@ -88,7 +88,7 @@ def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]
 
 
 def _read(op: Op) -> list[Value]:
-    """What an op reads, whichever the microbatch and wherever the copy; not what a SPLIT or a slice adds."""
+    """Reads of an op, whichever the microbatch and wherever the copy; not those that a SPLIT or a slice adds."""
     return [
         Value(_WHOLE[value.name]) if value.name in _WHOLE else Value(value.name, value.stage, port=value.port)
         for value in op.reads
@@ -100,7 +100,7 @@ _WHOLE = {"x": "inputs", "t": "target"}
 
 
 def _given(op: Op) -> set[str]:
-    """What an op gives beside its output that counts in a result; a program without a loss may leave it out."""
+    """Names of an op's results beside its output that count in a step's; a program without a loss may leave it out."""
     return {value.name for value in op.writes} & {"loss", "count", "aux"}
 
 

@@ -81,7 +81,7 @@ def add(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
 
 def summed(parts: Sequence[Leaves]) -> Leaves:
-    """What gradients over the same leaves add up to, None where all have none."""
+    """Sum of gradients over the same leaves, None where all have none."""
     total = [*parts[0]]
     for more in parts[1:]:
         total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
@@ -98,7 +98,7 @@ def scale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
 
 def _or_one(count: Any) -> Any:
-    """What a total is divided by, without looking at the data of a tensor."""
+    """Divisor of a total, without looking at the data of a tensor."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
@@ -162,7 +162,7 @@ def _of_inputs(inputs: Any, parts: Sequence[Any], how: Mapping[str, Any]) -> Lea
 def _whole_sequences(
     parts: Sequence[Any], weights: Sequence[float], slices: int, dim: int
 ) -> tuple[list[Any], list[float]]:
-    """What the slices of each microbatch gave, in one, and the weight of the microbatch."""
+    """Join the slices of each microbatch, and add up their weights."""
     starts = range(0, len(parts), slices)
     wholes = [join(parts[at : at + slices], weights[at : at + slices], Chunk(dim)) for at in starts]
     return wholes, [sum(weights[at : at + slices]) for at in starts]

@@ -19,7 +19,7 @@ Moves = Mapping[Value, tuple[torch.device, torch.device]]
 
 
 def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
-    """What of a program in which every transfer is an op travels between two devices."""
+    """Find the values that travel between two devices, in a program in which every transfer is an op."""
     if not devices:
         return {}
     ops = [*parts_of(program.ops)]

@@ -25,8 +25,8 @@ Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
 
 
-class Row(NamedTuple):
-    """What runs as one: its ops, the values that it writes, and those that nobody reads after it."""
+class RecordedRow(NamedTuple):
+    """A row runs as one: its ops, the values that it writes, and those that nobody reads after it."""
 
     ops: Sequence[Op]
     written: Sequence[Value]
@@ -42,8 +42,8 @@ class Held(NamedTuple):
 
 
 class Notes:
-    """What is noted of one step: for each row when it started and ended, side by side, and, if asked, the storages that
-    it wrote, where those that were `given` do not count."""
+    """Notes of one step: for each row when it started and ended, side by side, and, if asked, the storages that it
+    wrote, where those that were `given` do not count."""
 
     def __init__(self, rows: int, devices: Iterable[torch.device], given: Iterable[Tensor] | None) -> None:
         self.times = [0.0] * (2 * rows)
@@ -67,13 +67,13 @@ class Notes:
             times[2 * row + 1] = started = ended
 
     def see(self, row: int, written: Iterable[Iterable[Any]]) -> None:
-        """What a row wrote, where that is counted."""
+        """Note the storages that a row wrote, where they are counted."""
         if self.given is not None:
             self.seen[row] = [*map(storages, written)]
 
 
-class Clock:
-    """What the time is: of the host, or of what is queued on the current stream of an accelerator."""
+class StreamClock:
+    """Time of the host, or of the current stream of an accelerator."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -93,14 +93,14 @@ class Clock:
 
 
 class Recorder:
-    """What a program tells of the steps that run rows, and, after the first one, what they hold.
+    """Timelines of the steps that run a program's rows, and, after the first one, the bytes that they hold.
 
     What runs is that program `with_transfers`, so that a copy counts on its rank whether its RECV is an op or not;
     SENDs and RECVs that it has not are not told. The first op of a row takes its time, the others (an ADD that is part
     of its B) end with it and take none: a rank is never in two ops at once.
     """
 
-    def __init__(self, program: Program, rows: Sequence[Row]) -> None:
+    def __init__(self, program: Program, rows: Sequence[RecordedRow]) -> None:
         self.rows, self.ranks = rows, program.ranks
         every = (*program.ops, *(part for op in program.ops for part in op.parts))
         told = {(op.kind, value): op for op in every for value in op.writes}
@@ -126,7 +126,7 @@ class Recorder:
         return Notes(len(self.rows), self._devices, leaves)
 
     def counted(self, notes: Notes) -> Held:
-        """What is held, in the order of the rows."""
+        """Bytes that are held, in the order of the rows."""
         if self.held is None:
             account, changes = Account(self.ranks, notes.given or ()), list[tuple[int, int, int]]()
             for number, (row, seen) in enumerate(zip(self.rows, notes.seen, strict=True)):

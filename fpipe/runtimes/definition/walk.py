@@ -19,7 +19,7 @@ from fpipe.runtimes.definition.devices import check_at_home, homes_of
 from fpipe.runtimes.definition.ends import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.definition.meaning import RULES, batch_of
 from fpipe.runtimes.definition.moves import brought, moves_of
-from fpipe.runtimes.definition.recorder import Recorder, Row, storages
+from fpipe.runtimes.definition.recorder import RecordedRow, Recorder, storages
 from fpipe.single_device.result import Result
 from fpipe.transforms.free import last_uses
 
@@ -44,7 +44,7 @@ def walk(
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
     drops = _drops(program)
-    rows = [Row((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
+    rows = [RecordedRow((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
     wanted = taken_gradients(model, program.ops)
     moves, homes = moves_of(program, devices), homes_of(program, devices)
 

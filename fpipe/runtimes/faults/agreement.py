@@ -31,7 +31,7 @@ About = Mapping[str, str | Sequence[str]]
 
 
 def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About:
-    """What is known before anything is traced.
+    """Facts that are known before anything is traced.
 
     Raises:
         Untraceable: nothing can be traced under what is around.
@@ -50,7 +50,7 @@ def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About
 
 
 def of_inputs(program: Program, trees: Mapping[Value, AbstractTree]) -> list[str]:
-    """What a step is handed, whatever memory it is in."""
+    """Avals of a step's inputs, whatever memory they are in."""
     values = [value for value, _ in program.inputs]
     return [f"{value}: {_looks(leaf)}" for value in values for leaf in trees[value].leaves]
 
@@ -96,7 +96,7 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str
 
 
 def as_sent(about: About) -> dict[str, str | list[str]]:
-    """The same in few words: the hash of lines."""
+    """Agreements in few words: the hash of lines."""
     return {name: of if isinstance(of, str) else [_hash(of)] for name, of in about.items()}
 
 

@@ -55,12 +55,12 @@ class Board:
         self.store, self.host, self.names, self._silent = store, host, names, False
 
     def as_heard(self, told: str) -> str:
-        """What all say of a rank that is lost, as that one says it if it still can."""
+        """Words of all about a rank that is lost, as that one says them if it still can."""
         mine = any(told.startswith(f"{name} ") for name in self.names)
         return f"the others gave up on this rank: {told}" if mine else told
 
     def ask(self, ask: Callable[[], T], seconds: float) -> T | None:
-        """What asking the store gives; None if that fails or takes longer, and from then on."""
+        """Answer of the store; None if that fails or takes longer, and from then on."""
         found: list[T] = []
 
         def asking() -> None:
@@ -83,14 +83,14 @@ class Board:
         return short
 
     def whole(self, text: str) -> str:
-        """What was shortened, or all that there is of it."""
+        """Text that was shortened, or all that there is of it."""
         if not text.endswith(_CUT):
             return text
         key = _said(text)
         return self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else text, _BRIEFLY) or text
 
     def unanswered(self, words: str, other: int | None = None, closed: str = "") -> str:
-        """What is said where the store does not answer: who keeps it is named first.
+        """Words for a store that does not answer: who keeps it is named first.
 
         Args:
             words: what is said of another rank.
@@ -125,7 +125,7 @@ def seen_last(place: Place | None) -> str:
 
 
 def told_lost(board: Board) -> str | None:
-    """What the first rank to notice said, if one has."""
+    """Words of the first rank to notice, if one has."""
     store = board.store
     return board.ask(lambda: store.get(LOST).decode() if store.check([LOST]) else "", _PATIENCE) or None
 
@@ -140,7 +140,7 @@ def who_is_late(
     own: str = "",
     gone: bool = False,
 ) -> str:
-    """What is said of the rank at the end of the chain of those that wait, and where that was last seen.
+    """Words about the rank at the end of the chain of those that wait, and where that was last seen.
 
     Args:
         board: where all ranks leave whom they wait for.
@@ -181,7 +181,7 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def first_told(board: Board, words: str) -> str:
-    """What the first rank to notice said; `words` if this is it, or if nobody can be asked."""
+    """Words of the first rank to notice; `words` if this is it, or if nobody can be asked."""
     told = board.ask(lambda: board.store.compare_set(LOST, "", words).decode(), _PATIENCE)
     return told or board.unanswered(words)
 

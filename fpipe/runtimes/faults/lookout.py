@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from fpipe.runtimes.faults.ctrl_c import CtrlC
 from fpipe.runtimes.faults.late import Board, Place, first_told, tell_place, told_lost
 from fpipe.runtimes.faults.rank_error import LostRank
-from fpipe.runtimes.lowering.part import Part
+from fpipe.runtimes.lowering.rank_part import RankPart
 
 TICK = 0.1
 _LOOK, _GRACE = 0.5, 1.0
@@ -46,7 +46,7 @@ class Lookout:
     def __init__(self) -> None:
         self.ctrl_c = CtrlC()
         self.step, self.runs = 0, False
-        self.part: Part | None = None
+        self.part: RankPart | None = None
         self.waits: str | None = None
         self.sent: Mapping[int, Any] = {}
         self.ended: str | None = None
@@ -74,7 +74,7 @@ class Lookout:
         return Place(step + 1, -2, False, f"after step {step}")
 
     def stayed(self, seconds: float) -> str:
-        """What this rank says if it was so long in one place, of its own, that others may have given up on it."""
+        """Words of this rank if it was so long in one place, of its own, that others may have given up on it."""
         stay, step, words = self._stay
         if stay < seconds or step < self.step - 1:
             return ""

@@ -22,7 +22,7 @@ _PATIENCE, _TICK = 1.4, 0.02
 
 
 def who_is_lost(board: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str) -> str:
-    """What is said of the replica whose process is gone, or was not heard of in time.
+    """Words about the replica whose process is gone, or was not heard of in time.
 
     Args:
         board: where all processes of all replicas leave what they know.

@@ -138,7 +138,7 @@ class Meeting:
         self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
 
     def _gathered(self, where: str, mine: Mapping[str, Any], seconds: float) -> dict[int, Any]:
-        """What each rank that came in time has left; at once if one refuses."""
+        """Collect the word that each rank in time has left; at once if one refuses."""
         found, store = dict[int, Any](), self.board.store
 
         def gather() -> bool:

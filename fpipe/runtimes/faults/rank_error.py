@@ -1,4 +1,4 @@
-"""What a rank raises when another one has failed: all ranks of a step end together."""
+"""Raise on every rank when one has failed: all ranks of a step end together."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ComputeStream:
         return None if self.stream is None else self.device
 
     def entered(self) -> AbstractContextManager[Any]:
-        """What is queued inside runs on it; one thread at a time may enter it."""
+        """Queue on this stream inside; one thread at a time may enter it."""
         return nullcontext() if self.stream is None else self.stream
 
     def after_caller(self) -> None:
@@ -44,7 +44,7 @@ class ComputeStream:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def before_caller(self) -> None:
-        """What the caller queues from now on waits for it."""
+        """Make the caller's stream wait for it, from now on."""
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
@@ -59,7 +59,7 @@ class Channel:
         self._streams = [torch.Stream(device) for device in ends if device.type != "cpu"]
 
     def before_caller(self) -> None:
-        """What the caller queues from now on waits for the copies: they may read what the caller handed in."""
+        """Make the caller's stream wait for the copies, from now on: they may read what the caller handed in."""
         for stream in self._streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 

@@ -25,9 +25,9 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
 from fpipe.runtimes.lowering.lower import Instruction
-from fpipe.runtimes.lowering.part import Part, Slots, Watch, of_rank
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.slots import Leaf
+from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Watch, of_rank
+from fpipe.runtimes.lowering.slots import ResultLeaf
 
 Leaves = list[Any]
 
@@ -65,7 +65,7 @@ class Workers:
 
 
 class Surroundings(NamedTuple):
-    """What torch keeps for each thread: a worker computes under what the caller has."""
+    """Settings that torch keeps for each thread: a worker computes under the caller's."""
 
     threads: int
     flushes: bool
@@ -104,7 +104,7 @@ class Stopped(Exception):
 
 
 class HandOver:
-    """What is on its way between ranks, in channels of its own between streams, and whether one has failed."""
+    """Values on their way between ranks, in channels of their own between streams, and whether a rank has failed."""
 
     def __init__(self, instructions: Iterable[Instruction], streams: Sequence[ComputeStream]) -> None:
         ops = [one.ops[0] for one in instructions]
@@ -192,7 +192,7 @@ class OnThreads(Prepared):
         self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
         begins = [slot for part in self.parts for slot in part.begins]
         self._several = {slot for slot in begins if begins.count(slot) > 1}
-        wanted = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, Leaf)}
+        wanted = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
         self._found = [
             (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
         ]
@@ -203,7 +203,7 @@ class OnThreads(Prepared):
 
         looks = [watch and watch._replace(device=stream.clock) for stream in self.streams] or [watch] * len(self.parts)
 
-        def job(rank: int, part: Part, own: Slots) -> None:
+        def job(rank: int, part: RankPart, own: Slots) -> None:
             try:
                 with self.streams[rank].entered() if self.streams else nullcontext():
                     part.run(own, looks[rank])

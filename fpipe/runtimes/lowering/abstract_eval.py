@@ -24,7 +24,7 @@ from fpipe.torch_private.dispatch import storage_of
 
 
 def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
-    """What an op writes that reads these abstract trees; `fake` is the mode that makes fake tensors."""
+    """Abstract values that an op writes if it reads these; `fake` is the mode that makes fake tensors."""
     how = {"ADD": _sum, "MERGE": _merged}.get(op.kind, by_rule)
     return how(op, trees, context, fake)
 
@@ -66,8 +66,7 @@ def by_rule(
     shown: Callable[[list[Any]], list[Any]] = list,
     heard: Heard | None = None,
 ) -> list[AbstractTree]:
-    """What an op writes, by running its rule on fake tensors; `shown` says what the rule is handed of them, and
-    `heard` takes the ops."""
+    """Run an op's rule on fake tensors; `shown` says what the rule is handed of them, and `heard` takes the ops."""
     homes: dict[int, int] = {}
     # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
     device = "meta" if op.kind == "SPLIT" else None
@@ -92,7 +91,7 @@ def by_rule(
 
 
 def rounded(op: Op, abstract: AbstractTree, fake: Any) -> AbstractTree:
-    """What a SEND casts, as it arrives: what has its dtype lies in memory of its own."""
+    """Abstract value after a SEND that casts: a leaf that was rounded lies in memory of its own."""
     homes: dict[int, int] = {}
     with fake:
         leaves = [_fake(leaf, homes, None) for leaf in abstract.leaves]

@@ -18,7 +18,7 @@ class AbstractTree(NamedTuple):
 
 
 OPAQUE = AbstractTree((None,), tree.flatten(None)[1])
-"""What plain autograd leaves for a backward or an update: one object."""
+"""Residuals of plain autograd, for a backward or an update: one object."""
 
 
 def whole(abstract: AbstractTree, leaves: Sequence[Any]) -> Any:
@@ -34,7 +34,7 @@ def wanting_fact(leaf: Any) -> Any:
 
 
 def aval_of(leaf: Any) -> Any:
-    """What is known of a tensor but its place in memory; any other leaf is itself."""
+    """Aval of a tensor, without its place in memory; any other leaf is itself."""
     return leaf.aval if isinstance(leaf, Fact) else leaf
 
 

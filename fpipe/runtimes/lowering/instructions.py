@@ -35,7 +35,7 @@ class UnexpectedValue(Exception):
 
 
 def slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
-    """What SPLIT does, where it takes plain slices of the batch."""
+    """Function of a SPLIT that takes plain slices of the batch."""
     parts = [_part(at, leaves) for at, leaves in plan]
     return lambda *lists: [part(lists) for part in parts]
 
@@ -73,7 +73,7 @@ def _seeded(seed: int, stream: Stream) -> torch.Generator:
 
 
 def pass_on(*lists: Leaves) -> Sequence[Leaves]:
-    """What a SEND within one process does."""
+    """SEND within one process: the leaves in new lists."""
     made = [leaves[:] for leaves in lists]
     for leaves in lists:
         leaves.clear()
@@ -81,26 +81,26 @@ def pass_on(*lists: Leaves) -> Sequence[Leaves]:
 
 
 def arrive(*lists: Leaves) -> Sequence[Leaves]:
-    """What a RECV within one process does: the lists are what only it reads."""
+    """RECV within one process: the lists, which only it reads."""
     return lists
 
 
 def rounded(arrive: Callable[[Any], Any], *lists: Leaves) -> Sequence[Leaves]:
-    """What a transfer does that casts on the wire."""
+    """Transfer that casts on the wire."""
     made = [[*map(arrive, leaves)] for leaves in lists]
     _empty(lists)
     return made
 
 
 def add(*lists: Leaves) -> Sequence[Leaves]:
-    """What ADD does, into new memory."""
+    """ADD into new memory."""
     total = summed(lists)
     _empty(lists)
     return [total]
 
 
 def add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
-    """The same, into the memory of the total."""
+    """ADD into the memory of the total."""
     made = [a if a is None else a.add_(b) for a, b in zip(total, more, strict=True)]
     _empty((total, more))
     return [made]
@@ -118,7 +118,7 @@ def dropping(run: Callable[..., Any], over: Sequence[int]) -> Callable[..., Any]
 
 
 def container(abstract: AbstractTree) -> Callable[[Leaves], Any]:
-    """What puts the leaves of a value into its containers."""
+    """Function that puts the leaves of a value into its containers."""
     if abstract.spec is None:
         return list
     return itemgetter(0) if abstract.spec.is_leaf() else partial(tree.unflatten, abstract.spec)
@@ -127,7 +127,7 @@ def container(abstract: AbstractTree) -> Callable[[Leaves], Any]:
 def by_rule(
     op: Op, containers: Sequence[Callable[[Leaves], Any]], context: StepContext, casts: Casts, *lists: Leaves
 ) -> Sequence[Leaves]:
-    """What the walk would do: a graph holds its casts, a rule casts as the step does that it was lowered for."""
+    """Run the walk's rule: a graph holds its casts, a rule casts as the step does that it was lowered for."""
     with casting(casts) if casts else nullcontext():
         made = RULES[op.kind](op, [whole(leaves) for whole, leaves in zip(containers, lists, strict=True)], context)
     _empty(lists)
@@ -139,7 +139,7 @@ def by_rule(
 def under_autograd(
     op: Op, reads: Sequence[AbstractTree], writes: Sequence[AbstractTree], context: StepContext, *lists: Any
 ) -> Sequence[Leaves]:
-    """What a stage does that is not traced; others rely on what it was seen to write. A forward is told the key."""
+    """Run a stage that is not traced; others rely on what it was seen to write. A forward is told the key."""
     if op.kind in "FR":
         lists, context = lists[:-1], replace(context, key=lists[-1])
     wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
@@ -183,7 +183,7 @@ def _shown(leaf: Any) -> str:
 
 
 def distinct(leaves: Leaves) -> Leaves:
-    """The same leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
+    """Leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 

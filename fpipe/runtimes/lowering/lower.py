@@ -262,7 +262,7 @@ class _Lowering:
         return slot
 
     def ruled(self, at: int, op: Op) -> Instruction:
-        """What the walk would do, on values in their containers."""
+        """Instruction that does what the walk would, on values in their containers."""
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
             return self.instruction(at, run, op.reads, op.writes)
@@ -282,7 +282,7 @@ class _Lowering:
         return self.instruction(at, run, op.reads, op.writes)
 
     def noted(self, op: Op) -> Callable[[Leaves], Any]:
-        """What puts together what a forward left for its U: what norms noted, and the rest of its graph."""
+        """Function that puts together what a forward left for its U: the notes of norms, and the rest of its graph."""
         cut, stage = self.shapes.cut_of(op), self.shapes.context.model.stages[op.stage or 0].forward
         assert isinstance(stage, PositionalStage)
         run = cut.graph.once(("update", cut.update_only, self.kernels), lambda: update_code(cut))

@@ -20,10 +20,10 @@ from fpipe.runtimes.definition.devices import homes_of
 from fpipe.runtimes.definition.ends import check_inputs
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.moves import moves_of
-from fpipe.runtimes.definition.recorder import Recorder, Row
+from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lower import lower
-from fpipe.runtimes.lowering.part import Part, See, Slots, Watch
+from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
 from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.single_device.result import Result
@@ -74,7 +74,7 @@ class Prepared:
         self.entrance = entrance_of(lowered, model, handed, homes)
         own = not untraced.stages
         self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state), handed.at_home, own)
-        self.part = Part(self.instructions, model)
+        self.part = RankPart(self.instructions, model)
         self.recorder: Recorder | None = None
 
     def compile(self) -> None:
@@ -100,7 +100,7 @@ class Prepared:
             own = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
             own += [leaf for held in self.lowered.constants.values() for leaf in held]
             if record and self.recorder is None:
-                rows = [Row(one.ops, one.written, one.dead) for one in self.instructions]
+                rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
                 self.recorder = Recorder(record, rows)
             notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
             device = next(iter(notes.devices), None) if notes else None

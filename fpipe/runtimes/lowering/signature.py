@@ -101,7 +101,7 @@ _looks = attrgetter("shape", "dtype", "device")
 
 
 def _known(leaf: Any) -> Any:
-    """What of a leaf the traces depend on."""
+    """Properties of a leaf on which traces depend."""
     if isinstance(leaf, Tensor):
         try:
             own = local_of(leaf)

@@ -27,7 +27,7 @@ from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.moves import brought
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, Lowered
-from fpipe.runtimes.lowering.part import Slots
+from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.single_device.batches import streams
 
 Given = tuple[Any, Any, Any]
@@ -156,7 +156,7 @@ def nets_of(model: Model) -> dict[int, PositionalStage]:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ResultLeaf:
     """The place of a leaf of the results in a slot, whether it is copied there, and how it is sharded."""
 
     at: int
@@ -207,7 +207,7 @@ def exit_of(
         places: list[Any] = []
         for at, leaf in enumerate(known.leaves):
             copied = isinstance(leaf, Fact) and (not own or leaf.storage in taken or not dense(leaf))
-            places.append(None if leaf is None else Leaf(at, lowered.slots[end.value], copied))
+            places.append(None if leaf is None else ResultLeaf(at, lowered.slots[end.value], copied))
             taken.update([leaf.storage] if isinstance(leaf, Fact) else [])
         values[end.value] = places if known.spec is None else tree.unflatten(known.spec, places)
     written = {end.name.stage for end in program.outputs if end.name.name == "state"}
@@ -225,7 +225,7 @@ def exit_of(
 
 
 def _gradient(leaf: Any, param: Any, home: torch.device) -> Any:
-    if isinstance(leaf, Leaf):
+    if isinstance(leaf, ResultLeaf):
         return replace(leaf, sharding=sharding_of(param))
     return _Zeros(leaf, home if leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
 
@@ -252,7 +252,7 @@ def _result(leaf: Any, slots: Sequence[Any]) -> Any:
     """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
     if isinstance(leaf, _Zeros):
         return torch.zeros_like(leaf.like, device=leaf.device)
-    if not isinstance(leaf, Leaf):
+    if not isinstance(leaf, ResultLeaf):
         return leaf
     made = slots[leaf.slot][leaf.at]
     made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made

@@ -35,7 +35,7 @@ from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.on_rank import OnRank, end_of
-from fpipe.runtimes.processes.peer_errors import Others
+from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.rendezvous import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.replicas import reduced_last
@@ -74,7 +74,7 @@ def distributed(
     lookout = Lookout()
     meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, lookout)
     replicas = replicas_of(program, mesh, group, timeout, device, lookout)
-    others = Others(rank, meeting, replicas)
+    peer_errors = PeerErrors(rank, meeting, replicas)
     signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
     lost, numbers = list[str](), count(1)
 
@@ -98,7 +98,7 @@ def distributed(
             try:
                 made.compile()
             except BaseException as error:
-                others.refuse(error, compiled)
+                peer_errors.refuse(error, compiled)
                 raise
             meeting.agree(compiled, {}, patience=_COMPILING)
         made.number = made.number or transfers.know(made.layouts)
@@ -119,7 +119,7 @@ def distributed(
             known[signature] = agreed(f"step {number}", "arguments", made, key)
             transfers.begin()  # all have met: who fails from here on does so in all messages of the step
         if number == 1 and replicas is not None:
-            others.everyone.agree("step 1", {"key": str(key)})
+            peer_errors.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
         made.step, made.step_key = number, key
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
@@ -143,8 +143,8 @@ def distributed(
             try:
                 return one_step(number, (params, batch, state), more, key)
             except BaseException as error:
-                said = others.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
-                if others.lost(error):
+                said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
+                if peer_errors.lost(error):
                     lost.append(said)
                     if isinstance(error, RuntimeError):
                         raise LostRank(said) from error.__cause__ or error
@@ -162,7 +162,7 @@ def distributed(
         check_transfers(program, AHEAD)
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         options = {"record": record, "check_finite": check_finite, "loss_scale": float(loss_scale), "compile": compile}
-        others.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
+        peer_errors.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
         try:
             transfers = Transfers(messages(program), rank, group, meeting, device)
         except RuntimeError:
@@ -170,11 +170,11 @@ def distributed(
             raise
         first = agreed(_TRACED, "example", prepared(shapes, None), None)
         if replicas is not None:
-            others.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
+            peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
-        others.refuse(error, _BUILDING, _TRACED)
+        peer_errors.refuse(error, _BUILDING, _TRACED)
         raise
-    lookout.start(transfers, others.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
+    lookout.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
     sums = first.sums
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step
@@ -202,7 +202,7 @@ def _without_data(leaf: Any) -> Any:
 
 
 def _filled(given: Any, example: Any) -> Any:
-    """What a step is handed, with the example's in place of None: what is at home on other ranks."""
+    """Arguments of a step, with the example's in place of None: those that are at home on other ranks."""
     if given is None or not isinstance(given, tuple | list) or len(given) != len(example or ()):
         return example if given is None else given
     return type(example)(one if mine is None else mine for mine, one in zip(given, example, strict=True))

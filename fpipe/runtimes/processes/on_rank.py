@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 from fpipe import tree
 from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
-from fpipe.runtimes.lowering.part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.message import Layout
-from fpipe.runtimes.processes.replicas import Replicas, Sums
+from fpipe.runtimes.processes.replicas import Reductions, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
 
 
@@ -45,7 +45,7 @@ class OnRank(Prepared):
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
-        self.sums = Sums({}, 0)
+        self.sums = Reductions({}, 0)
         if replicas is not None:
             self.instructions, self.sums = replicas.starting(self.instructions, self.trees, self.weighed_rows)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
@@ -63,7 +63,7 @@ class OnRank(Prepared):
         self.messages = [f"{value}: {layout.size} bytes" for value, layout in self.layouts.items()]
 
     def refuse_missing(self, leaves: Sequence[Any]) -> None:
-        """What this rank reads, it is handed.
+        """Refuse arguments that lack what this rank reads.
 
         Raises:
             ValueError: it is not; the value, and who passes what.

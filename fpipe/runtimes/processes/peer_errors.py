@@ -13,7 +13,7 @@ from fpipe.runtimes.processes.replicas import Replicas
 from fpipe.runtimes.processes.transfers import Transfers
 
 
-class Others:
+class PeerErrors:
     """The other ranks of a step, and of its replicas if it has them.
 
     Args:
@@ -43,7 +43,7 @@ class Others:
         return said
 
     def fail(self, error: BaseException, transfers: Transfers, *places: str) -> str:
-        """The same in the middle of a step: tell those too who wait for a message, or for a sum."""
+        """Refuse in the middle of a step: tell those too who wait for a message, or for a sum."""
         said, broken = self.refuse(error, *places), self.lost(error)
         if self.replicas is not None:
             self.replicas.owe()  # others of this replica may wait for those of another, which wait for these

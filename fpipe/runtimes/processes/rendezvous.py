@@ -65,7 +65,7 @@ def posted_until(row: Sequence[Message], room: Mapping[int, int], small: int) ->
 
 
 def each_way(source: int, target: int) -> Hashable:
-    """What goes from one rank to another waits only for what goes the same way."""
+    """Communicator of each direction: a transfer waits only for those that go the same way."""
     return source, target
 
 

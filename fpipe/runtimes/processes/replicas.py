@@ -47,8 +47,8 @@ class _Bucket(NamedTuple):
     size: int
 
 
-class Sums(NamedTuple):
-    """What one rank adds up over all replicas in a step, in the order of the program, and its rows."""
+class Reductions(NamedTuple):
+    """Sums of one rank over all replicas in a step, in the order of the program, and its rows."""
 
     buckets: dict[Value, list[_Bucket]]
     rows: int
@@ -68,9 +68,9 @@ class Replicas:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
         self.meeting, self._device, self._broken = meeting, device, False
         self._timeout = timedelta(seconds=meeting.seconds)
-        self.begin(Sums({}, 0))
+        self.begin(Reductions({}, 0))
 
-    def begin(self, sums: Sums, key: int | None = None, at_once: bool = False) -> None:
+    def begin(self, sums: Reductions, key: int | None = None, at_once: bool = False) -> None:
         """A step with this key starts; `at_once` if somebody looks at each sum where it is made."""
         self._over, self._sums, self._key, self._at_once = False, sums, key, at_once
         self._works: dict[Value, list[tuple[Tensor, Any]]] = {value: [] for value in sums.buckets}
@@ -78,9 +78,9 @@ class Replicas:
 
     def starting(
         self, instructions: Sequence[Instruction], trees: Mapping[Value, AbstractTree], rows: int
-    ) -> tuple[list[Instruction], Sums]:
+    ) -> tuple[list[Instruction], Reductions]:
         """Instructions of which each REDUCE of this rank only starts, and those wait that read what it writes."""
-        sums, made = Sums({}, rows), list[Instruction]()
+        sums, made = Reductions({}, rows), list[Instruction]()
         for one in instructions:
             op = one.ops[0]
             if op.rank == self._rank and op.kind == "REDUCE":
@@ -170,11 +170,11 @@ class Replicas:
                     works.append(self._posted(torch.zeros(size, dtype=dtype, device=device)))
 
     def named(self, words: str) -> str:
-        """What is said of a process of this replica."""
+        """Words about a process of this replica."""
         return words if words.startswith("replica ") else f"replica {self.number}: {words}"
 
     def first_told(self, words: str) -> str:
-        """What was said first of a process that is lost, on any rank of any replica: that, or these words."""
+        """First words about a process that is lost, on any rank of any replica: those, or these."""
         return first_told(self.meeting.board, self.named(words))
 
     def _vote(self, kind: int, words: str) -> None:

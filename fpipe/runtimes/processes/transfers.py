@@ -2,10 +2,10 @@
 
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
-No send blocks. A message is dropped when something comes back that the other rank sent after it had it, else at the end
-of the step. Receives from a rank are posted in the order in which that rank sends, ahead of the one that it waits for:
-a few, or as many as are small. A rank that fails says so in what it still owes the others, in place of the values: so
-all of them end, with the reason, and what is under way stays in order.
+No send blocks. A send buffer is freed once a later message acknowledges it, else at the end of the step. Receives from
+a rank are posted in the order in which that rank sends, ahead of the one that it waits for: a few, or as many as are
+small. A rank that fails says so in what it still owes the others, in place of the values: so all of them end, with the
+reason, and what is under way stays in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNSENT = "did not send what its {} writes"
 
 
 class Transfers:
-    """What one rank sends and receives in a step.
+    """Messages that one rank sends and receives in a step.
 
     Args:
         every: the messages of all ranks.
@@ -97,7 +97,7 @@ class Transfers:
 
     @property
     def groups(self) -> list[Any]:
-        """What messages travel in, where closing it ends a wait: with gloo, each way."""
+        """Groups that carry messages, where closing one ends a wait: with gloo, each way."""
         return [] if self._apart else list({id(group): group for group, _ in self._carriers.values()}.values())
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
@@ -210,7 +210,7 @@ class Transfers:
         self._sent[one.number] = message, group.send([message], peer, one.number)
 
     def _word(self, one: Message, kind: int, text: str) -> Tensor:
-        """What takes the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
+        """Word in the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
         said = word(kind, text)
         if not self._apart:
             return said
@@ -231,7 +231,7 @@ class Transfers:
         return message if self._near else message.to(self.device)
 
     def _drop(self, heard: Message) -> None:
-        """Messages that the other rank had received before it sent this one are not needed any longer."""
+        """Free the send buffers that this message acknowledges: the other rank had received them before it sent it."""
         row, at = self._outgoing_to[heard.source], self._dropped.get(heard.source, 0)
         for place in range(at, heard.heard):
             self._over_at(row[place].number)
@@ -239,7 +239,7 @@ class Transfers:
             self._dropped[heard.source] = place + 1
 
     def _told(self, message: Tensor, who: str) -> RankError:
-        """What a message says that came in place of what is waited for."""
+        """Error that a message tells, which came in place of the value that is waited for."""
         kind = kind_of(message)
         if kind in (FAILED, LOST):
             return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))

@@ -17,7 +17,7 @@ import torch
 
 from fpipe.model import Model
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.recorder import Clock, Notes
+from fpipe.runtimes.definition.recorder import Notes, StreamClock
 from fpipe.runtimes.definition.walk import place_of, refuse_infinite
 from fpipe.runtimes.lowering.lower import Instruction
 
@@ -36,7 +36,7 @@ class Watch(NamedTuple):
     device: torch.device | None = None
 
 
-class Part:
+class RankPart:
     """Instructions, each with the way to what it reads.
 
     Attributes:
@@ -77,8 +77,8 @@ class Part:
             raise
 
     def _run_timed(self, slots: Slots, watch: Watch) -> None:
-        """The same, noting when each ends."""
-        clock = Clock(watch.device)
+        """Run the instructions, and note when each ends."""
+        clock = StreamClock(watch.device)
         tick, left, extend = clock.tick, self._begun(), slots.extend
         ticks = [tick()]
         note = ticks.append
@@ -93,7 +93,7 @@ class Part:
         watch.notes.ended(self.rows, clock.seconds(ticks), self._waits)
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
-        """The same, looking at what each instruction writes."""
+        """Run the instructions, and look at what each writes."""
         for instruction, row, (function, taken) in zip(self.instructions, self.rows, self._begun(), strict=True):
             try:
                 started = time.perf_counter()
@@ -128,8 +128,8 @@ def of_rank(
     rank: int,
     send: Callable[[Op, Callable[..., Any]], Callable[..., Any]],
     receive: Callable[[Op], Callable[..., Any]],
-) -> Part:
-    """What a rank does of a program in which every transfer is an op.
+) -> RankPart:
+    """The part of a rank in a program in which every transfer is an op.
 
     Args:
         instructions: those of all ranks.
@@ -154,11 +154,11 @@ def of_rank(
         one._replace(reads=tuple(at[slot] for slot in one.reads), writes=tuple(at[slot] for slot in one.writes))
         for one in own
     ]
-    return Part(moved, model, at, [*here])
+    return RankPart(moved, model, at, [*here])
 
 
 def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What hands an instruction the lists in the slots that it reads: copies of those that others will read, too."""
+    """Take from the slots the lists that an instruction reads: copies of those that others will read, too."""
     if len(reads) > 1 and not shared:
         return itemgetter(*reads)
     if len(reads) == 1:
