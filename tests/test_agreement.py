@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.runtimes.faults.agreement import as_sent, of_inputs, of_stages
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import tree_map
 

@@ -21,7 +21,7 @@ from fpipe.runtimes.definition.devices import on_devices
 from fpipe.runtimes.definition.moves import moves_of
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.shapes import Untraced
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes

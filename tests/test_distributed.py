@@ -305,7 +305,7 @@ def apart(rank: int, function: Any, *args: Any) -> Any:
     """As on GPUs with NCCL, but for the carrier: a group each way, and messages that nobody looks at in the step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fpipe.runtimes.processes.transfers.by_nccl", lambda group, device: True)
-        patch.setattr("fpipe.runtimes.processes.communicators._two", gloo_of_two)
+        patch.setattr("fpipe.runtimes.processes.communicators.nccl_of_two", gloo_of_two)
         return function(rank, *args)
 
 

@@ -57,7 +57,11 @@ def gloo_beside(gloo: Any, store: Store, rank: int, size: int, timeout: timedelt
 
 
 def nccl_of_two(store: Store, rank: int, timeout: timedelta) -> Any:
-    """A group of two on NCCL (2.11 to 2.13: `_timeout` of its options)."""
+    """A group of two on NCCL (2.11 to 2.13: `_timeout` of its options, which ends the process: so it comes later than
+    who waits says for whom)."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
+    options._timeout = timeout + _LONGER  # pyright: ignore[reportPrivateUsage]
     return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+_LONGER = timedelta(seconds=30)

@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from fpipe.torch_private.processes import backend_on, gloo_beside, nccl_of_two
 
 Direction = tuple[int, int]
-_LONGER = timedelta(seconds=30)
 
 
 def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
@@ -62,8 +61,7 @@ def groups_of_two(
     for direction in sorted(directions):
         if rank in direction:
             me = direction.index(rank)
-            # NCCL's own timeout ends the process; who waits here says before whom it waits for.
-            two = nccl_of_two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout + _LONGER)
+            two = nccl_of_two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
             word = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer makes the communicator
             (two.recv if me else two.send)([word], 1 - me, 0).wait()
             found[direction] = two, 1 - me
