@@ -6,6 +6,7 @@ import functools
 import random
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,37 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.transforms._rewrite import Transform
+from tests.toys import POLICIES, Toy, merged
 
 KEY = 7
-POLICIES: dict[str, tuple[Transform, ...]] = {
-    "kept": (),
-    "recomputed": (fpipe.checkpoint("always"),),
-    "split": (fpipe.split_backward(),),
-    "recomputed and split": (fpipe.checkpoint("always"), fpipe.split_backward()),
-}
 
 
-class Noise(nn.Module):
+def noise(own: Any, x: Tensor) -> Tensor:
     """Everything that torch draws by a function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.rand(x.shape[-1]) * torch.randn_like(x) + torch.rand_like(x) + torch.randint(3, x.shape)
-        x = (
-            x * torch.bernoulli(torch.sigmoid(x.detach()))
-            + torch.empty_like(x).exponential_()
-            + torch.normal(x.detach())
-        )
-        return F.gumbel_softmax(x, dim=-1) + x[:, torch.randperm(x.shape[1])]
+    x = x + torch.rand(x.shape[-1]) * torch.randn_like(x) + torch.rand_like(x) + torch.randint(3, x.shape)
+    x = x * torch.bernoulli(torch.sigmoid(x.detach())) + torch.empty_like(x).exponential_() + torch.normal(x.detach())
+    return F.gumbel_softmax(x, dim=-1) + x[:, torch.randperm(x.shape[1])]
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+def unread(own: Any, x: Tensor) -> Tensor:
+    """Numbers that nobody reads are drawn all the same, else those after them would be others."""
+    torch.rand(5)
+    F.dropout(x, 0.3)
+    torch.empty(3).normal_()
+    return F.dropout(x, 0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x)[0]
+
+def lstm() -> nn.Module:
+    return Toy(lambda own, x: own.rnn(x)[0], rnn=nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True))
 
 
 def attention() -> nn.Module:
@@ -61,8 +53,9 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "AlphaDropout": (lambda: linears(nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.2)), TABLE),
     "RReLU": (lambda: linears(nn.RReLU()), TABLE),
     "TransformerEncoderLayer": (lambda: nn.Sequential(attention(), attention(), nn.Linear(8, 8)), SEQUENCE),
-    "LSTM": (lambda: nn.Sequential(Last(), nn.Linear(8, 8)), SEQUENCE),
-    "functions": (lambda: linears(Noise()), TABLE),
+    "LSTM": (lambda: nn.Sequential(lstm(), nn.Linear(8, 8)), SEQUENCE),
+    "functions": (lambda: linears(Toy(noise)), TABLE),
+    "numbers that nobody reads": (lambda: linears(Toy(unread)), TABLE),
     "BatchNorm and Dropout2d": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(64, 8)),
         IMAGE,
@@ -132,85 +125,58 @@ def test_a_hundred_layers_of_dropout_drop_in_the_gradient_what_they_drop(trace: 
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_numbers_that_nobody_reads_are_drawn_all_the_same(policy: str):
-    """Else those after them would be others: torch draws what Python asks for."""
-
-    class Wasteful(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.rand(5)
-            F.dropout(x, 0.3)
-            torch.empty(3).normal_()
-            return F.dropout(x, 0.5)
-
-    torch.manual_seed(0)
-    net, batch = linears(Wasteful()), (torch.randn(TABLE), torch.randn(TABLE))
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
-    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.merge())(fpipe.program(model))
-    grads = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
-    assert all(torch.equal(grads[name], grad) for name, grad in by_hand(net, model, batch).items())
-
-
 def test_another_key_draws_other_numbers_and_retraces_nothing():
     net, batch = case("Dropout")
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 4), model)
     losses = [step(params, batch, key=key).loss for key in (1, 2, 1)]
     assert not torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
 
 
-def test_a_loss_that_draws_goes_on_from_its_stage():
-    def noisy(y: Tensor, target: Tensor) -> Tensor:
-        return (F.dropout(y) - target).square().mean()
+def noisy(y: Tensor, target: Tensor) -> Tensor:
+    return (F.dropout(y) - target).square().mean()
 
-    net, batch = case("Dropout")
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=noisy)
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
-    own = fpipe.build(program, model)(params, batch, key=KEY)
+
+def wasteful(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    y = F.dropout(x @ p["w"])
+    torch.rand(3)
+    return y
+
+
+def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return F.dropout(x @ p["w"]) * (2 if float(x.detach().sum()) > 0 else 3)
+
+
+def inner(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    made = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x @ p["w"]), x, use_reentrant=False)
+    return torch.tanh(made)
+
+
+DRAWS: dict[str, tuple[Any, Any, str]] = {
+    "a loss that goes on from its stage": (lambda p, x: F.dropout(x @ p["w"], 0.3), noisy, ""),
+    # In the last stage they came after the loss's own, which then were others.
+    "numbers that nobody reads before those of the loss": (wasteful, noisy, ""),
+    "a stage that looks at data": (looks, F.mse_loss, "a stage runs under autograd"),
+    "a checkpoint inside a stage": (
+        inner,
+        F.mse_loss,
+        "its backward draws random numbers .*, as a checkpoint inside it does",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_a_stage_and_its_loss_draw_is_drawn_again(name: str):
+    stage, loss, warning = DRAWS[name]
+    model = fpipe.from_functions([stage], loss)
+    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
+    program = merged(model, 3, *(() if stage is inner else (fpipe.checkpoint(),)))
+    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
+        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
+        own = fpipe.build(program, model)(params, batch, key=KEY)
     by_walk = fpipe.build(program, model, trace=False)(params, batch, key=KEY)
     assert torch.equal(own.loss, by_walk.loss)
-
-
-def test_numbers_that_nobody_reads_are_drawn_before_those_of_the_loss():
-    """In the last stage they came after the loss's own, which then were others."""
-
-    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        y = F.dropout(x @ p["w"])
-        torch.rand(3)
-        return y
-
-    def noisy(y: Tensor, target: Tensor) -> Tensor:
-        return (F.dropout(y) - target).square().mean()
-
-    model = fpipe.from_functions([stage], noisy)
-    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
-
-
-def test_a_stage_that_looks_at_data_draws_the_same():
-    def odd(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return F.dropout(x @ p["w"]) * (2 if float(x.detach().sum()) > 0 else 3)
-
-    model = fpipe.from_functions([odd], F.mse_loss)
-    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    with pytest.warns(UserWarning, match="a stage runs under autograd"):
-        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
-
-
-def test_a_checkpoint_inside_a_stage_draws_again_what_it_drew():
-    def inner(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        made = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x @ p["w"]), x, use_reentrant=False)
-        return torch.tanh(made)
-
-    model = fpipe.from_functions([inner], F.mse_loss)
-    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    with pytest.warns(UserWarning, match="its backward draws random numbers .*, as a checkpoint inside it does"):
-        assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
 
 
 def seeded(key: int) -> torch.Generator:
@@ -255,16 +221,12 @@ def right(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor, list[T
 def test_a_function_may_ask_for_its_key(policy: str):
     """It ran under autograd, with a warning."""
     model, params, batch = asking(keyed)
-    schedule = fpipe.schedules.one_f_one_b(2)
-    program = fpipe.chain(fpipe.split(3), *POLICIES[policy], schedule, fpipe.merge())(fpipe.program(model))
+    program, keys = merged(model, 3, *POLICIES[policy], fpipe.schedules.one_f_one_b(2)), (KEY, KEY, 8, -3)
     step = fpipe.build(program, model)
     before = torch.get_rng_state()
-    results = [step(params, batch, key=key) for key in (KEY, KEY, 8, -3)]  # a warning is an error
+    results = [step(params, batch, key=key) for key in keys]  # a warning is an error
     assert torch.equal(torch.get_rng_state(), before)
-    for result, key in zip(results, (KEY, KEY, 8, -3), strict=True):
-        loss, grads = right(keyed, params, batch, key)
-        assert torch.equal(result.loss, loss)
-        assert all(torch.equal(stage["w"], grad) for stage, grad in zip(result.grads, grads, strict=True))
+    assert_right(results, keyed, params, batch, keys)
     with pytest.raises(ValueError, match="hand in key=, an int that they follow from"):
         step(params, batch)
     with pytest.raises(ValueError, match="this program reads key: hand it in as step"):
@@ -296,6 +258,13 @@ def moved(generator: torch.Generator) -> Tensor:
     return other.get_state()
 
 
+def assert_right(results: list[fpipe.Result], stage: Any, params: Any, batch: Any, keys: tuple[int, ...]) -> None:
+    for result, key in zip(results, keys, strict=True):
+        loss, grads = right(stage, params, batch, key)
+        assert torch.equal(result.loss, loss)
+        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+
+
 @pytest.mark.parametrize("name", UNTRACED)
 def test_what_else_is_done_with_a_key_runs_under_autograd_to_the_same_bits(name: str):
     """Its third step once had lost the key."""
@@ -305,37 +274,20 @@ def test_what_else_is_done_with_a_key_runs_under_autograd_to_the_same_bits(name:
         return x @ p["w"] * make(key)
 
     model, params, batch = asking(stage)
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    step = fpipe.build(program, model)
+    step = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)
     with pytest.warns(UserWarning, match=re.escape(why)):
         results = [step(params, batch, key=key) for key in (KEY, 8, 9)]
-    for result, key in zip(results, (KEY, 8, 9), strict=True):
-        loss, grads = right(stage, params, batch, key)
-        assert torch.equal(result.loss, loss)
-        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+    assert_right(results, stage, params, batch, (KEY, 8, 9))
+
+
+def forked(draw: Any) -> Any:
+    with torch.random.fork_rng():
+        return draw()
 
 
 def seeding() -> Tensor:
     torch.manual_seed(3)
     return torch.rand(4)
-
-
-def forking() -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return torch.rand(4)
-
-
-def seeding_last() -> Tensor:
-    found = torch.rand(4)
-    torch.manual_seed(3)
-    return found
-
-
-def putting_back() -> Tensor:
-    with torch.random.fork_rng():
-        found = torch.rand(4)
-    return found * torch.rand(4)
 
 
 def putting_back_by_hand() -> Tensor:
@@ -346,76 +298,56 @@ def putting_back_by_hand() -> Tensor:
     return found * torch.rand(4)
 
 
-def reading_the_seed() -> Tensor:
-    return torch.full((4,), float(torch.initial_seed() % 7))
-
-
-def reading_the_generators_seed() -> Tensor:
-    return torch.full((4,), float(torch.default_generator.initial_seed() % 7))
-
-
 SEEDED = "it seeds torch's random numbers itself"
+PUT_BACK = "it draws once more from a state of torch's random numbers that it put back"
+READS_SEED = "it reads the seed of torch's random numbers"
+
+
+SEEDS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "seeding": (seeding, SEEDED),
+    "forking": (lambda: forked(seeding), SEEDED),
+    "seeding last": (lambda: (torch.rand(4), torch.manual_seed(3))[0], SEEDED),
+    "putting back": (lambda: forked(lambda: torch.rand(4)) * torch.rand(4), PUT_BACK),
+    "putting back by hand": (putting_back_by_hand, PUT_BACK),
+    "reading the seed": (lambda: torch.full((4,), float(torch.initial_seed() % 7)), READS_SEED),
+    "of the generator": (lambda: torch.full((4,), float(torch.default_generator.initial_seed() % 7)), READS_SEED),
+}
 
 
 @pytest.mark.parametrize("outside", [3, 5])
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        (seeding, SEEDED),
-        (forking, SEEDED),
-        (seeding_last, SEEDED),
-        (putting_back, "it draws once more from a state of torch's random numbers that it put back"),
-        (putting_back_by_hand, "it draws once more from a state of torch's random numbers that it put back"),
-        (reading_the_seed, "it reads the seed of torch's random numbers"),
-        (reading_the_generators_seed, "it reads the seed of torch's random numbers"),
-    ],
-)
+@pytest.mark.parametrize(("how", "why"), SEEDS.values(), ids=SEEDS.keys())
 def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, why: str, outside: int):
     """Its trace drew from the key where the stage draws what follows from its own seed, without a word, and torch's
     generator stayed seeded by it. After a fork it went on where the stage draws the same once more, and the seed that
     it read was that of the first step for ever."""
 
-    def stage(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+    def stage(p: dict[str, Tensor], x: Tensor, *, key: int = 0) -> Tensor:
         return F.dropout(x @ p["w"] * how(), 0.5)
 
-    model, params, batch = asking(lambda p, x: stage(p, x, key=0))
-    loss, grads = right(stage, params, batch, KEY)
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    step = fpipe.build(program, model)
+    model, params, batch = asking(lambda p, x: stage(p, x))
+    step = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)
     torch.manual_seed(outside)
     torch.rand(7)
     before = torch.get_rng_state()
     with pytest.warns(UserWarning, match=re.escape(why)):
         results = [step(params, batch, key=KEY) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), before)
-    for result in results:
-        assert torch.equal(result.loss, loss)
-        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+    assert_right(results, stage, params, batch, (KEY, KEY))
 
 
-def late_draw(y: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        z = y * 2
-    return F.dropout(z, 0.5) * torch.rand(4)
-
-
-def strides_asked(y: Tensor) -> Tensor:
-    return F.dropout(F.hardtanh(F.dropout(y, 0.25).T).T, 0.5)
-
-
-@pytest.mark.parametrize("how", [late_draw, strides_asked])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda y: F.dropout(forked(lambda: y * 2), 0.5) * torch.rand(4),
+        lambda y: F.dropout(F.hardtanh(F.dropout(y, 0.25).T).T, 0.5),
+    ],
+    ids=["late draw", "strides asked"],
+)
 def test_what_leaves_the_numbers_as_they_are_is_traced(how: Any):
     """A fork before anything was drawn, and the fork in which the tracer itself asked an op for its strides."""
-
-    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return how(x @ p["w"])
-
-    model, params, batch = asking(stage)
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    loss, grads = right(lambda p, x, key: stage(p, x), params, batch, KEY)
-    result = fpipe.build(program, model)(params, batch, key=KEY)
-    assert torch.equal(result.loss, loss)
-    assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+    model, params, batch = asking(lambda p, x: how(x @ p["w"]))
+    result = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)(params, batch, key=KEY)
+    assert_right([result], lambda p, x, key: how(x @ p["w"]), params, batch, (KEY,))
 
 
 def test_without_a_key_the_module_that_draws_is_named():
@@ -457,7 +389,7 @@ def test_a_function_may_have_state():
 
     model = fpipe.from_functions([counted], F.mse_loss)
     params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3, fpipe.checkpoint())
     state = ({"n": torch.tensor(1.0)},)
     assert fpipe.verify(program, model, params, batch, state=state).bitwise
     assert fpipe.build(program, model)(params, batch, state=state).state[0]["n"] == 4
@@ -473,8 +405,7 @@ def test_a_rare_choice_by_pythons_random_numbers_is_not_traced_away():
         return x @ p["w"] * (0.0 if random.Random(key).random() < 0.2 else 1.25)
 
     model, params, batch = asking(dropped_layer)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    step = fpipe.build(program, model)
+    step = fpipe.build(merged(model, 3), model)
     with pytest.warns(UserWarning, match="its key is not a number to compute with"):
         found = [step(params, batch, key=key).loss for key in range(10)]
     assert found == [right(dropped_layer, params, batch, key)[0] for key in range(10)]
@@ -492,9 +423,8 @@ def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
     torch.manual_seed(0)
     model = fpipe.from_functions([turned, masked], F.mse_loss)
     params, batch = ({"w": torch.randn(2, 2)}, {"w": torch.randn(2, 2)}), (torch.randn(6, 4), torch.randn(6, 4))
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
     with pytest.warns(UserWarning, match="rrelu of transposed data draws in another order"):
-        found = fpipe.build(program, model)(params, batch, key=4).loss
+        found = fpipe.build(merged(model, 3), model)(params, batch, key=4).loss
     own = 0.0
     for index, (x, t) in enumerate(zip(*(half.tensor_split(3) for half in batch), strict=True)):
         for number, (stage, leaves) in enumerate(zip((turned, masked), params, strict=True)):

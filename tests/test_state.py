@@ -6,7 +6,6 @@ import functools
 import importlib
 import re
 import sys
-from collections import Counter as Counted
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -18,12 +17,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
+from tests.toys import POLICIES, Ops, Toy, assert_unsplit, merged, one_by_one, remembered, twice
 
-MSE = nn.functional.mse_loss
+MSE, CROSS = nn.functional.mse_loss, nn.functional.cross_entropy
 torch.manual_seed(0)
 X, T = torch.randn(10, 3, 6, 6), torch.randint(0, 5, (10,))
 LATE = [
@@ -37,12 +36,6 @@ SCHEDULES = {
     "out of order": fpipe.schedules.from_table(LATE),
 }
 ROWS = torch.randn(10, 8), torch.randn(10, 8)
-POLICIES: dict[str, tuple[Transform, ...]] = {
-    "kept": (),
-    "recomputed": (fpipe.checkpoint("always"),),
-    "split": (fpipe.split_backward(),),
-    "recomputed and split": (fpipe.checkpoint("always"), fpipe.split_backward()),
-}
 
 
 def conv_net(momentum: float | None = 0.1, norm: type[nn.Module] = nn.BatchNorm2d, **how: bool) -> nn.Sequential:
@@ -59,19 +52,15 @@ def conv_net(momentum: float | None = 0.1, norm: type[nn.Module] = nn.BatchNorm2
     )
 
 
-def unsplit(net: nn.Module, loss=nn.functional.cross_entropy) -> nn.Module:
-    """A copy of the net after the microbatches went through it one by one."""
-    net = copy.deepcopy(net)
-    for x, t in zip(X.tensor_split(4), T.tensor_split(4), strict=True):
-        (loss(net(x), t) * (len(x) / len(X))).backward()
-    return net
+def unsplit(net: nn.Module) -> nn.Module:
+    return one_by_one(net, (X, T), loss=CROSS)[0]
 
 
 @functools.cache
 def cut_conv_net(momentum: float | None = 0.1) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, Any]:
     """The net, the unsplit one after a step, and the net cut: all plans share its traces."""
     net = conv_net(momentum)
-    return net, unsplit(net), *fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
+    return net, unsplit(net), *fpipe.from_sequential(net, stages=3, loss=CROSS)
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -82,50 +71,26 @@ def test_buffers_and_gradients_are_those_of_the_unsplit_module(schedule, policy,
     """torch 2.13's pipeline counts m+1 batches, and keeps a running mean of its dry run on uninitialised memory."""
     net, right, model, params, state = cut_conv_net(momentum)
     before = conv_net(momentum).state_dict()
-    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
     result = fpipe.build(program, model, trace=trace)(params, (X, T), state=state)
-    found = {name: tensor for stage in result.state for name, tensor in stage.items()}
-    assert found.keys() == dict(right.named_buffers()).keys()
-    assert all(torch.equal(found[name], buffer) for name, buffer in right.named_buffers())
-    assert found["1.num_batches_tracked"] == 4
-    grads = fpipe.join_params(model, result.grads)
-    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+    assert remembered(result).keys() == dict(right.named_buffers()).keys()
+    assert remembered(result)["1.num_batches_tracked"] == 4
+    assert_unsplit(model, result, right)
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_is_verified_too(policy: str):
     _, _, model, params, state = cut_conv_net()
-    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES["1f1b"], fpipe.merge())(fpipe.program(model))
-    report = fpipe.verify(program, model, params, (X, T), state=state)
+    report = fpipe.verify(merged(model, 4, *POLICIES[policy], SCHEDULES["1f1b"]), model, params, (X, T), state=state)
     assert report.bitwise
     assert any(leaf.name == "state[2]['7.running_var']" for leaf in report.leaves)
 
 
-def test_instance_norms_remember_too():
-    net = conv_net(norm=nn.InstanceNorm2d, track_running_stats=True)
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.cross_entropy)
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    result = fpipe.build(program, model)(params, (X, T), state=state)
-    found = {name: tensor for stage in result.state for name, tensor in stage.items()}
-    assert all(torch.equal(found[name], buffer) for name, buffer in unsplit(net).named_buffers())
-
-
-def test_a_norm_used_twice_updates_twice():
-    norm = nn.BatchNorm1d(5)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(108, 5), norm, nn.Tanh(), norm)
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.cross_entropy)
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    result = fpipe.build(program, model)(params, (X, T), state=state)
-    right = unsplit(net)
-    assert result.state[0]["2.num_batches_tracked"] == 8
-    assert all(torch.equal(result.state[0][name], buffer) for name, buffer in right.named_buffers())
-
-
 def test_several_steps_in_a_row_are_the_modules_training():
     net = conv_net()
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=CROSS)
+    step = fpipe.build(merged(model, 4), model)
     right = copy.deepcopy(net)
     for _ in range(3):
         state = step(params, (X, T), state=state).state
@@ -135,26 +100,9 @@ def test_several_steps_in_a_row_are_the_modules_training():
     assert torch.equal(net.eval()(X), right.eval()(X))
 
 
-def test_in_eval_they_use_what_they_remember_and_hold_no_state():
-    net = conv_net().eval()
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
-    assert state == ({}, {}, {})
-    program = fpipe.chain(fpipe.split(4), fpipe.merge(), fpipe.forward_only())(fpipe.program(model))
-    assert torch.equal(fpipe.build(program, model)(params, (X, T)).outputs, torch.cat([*map(net, X.tensor_split(4))]))
-
-
-def test_norms_that_track_nothing_have_no_state():
-    net = conv_net(track_running_stats=False)
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
-    assert state == ({}, {}, {})
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    grads = fpipe.join_params(model, fpipe.build(program, model)(params, (X, T)).grads)
-    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in unsplit(net).named_parameters())
-
-
 def test_a_change_of_mode_is_refused_with_the_way_out():
     net = conv_net()
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=CROSS)
     net[4].eval()
     sentence = "module '4' (BatchNorm2d) was in training when the net was cut into stages and is in eval now"
     with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -162,15 +110,15 @@ def test_a_change_of_mode_is_refused_with_the_way_out():
 
 
 def test_state_that_was_not_handed_in_names_the_modules():
-    model, params, _ = fpipe.from_sequential(conv_net(), stages=3, loss=nn.functional.cross_entropy)
+    model, params, _ = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
     sentence = r"this program reads state\[0\], the module state of stage 0 \(0, 1, .*\): hand it in as step"
     with pytest.raises(ValueError, match=sentence):
         fpipe.build(fpipe.program(model), model)(params, (X, T))
 
 
 def test_what_a_recompute_would_write_is_written_once():
-    model, _, _ = fpipe.from_sequential(conv_net(), stages=3, loss=nn.functional.cross_entropy)
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    model, _, _ = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
+    program = merged(model, 4, fpipe.checkpoint())
     assert sum(op.kind == "U" for op in program.ops) == 2 * 4
     assert all(value.name == "res" for op in program.ops if op.kind == "R" for value in op.writes)
 
@@ -200,7 +148,7 @@ def test_readings_leave_everything_as_they_found_it(name: str):
     blocks = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), parametrizations.spectral_norm(nn.Linear(8, 8))]
     net = nn.Sequential(*blocks, nn.BatchNorm1d(8).eval(), nn.Linear(8, 8))
     net[0].weight.grad = torch.ones(8, 8)
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE)
 
     def found() -> Any:
         tensors = [*net.state_dict(keep_vars=True).items(), ("batch", ROWS[0]), ("target", ROWS[1])]
@@ -211,8 +159,7 @@ def test_readings_leave_everything_as_they_found_it(name: str):
         return [*whole, *grads, *held, *modes, ("random", torch.get_rng_state())]
 
     before = found()
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    READINGS[name](program, model, params, ROWS, state=state, key=3)
+    READINGS[name](merged(model, 4, fpipe.checkpoint()), model, params, ROWS, state=state, key=3)
     for one, other in zip(found(), before, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, one[0]
@@ -231,9 +178,9 @@ def test_deferred_statistics_are_the_full_batchs(schedule: str, momentum: float 
     """torchgpipe's are biased, off by -16 at an offset of 1e4, and never there with fewer microbatches than asked."""
     x, t = offset_batch(torch.float64), torch.randint(0, 5, (6,))
     net = nn.Sequential(nn.BatchNorm2d(3, momentum=momentum), nn.Flatten(), nn.Linear(108, 5)).double()
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=CROSS)
     model = fpipe.deferred_batch_norm(model)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), SCHEDULES[schedule], fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 4, SCHEDULES[schedule]), model)
     right = copy.deepcopy(net)
     for count in (1, 2, 3):
         state = step(params, (x, t), state=state).state
@@ -247,11 +194,9 @@ def test_deferred_statistics_are_the_full_batchs(schedule: str, momentum: float 
 def test_deferred_in_float32_at_an_offset_of_1e4():
     x, t = offset_batch(), torch.randint(0, 5, (6,))
     net = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 5))
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.cross_entropy)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=CROSS)
     model = fpipe.deferred_batch_norm(model)
-    found = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)(
-        params, (x, t), state=state
-    ).state[0]
+    found = fpipe.build(merged(model, 4), model)(params, (x, t), state=state).state[0]
     var, mean = torch.var_mean(x.double(), (0, 2, 3))
     torch.testing.assert_close(found["0.running_mean"].double(), 0.1 * mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(found["0.running_var"].double(), 0.9 + 0.1 * var, rtol=1e-6, atol=0)
@@ -261,7 +206,7 @@ def test_deferred_statistics_are_there_with_fewer_microbatches_than_asked():
     """torchgpipe's wait for the last of those that were asked for, which never comes."""
     x, t = torch.randn(3, 3, 6, 6), torch.randint(0, 5, (3,))
     net = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 5))
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.cross_entropy)
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=CROSS)
     model = fpipe.deferred_batch_norm(model)
     pipeline = fpipe.chain(fpipe.split(4, rows=3, allow_fewer=True), fpipe.schedules.gpipe(2), fpipe.merge())
     found = fpipe.build(pipeline(fpipe.program(model)), model)(params, (x, t), state=state).state[0]
@@ -273,9 +218,9 @@ def test_deferred_statistics_are_there_with_fewer_microbatches_than_asked():
 
 def test_deferred_gradients_are_those_of_the_microbatches():
     net = conv_net()
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.cross_entropy)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=CROSS)
     deferred = fpipe.deferred_batch_norm(model)
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())(fpipe.program(deferred))
+    program = merged(deferred, 4, fpipe.checkpoint())
     assert fpipe.verify(program, deferred, params, (X, T), state=state).bitwise
     grads = fpipe.join_params(model, fpipe.build(program, deferred)(params, (X, T), state=state).grads)
     assert all(torch.equal(grads[name], leaf.grad) for name, leaf in unsplit(net).named_parameters())
@@ -293,9 +238,9 @@ def test_equal_stages_remember_each_their_own(deferred: bool):
     blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(3)]
     net = nn.Sequential(*blocks)
     batch = X, torch.randn_like(X)
-    model, params, state = fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=MSE)
     model = fpipe.deferred_batch_norm(model) if deferred else model
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, fpipe.checkpoint("always"))
     assert fpipe.verify(program, model, params, batch, state=state).bitwise  # a warning is an error
     found = fpipe.build(program, model)(params, batch, state=state).state
     walked = fpipe.build(program, model, trace=False)(params, batch, state=state).state
@@ -313,7 +258,7 @@ def test_an_update_of_ones_own_may_write_into_its_state(trace: bool):
 
     stage = fpipe.Stage(lambda p, x: x * p["w"], update=counting)
     model = fpipe.Model((stage,), nn.functional.mse_loss, ("batch",))
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    step = fpipe.build(merged(model, 2), model, trace=trace)
     batch, state = (torch.ones(4), torch.zeros(4)), ({"n": torch.tensor(0)},)
     assert step(({"w": torch.tensor(1.0)},), batch, state=state).state[0]["n"] == 4
     assert state[0]["n"] == 0
@@ -322,18 +267,14 @@ def test_an_update_of_ones_own_may_write_into_its_state(trace: bool):
 # What a forward reads and writes
 
 
-class Counter(nn.Module):
+def counting(own: Any, x: Tensor) -> Tensor:
     """Multiplies by how often it was called, in training or not."""
+    own.count += 1
+    return x * own.count
 
-    count: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x * self.count
+def counter() -> nn.Module:
+    return Toy(counting, count=torch.zeros(()))
 
 
 class Centred(nn.Module):
@@ -369,53 +310,27 @@ def pre_hook(module: Any, args: Any) -> None:
     module.mean = module.mean + args[0].detach().mean(0)
 
 
-class ByHand(nn.Module):
+def by_hand(own: Any, x: Tensor) -> Tensor:
     """Batch norm as one writes it, which normalises by what it remembers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("var", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        nn.functional.batch_norm(x.detach(), self.mean, self.var, training=self.training)
-        return nn.functional.batch_norm(x, self.mean, self.var)
+    nn.functional.batch_norm(x.detach(), own.mean, own.var, training=own.training)
+    return nn.functional.batch_norm(x, own.mean, own.var)
 
 
-class Outer(nn.Module):
+def of_inner(own: Any, x: Tensor) -> Tensor:
     """Writes a buffer of a module inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Centred("in place")
-        self.inner.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner.mean.copy_(x.detach().mean(0))
-        return self.inner(x)
+    own.inner.mean.copy_(x.detach().mean(0))
+    return own.inner(x)
 
 
-class Asking(nn.Module):
+def asks(own: Any, x: Tensor) -> Tensor:
     """Looks at what a norm inside it remembers, if it does."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm = kind(8, track_running_stats=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x.T[None])[0].T if isinstance(self.norm, nn.InstanceNorm1d) else self.norm(x)
-        return y if self.norm.running_mean is None else y - self.norm.running_mean * 3
+    y = own.norm(x.T[None])[0].T if isinstance(own.norm, nn.InstanceNorm1d) else own.norm(x)
+    return y if own.norm.running_mean is None else y - own.norm.running_mean * 3
 
 
-class AskedBeside(nn.Module):
+def asked_beside(own: Any, x: Tensor) -> Tensor:
     """Asks by a function of nobody's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return beside(self.norm, self.norm(x))
+    return beside(own.norm, own.norm(x))
 
 
 def beside(norm: Any, y: Tensor) -> Tensor:
@@ -433,24 +348,20 @@ def hooked(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
-    """Two equal stages."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 8), make(), nn.Tanh(), nn.Linear(8, 8), make(), nn.Tanh())
-
-
 READERS: dict[str, Callable[[], nn.Sequential]] = {
     "spectral norm": lambda: twice(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
     "spectral norm, the old": lambda: twice(lambda: spectral_norm(nn.Linear(8, 8))),
     "weight norm": lambda: twice(lambda: parametrizations.weight_norm(nn.Linear(8, 8))),
-    "a counter": lambda: twice(Counter),
-    "a counter in eval": lambda: twice(lambda: Counter().eval()),
+    "a counter": lambda: twice(counter),
+    "a counter in eval": lambda: twice(lambda: counter().eval()),
     "a hook": lambda: twice(lambda: hooked(Centred("hook"))),
-    "by hand": lambda: twice(ByHand),
-    "inside": lambda: twice(Outer),
+    "by hand": lambda: twice(lambda: Toy(by_hand, mean=torch.zeros(8), var=torch.ones(8))),
+    "inside": lambda: twice(lambda: Toy(of_inner, inner=Centred("in place").eval())),
     "a batch norm beside": lambda: twice(lambda: nn.Sequential(Centred("in place"), nn.BatchNorm1d(8))),
-    "a batch norm that is asked": lambda: twice(lambda: Asking(nn.BatchNorm1d)),
-    "an instance norm that is asked": lambda: twice(lambda: Asking(nn.InstanceNorm1d)),
+    "a batch norm that is asked": lambda: twice(lambda: Toy(asks, norm=nn.BatchNorm1d(8))),
+    "an instance norm that is asked": lambda: twice(
+        lambda: Toy(asks, norm=nn.InstanceNorm1d(8, track_running_stats=True))
+    ),
     "a batch norm that its hook asks": lambda: twice(scaled_by_hook),
     "not in the state_dict": lambda: twice(lambda: Centred("in place", persistent=False)),
 } | {
@@ -464,19 +375,11 @@ PLANS: dict[str, tuple[Transform, ...]] = {
 }
 
 
-def one_by_one(net: nn.Module) -> nn.Module:
-    """A copy of the net after plain autograd on one microbatch after the other."""
-    net = copy.deepcopy(net)
-    for x, t in zip(*(half.tensor_split(4) for half in ROWS), strict=True):
-        (nn.functional.mse_loss(net(x), t) * (len(x) / 10)).backward()
-    return net
-
-
 @functools.cache
 def cut_reader(name: str) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, Any]:
     """The net, the unsplit one after a step, and the net cut."""
     net = READERS[name]()
-    return net, one_by_one(net), *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    return net, one_by_one(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -486,13 +389,10 @@ def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, t
     before = {name: buffer.clone() for name, buffer in READERS[name]().named_buffers()}
     net, right, model, params, state = cut_reader(name)
     for plan in PLANS.values():
-        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
+        program = merged(model, 4, *plan)
         result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)  # a warning is an error
-        found = {name: tensor for stage in result.state or () for name, tensor in stage.items()}
-        assert found.keys() == (before.keys() if name != "weight norm" else set())
-        assert all(torch.equal(found[name], right.get_buffer(name)) for name in found)
-        grads = fpipe.join_params(model, result.grads)
-        assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+        assert remembered(result).keys() == (before.keys() if name != "weight norm" else set())
+        assert_unsplit(model, result, right)
     assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
     assert {name: None for name, _ in net.named_buffers()} == dict.fromkeys(before)
 
@@ -509,9 +409,9 @@ def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, t
 def test_statistics_of_another_dtype_are_refused(rows: torch.dtype, held: torch.dtype, wanted: str, trace: bool):
     """torch said "mixed dtype (CPU): expect parameter to have scalar type of Float", of no parameter."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(rows)
-    model, params, state = fpipe.from_sequential(net, 1, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, 1, loss=MSE)
     wide = tuple({name: one.to(held) if one.is_floating_point() else one for name, one in own.items()} for own in state)
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    step = fpipe.build(merged(model, 2), model, trace=trace)
     batch = torch.ones(4, 4, dtype=rows), torch.ones(4, 4, dtype=rows)
     sentence = f"state '1.running_mean' of a batch norm that is given {rows} is {wanted}, found {held}. Hand in the"
     for _ in range(2):
@@ -520,44 +420,38 @@ def test_statistics_of_another_dtype_are_refused(rows: torch.dtype, held: torch.
         step(params, batch, state=state)
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_statistics_may_be_wider_than_rows(held: torch.dtype):
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_statistics_may_be_wider_than_rows(kept: torch.dtype):
     norm = nn.BatchNorm1d(4, affine=False)
-    model, params, state = fpipe.from_sequential(nn.Sequential(norm), 1, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(nn.Sequential(norm), 1, loss=MSE)
     batch = torch.randn(4, 4).bfloat16(), torch.randn(4, 4).bfloat16()
-    own = {name: one.to(held) if one.is_floating_point() else one for name, one in state[0].items()}
-    found = fpipe.build(fpipe.program(model), model)(params, batch, state=(own,)).state
-    norm.to(held)(batch[0])
-    assert found is not None
-    assert all(torch.equal(found[0][f"0.{name}"], one) for name, one in norm.named_buffers())
+    own = {name: one.to(kept) if one.is_floating_point() else one for name, one in state[0].items()}
+    found = remembered(fpipe.build(fpipe.program(model), model)(params, batch, state=(own,)))
+    norm.to(kept)(batch[0])
+    assert all(torch.equal(found[f"0.{name}"], one) for name, one in norm.named_buffers())
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_what_a_norm_remembers_is_not_read_in_silence(trace: bool):
     """There was none while a stage ran, and who asked whether there was went on without it."""
-    net = twice(AskedBeside)
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    net = twice(lambda: Toy(asked_beside, norm=nn.BatchNorm1d(8)))
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE)
     sentence = r"stage 0 \(0, 1, 2\) reads '1\.norm\.running_var' of a norm, which only updates know: hand in from_seq"
-    with pytest.raises(RuntimeError, match=sentence):
-        fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
-    with pytest.raises(RuntimeError, match=sentence):
-        fpipe.reference(model, params, ROWS, microbatches=4, state=state)
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=nn.functional.mse_loss, example=ROWS[0])
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(params, ROWS, state=state).state
-    right = one_by_one(net)
-    assert all(torch.equal(held, right.get_buffer(name)) for stage in found for name, held in stage.items())
+    for run in (fpipe.build(merged(model, 4), model, trace=trace), partial(fpipe.reference, model, microbatches=4)):
+        with pytest.raises(RuntimeError, match=sentence):
+            run(params, ROWS, state=state)
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    found = fpipe.build(merged(model, 4), model, trace=trace)(params, ROWS, state=state)
+    assert_unsplit(model, found, one_by_one(net, ROWS)[0])
 
 
 def test_a_buffer_whose_data_is_assigned_is_told():
     """A trace does not see it, and once kept what the buffer was."""
     model, params, state = fpipe.from_sequential(
-        twice(lambda: Centred("data")), sizes=[3, 3], loss=nn.functional.mse_loss, example=ROWS[0]
+        twice(lambda: Centred("data")), sizes=[3, 3], loss=MSE, example=ROWS[0]
     )
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
     with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
-        found = fpipe.build(program, model)(params, ROWS, state=state).state
+        found = fpipe.build(merged(model, 4), model)(params, ROWS, state=state).state
     right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
     assert torch.equal(found[1]["4.mean"], right[1]["4.mean"])
 
@@ -566,7 +460,7 @@ def test_a_buffer_whose_data_is_assigned_is_told():
 def test_verify_and_equal_stages_know_it_too(name: str):
     """Equal stages share a trace, under names that are not theirs."""
     _, _, model, params, state = cut_reader(name)
-    program = fpipe.chain(fpipe.split(4), *PLANS["1f1b, recomputed"], fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, *PLANS["1f1b, recomputed"])
     assert fpipe.verify(program, model, params, ROWS, state=state).bitwise
     turned = tuple(dict(reversed(stage.items())) for stage in state)
     found = fpipe.build(program, model, example=(params, ROWS, turned))(params, ROWS, state=turned).state
@@ -581,7 +475,7 @@ def test_forwards_that_read_what_they_write_keep_to_their_order():
     sentence = "0F2 reads state[0,1] (the module state of stage 0 after microbatch 1), which comes later on the same"
     with pytest.raises(fpipe.ProgramError, match=re.escape(sentence)):
         fpipe.chain(fpipe.split(4), late)(fpipe.program(model))
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 4), model)
     for given, sentence in (
         (None, r"this program reads state\[0\], the module state of stage 0 \(0, 1, 2\): hand it in as step"),
         (({}, {}), r"state of stage 0 must have '1\.count', which is missing\."),
@@ -594,9 +488,9 @@ def test_forwards_that_read_what_they_write_keep_to_their_order():
 def test_in_eval_what_asks_for_its_mode_reads_constants():
     net = READERS["in place"]()
     net[1].mean.fill_(0.5)
-    model, params, state = fpipe.from_sequential(net.eval(), sizes=[3, 3], loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net.eval(), sizes=[3, 3], loss=MSE)
     assert state == ({}, {})
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4)
     result = fpipe.build(program, model)(params, ROWS)
     assert torch.equal(result.outputs, torch.cat([*map(net, ROWS[0].tensor_split(4))]))
     net[4].train()
@@ -605,21 +499,19 @@ def test_in_eval_what_asks_for_its_mode_reads_constants():
         fpipe.build(program, model)(params, ROWS)
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = Counter()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(lambda x: self.counter(x).sin(), x, use_reentrant=False)
+def inner(own: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: own.counter(x).sin(), x, use_reentrant=False)
 
 
 def test_what_would_count_twice_is_refused():
-    model, params, state = fpipe.from_sequential(twice(Inner), sizes=[3, 3], loss=MSE, example=ROWS[0])
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    def again(own: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: own.counter(x).sin(), x, use_reentrant=False)
+
+    net = twice(lambda: Toy(again, counter=counter()))
+    model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     sentence = "stage 1 writes buffer '4.counter.count' once more as its backward computes it again: torch.utils.checkp"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
-        fpipe.build(program, model, trace=False)(params, ROWS, state=state)
+        fpipe.build(merged(model, 4), model, trace=False)(params, ROWS, state=state)
 
 
 def test_what_a_stage_remembers_has_one_home():
@@ -642,29 +534,17 @@ def test_what_a_stage_remembers_has_one_home():
 # Where the statistics before are there already, a forward writes them as it normalises.
 
 
-class Ops(TorchDispatchMode):
-    """How often each op runs while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counted[str] = Counted()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @functools.cache
 def three_equal_blocks() -> tuple[fpipe.Model, Any, Any]:
     net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(3)))
-    return fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
+    return fpipe.from_sequential(net, stages=3, loss=MSE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_update_is_a_pass_of_its_own_only_where_forwards_are_out_of_order(schedule: str, policy: str):
     model, params, state = three_equal_blocks()
-    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
     step, batch = fpipe.build(program, model), (X, torch.randn_like(X))
     step(params, batch, state=state)
     with Ops() as ops:
@@ -697,7 +577,7 @@ NORMS = {
 @pytest.mark.parametrize(("norm", "x"), NORMS.values(), ids=NORMS.keys())
 def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor, steps: tuple[Transform, ...]):
     net, target = nn.Sequential(nn.Sequential(copy.deepcopy(norm), nn.Tanh())), torch.zeros_like(x)
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE)
     pipeline = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge())
     step = fpipe.build(pipeline(fpipe.program(model)), model)
     for _ in range(2):
@@ -712,8 +592,8 @@ def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor
 
 def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
     net = conv_net(0.1)
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.cross_entropy)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=CROSS)
+    step = fpipe.build(merged(model, 4), model)
     for momentum in (0.1, 0.7, None, 0.2):
         for norm in (net[1], net[4], net[7]):
             norm.momentum = momentum
@@ -726,7 +606,7 @@ def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bytes_that_are_held_are_told_before(schedule: str, policy: str):
     _, _, model, params, state = cut_conv_net()
-    program = fpipe.chain(fpipe.split(4), *POLICIES[policy], SCHEDULES[schedule], fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
     sizes = fpipe.sizes(program, model, params, (X, T), state=state)
     held = fpipe.build(program, model, record=True)(params, (X, T), state=state).timeline.peak
     assert sizes.peak == held
@@ -735,54 +615,45 @@ def test_the_bytes_that_are_held_are_told_before(schedule: str, policy: str):
 
 def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
     """The update that a forward makes itself would be blamed otherwise."""
-    model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=nn.functional.cross_entropy)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, check_finite=True)
+    model, params, state = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
+    step = fpipe.build(merged(model, 4), model, check_finite=True)
     params[0]["0.weight"][0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"0F0 wrote y\[0,0\] with NaN"):
         step(params, (X, T), state=state)
 
 
-class Unread(nn.Module):
+def unread(own: Any, x: Tensor) -> Tensor:
     """A norm beside, whose output nobody reads in this step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.other(x * 2)
-        return self.one(x)
+    own.other(x * 2)
+    return own.one(x)
 
 
 def test_a_norm_that_nobody_reads_is_updated_all_the_same():
     """The forward was to write its statistics too, and had no such op: LookupError."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Unread())
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    net = nn.Sequential(nn.Linear(8, 8), Toy(unread, one=nn.BatchNorm1d(8), other=nn.BatchNorm1d(8)))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
     for more in ((), (fpipe.checkpoint("always"),)):
         chain = (fpipe.split(4), fpipe.schedules.one_f_one_b(2), *more, fpipe.merge(outputs=False))
         found = fpipe.build(fpipe.chain(*chain)(fpipe.program(model)), model)(params, ROWS, state=state)
-        own = one_by_one(net)
-        assert found.state is not None
-        assert all(torch.equal(found.state[1][name], own.get_buffer(name)) for name in found.state[1])
-        assert len(found.state[1]) == 6
+        assert len(remembered(found)) == 6
+        own = one_by_one(net, ROWS)[0]
+        assert all(torch.equal(one, own.get_buffer(name)) for name, one in remembered(found).items())
 
 
 def test_running_statistics_may_be_one_number_expanded():
     """Which no op can write in place; the build failed in torch."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
     state[1]["1.running_mean"] = torch.zeros(()).expand(8)
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params, ROWS, state=state).bitwise
+    assert fpipe.verify(merged(model, 4, fpipe.schedules.one_f_one_b(2)), model, params, ROWS, state=state).bitwise
 
 
 def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
     """While another ran, the norm had no buffers: "was in training when the net was cut and is in eval now"."""
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    step = fpipe.build(program, model, trace=False)
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
+    step = fpipe.build(merged(model, 4, fpipe.schedules.one_f_one_b(2)), model, trace=False)
     before, _ = sys.getswitchinterval(), sys.setswitchinterval(1e-5)
     try:
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -795,20 +666,14 @@ def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
 def test_deferred_stages_of_one_module_still_take_turns():
     one = nn.Linear(8, 8)
     net = nn.Sequential(one, nn.BatchNorm1d(8), one, nn.BatchNorm1d(8))
-    model, _, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss)
+    model, _, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=MSE)
     first, last = (stage.forward for stage in fpipe.deferred_batch_norm(model).stages)
     assert first.lock is last.lock
 
 
-class Across(nn.Module):
+def across(own: Any, x: Tensor) -> Tensor:
     """A batch norm over what is in dim 2, so that sequences can be sliced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+    return own.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -816,8 +681,8 @@ class Across(nn.Module):
 )
 def test_deferred_statistics_of_slices_are_the_full_batchs(microbatches: int, slices: int, trace: bool):
     """Each slice counted as its whole microbatch: the first slices were forgotten, or it was KeyError('gathered')."""
-    net = nn.Sequential(nn.Linear(3, 3), Across(), nn.Linear(3, 3))
-    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=nn.functional.mse_loss)
+    net = nn.Sequential(nn.Linear(3, 3), Toy(across, norm=nn.BatchNorm1d(3)), nn.Linear(3, 3))
+    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE)
     model = fpipe.deferred_batch_norm(model)
     batch = torch.randn(5, 7, 3) + 4, torch.randn(5, 7, 3)
     program = fpipe.chain(fpipe.split(microbatches, slices=slices), fpipe.merge())(fpipe.program(model))
@@ -844,11 +709,10 @@ def test_statistics_of_other_channels_are_refused(other: str, norm: str, trace: 
     change, found = OTHERS[other]
     own = nn.InstanceNorm1d(3, track_running_stats=True) if norm == "instance" else nn.BatchNorm1d(3)
     net = nn.Sequential(nn.Conv1d(3, 3, 1), own)
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE)
     model = fpipe.deferred_batch_norm(model) if norm == "deferred" else model
     changed = ({name: change(held) if held.ndim else held for name, held in state[0].items()},)
-    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    step = partial(fpipe.reference, model) if trace is None else fpipe.build(program, model, trace=trace)
+    step = partial(fpipe.reference, model) if trace is None else fpipe.build(merged(model, 2), model, trace=trace)
     sentence = f"state '1.running_mean' has a number for each of the 3 channels, {found} Hand in the state that"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         step(params, (torch.randn(6, 3, 2), torch.randn(6, 3, 2)), state=changed)
@@ -894,13 +758,11 @@ SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
 def test_what_a_norm_has_seen_may_be_changed_in_place_later(name: str, policy: str, trace: bool):
     """The update read what it had been changed to: a running variance of twice the size, without a word."""
     net = SHIFTED[name]()
-    model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=nn.functional.mse_loss)
-    pipeline = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.schedules.one_f_one_b(2), fpipe.merge())
-    result = fpipe.build(pipeline(fpipe.program(model)), model, trace=trace)(params, ROWS, state=state)
-    for part in ROWS[0].tensor_split(4):
-        net(part)
-    right = dict(net.named_buffers())
-    assert all(torch.equal(held, right[name]) for stage in result.state for name, held in stage.items())
+    model, params, state = fpipe.from_sequential(net, sizes=[1, 1], loss=MSE)
+    program = merged(model, 4, *POLICIES[policy], fpipe.schedules.one_f_one_b(2))
+    result = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+    right = one_by_one(net, ROWS)[0]
+    assert all(torch.equal(one, right.get_buffer(name)) for name, one in remembered(result).items())
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -909,13 +771,10 @@ def test_what_a_norm_keeps_is_not_changed_in_place(trained: bool, trace: bool):
     """Torch refuses what it keeps in the backward; a change that the code does not show, and a loss that does not come
     from the norm, went through."""
     norm = Shifted(nn.BatchNorm1d(8), change=None if trained else partial(torch.Tensor.add_, other=1))
-    model, params, state = fpipe.from_sequential(
-        nn.Sequential(nn.Linear(8, 8), norm), stages=1, loss=nn.functional.mse_loss
-    )
-    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    model, params, state = fpipe.from_sequential(nn.Sequential(nn.Linear(8, 8), norm), stages=1, loss=MSE)
     sentence = "stage 0 changed the input of norm '1.norm' in place after the norm ran, whose backward or update of run"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
-        fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+        fpipe.build(merged(model, 2), model, trace=trace)(params, ROWS, state=state)
     assert not norm.norm.num_batches_tracked
 
 
@@ -940,7 +799,7 @@ def test_a_function_leaves_what_the_modules_it_closes_over_remember(where: str, 
         model = fpipe.from_functions([called(net[0])], lambda y, t: mse(net[1](y), t))
         sentence = "the loss writes 'net.1.num_batches_tracked' in place (aten.add_.Tensor), which it closes over; a st"
     params = (trained(net if where == "stage" else net[0]),)
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3, fpipe.checkpoint())
     before = copy.deepcopy(net.state_dict())
     runs: dict[str, Callable[[], Any]] = {
         "traced": lambda: fpipe.build(program, model)(params, ROWS),
@@ -962,16 +821,14 @@ def test_a_function_that_asks_for_state_hands_it_to_its_module(trace: bool):
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
     def stage(p: Any, x: Tensor, *, state: dict[str, Tensor]) -> Any:
-        new = {name: held.clone() for name, held in state.items()}
+        new = {name: kept.clone() for name, kept in state.items()}
         return torch.func.functional_call(net, {**p, **new}, (x,)), new
 
-    model = fpipe.from_functions([stage], nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    state = ({name: held.clone() for name, held in net.named_buffers()},)
-    result = fpipe.build(program, model, trace=trace)((trained(net),), ROWS, state=state)
-    for part in ROWS[0].tensor_split(3):
-        net(part)
-    assert all(torch.equal(held, result.state[0][name]) for name, held in net.named_buffers())
+    model = fpipe.from_functions([stage], MSE)
+    state = ({name: kept.clone() for name, kept in net.named_buffers()},)
+    step = fpipe.build(merged(model, 3, fpipe.checkpoint()), model, trace=trace)
+    found, right = remembered(step((trained(net),), ROWS, state=state)), one_by_one(net, ROWS, 3)[0]
+    assert all(torch.equal(kept, found[name]) for name, kept in right.named_buffers())
 
 
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference"])
@@ -999,7 +856,7 @@ def test_a_function_changes_no_tensor_that_it_closes_over(where: str, run: str):
     stages = [lambda p, x: x @ p["w"]] if by_loss else [stage]
     model = fpipe.from_functions(stages, loss if by_loss else nn.functional.mse_loss)
     params = ({"w": torch.eye(8)},)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3)
     who = "the loss" if by_loss else "stage 0 (stage)"
     op = "aten.zero_.default" if where == "a weight" else "aten.add_.Tensor"
     sentence = f"{who} writes '{name}' in place ({op}), which it closes over; a stage and a loss are pure functions."

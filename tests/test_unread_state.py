@@ -1,11 +1,9 @@
 """Buffers that a net mutates are found by running it on an example: where no output reads them, their updates are apart
 and forwards come in any order."""
 
-import copy
 import functools
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
+from tests.toys import Ops, Toy, assert_unsplit, merged, one_by_one, remembered, twice
 
 MSE = nn.functional.mse_loss
 ROWS = (torch.randn(10, 8, generator=torch.Generator().manual_seed(0)), torch.ones(10, 8))
@@ -53,65 +51,48 @@ class Tracker(nn.Module):
         return y
 
 
-class Last(nn.Module):
+def keeps_last(own: Any, x: Tensor) -> Tensor:
     """Keeps what it was given last, and in which rows that was positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("row", torch.zeros(8))
-        self.register_buffer("hits", torch.zeros(3, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.row = x.detach()[0]
-        self.hits[(x.detach() > 0).sum(0).clamp(max=2)] += 1
-        self.hits.scatter_add_(0, torch.tensor([0, 0, 1]), self.hits.new_ones(3))
-        return x * 1.0
+    own.row = x.detach()[0]
+    own.hits[(x.detach() > 0).sum(0).clamp(max=2)] += 1
+    own.hits.scatter_add_(0, torch.tensor([0, 0, 1]), own.hits.new_ones(3))
+    return x * 1.0
 
 
-class Watching(nn.Module):
+def watching(own: Any, x: Tensor) -> Tensor:
     """Looks at what passes, which the module behind it writes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(8))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        self.total.add_(y.detach()[0])
-        return self.relu(y)
+    y = x * 2
+    own.total.add_(y.detach()[0])
+    return own.relu(y)
 
 
-class Block(nn.Module):
+def block(own: Any, x: Tensor) -> Tensor:
     """Counts, around a tracker that it calls twice, norms and attention, under no_grad and casts of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("cast", torch.zeros(8))
-        self.inner, self.norm, self.linear = Tracker(), nn.BatchNorm1d(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        y = self.inner(self.linear(x)) + self.inner(x)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            self.cast.copy_(torch.nn.functional.linear(self.cast + 1, self.linear.weight) + self.linear(x).mean(0))
-        return self.norm(y)
+    own.calls.add_(1)
+    y = own.inner(own.linear(x)) + own.inner(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        own.cast.copy_(torch.nn.functional.linear(own.cast + 1, own.linear.weight) + own.linear(x).mean(0))
+    return own.norm(y)
 
 
-class ByMode(nn.Module):
+def made_block() -> Toy:
+    return Toy(
+        block,
+        calls=torch.zeros(()),
+        cast=torch.zeros(8),
+        inner=Tracker(),
+        norm=nn.BatchNorm1d(8),
+        linear=nn.Linear(8, 8),
+    )
+
+
+def by_mode(own: Any, x: Tensor) -> Tensor:
     """Normalises by its batch in training, and by what it remembers in eval."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x - self.mean
-        now = x.mean(0)
-        self.mean.lerp_(now.detach(), 0.1)
-        return x - now
+    if not own.training:
+        return x - own.mean
+    now = x.mean(0)
+    own.mean.lerp_(now.detach(), 0.1)
+    return x - now
 
 
 def counted(made: Any, args: Any, out: Tensor) -> None:
@@ -125,12 +106,6 @@ def hooked() -> nn.Module:
     return made
 
 
-def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
-    """Two equal stages."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 8), make(), nn.Tanh(), nn.Linear(8, 8), make(), nn.Tanh())
-
-
 def again() -> nn.Sequential:
     """One module in two places of a stage."""
     made = Tracker()
@@ -141,11 +116,11 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
     how: lambda how=how: twice(lambda: Tracker(how))
     for how in ("in place", "another", "out", "a part", "a parameter", "by the count")
 } | {
-    "what was there": lambda: twice(Last),
-    "written behind it": lambda: twice(Watching),
+    "what was there": lambda: twice(lambda: Toy(keeps_last, row=torch.zeros(8), hits=torch.zeros(3, dtype=torch.long))),
+    "written behind it": lambda: twice(lambda: Toy(watching, total=torch.zeros(8), relu=nn.ReLU(inplace=True))),
     "a norm beside": lambda: twice(lambda: nn.Sequential(Tracker(), nn.BatchNorm1d(8), nn.ReLU(inplace=True))),
-    "inside": lambda: twice(Block),
-    "by mode": lambda: twice(ByMode),
+    "inside": lambda: twice(made_block),
+    "by mode": lambda: twice(lambda: Toy(by_mode, mean=torch.zeros(8))),
     "a hook": lambda: twice(hooked),
     "in two places": again,
 }
@@ -163,20 +138,11 @@ PLANS: dict[str, tuple[Transform, ...]] = {
 }
 
 
-def one_by_one(net: nn.Module) -> tuple[nn.Module, Tensor]:
-    """A copy of the net, and the outputs, after plain autograd on one microbatch after the other."""
-    net, outputs = copy.deepcopy(net), list[Tensor]()
-    for x, t in zip(*(half.tensor_split(4) for half in ROWS), strict=True):
-        outputs.append(net(x))
-        (MSE(outputs[-1], t) * (len(x) / 10)).backward()
-    return net, torch.cat([output.detach() for output in outputs])
-
-
 @functools.cache
 def cut_case(name: str) -> tuple[nn.Sequential, nn.Module, Tensor, Any]:
     """A net, the same net after plain autograd and what it gave, and the first net cut."""
     net = NETS[name]()
-    return net, *one_by_one(net), fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
+    return net, *one_by_one(net, ROWS), fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -191,12 +157,9 @@ def test_updates_are_the_unsplit_modules_whatever_the_order(name: str, trace: bo
         if trace:
             step(params, ROWS, state=state)
         result = step(params, ROWS, state=state)  # a warning is an error
-        found = {name: tensor for stage in result.state or () for name, tensor in stage.items()}
-        assert found.keys() == before.keys()
-        assert all(torch.equal(found[name], right.get_buffer(name)) for name in found)
+        assert remembered(result).keys() == before.keys()
         assert torch.equal(result.outputs, outputs)
-        grads = fpipe.join_params(model, result.grads)
-        assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+        assert_unsplit(model, result, right)
     assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
 
 
@@ -211,18 +174,6 @@ def test_an_update_is_what_the_module_does_and_no_more():
     assert {name: ops.ran[name] for name in once} == once
 
 
-class Ops(TorchDispatchMode):
-    """How often each op runs while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_bytes_that_are_held_are_told_before(plan: str):
     _, _, _, (model, params, state) = cut_case("inside")
@@ -232,66 +183,53 @@ def test_the_bytes_that_are_held_are_told_before(plan: str):
     assert fpipe.sizes(program, model, params, ROWS, state=state).peak == held.peak
 
 
-class Drops(nn.Module):
+def drops(own: Any, x: Tensor) -> Tensor:
     """Counts, and remembers what it has drawn: the update draws nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(8))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.dropout(x)
-        self.kept += (y.detach() != 0).sum(0)
-        self.kept += torch.rand(8)
-        return y
+    y = own.dropout(x)
+    own.kept += (y.detach() != 0).sum(0)
+    own.kept += torch.rand(8)
+    return y
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_what_is_drawn_at_random_is_drawn_once(trace: bool):
-    model, params, state = fpipe.from_sequential(twice(Drops), sizes=[3, 3], loss=MSE, example=ROWS[0])
-    right = twice(Drops)
+    model, params, state = fpipe.from_sequential(
+        twice(lambda: Toy(drops, kept=torch.zeros(8), dropout=nn.Dropout(0.5))), sizes=[3, 3], loss=MSE, example=ROWS[0]
+    )
+    right = twice(lambda: Toy(drops, kept=torch.zeros(8), dropout=nn.Dropout(0.5)))
     for at, x in enumerate(ROWS[0].tensor_split(4)):
         for number, stage in enumerate((right[:3], right[3:])):
             torch.manual_seed(fpipe.fold_in(7, number, at))
             x = stage(x)
     for plan in PLANS.values():
         program = fpipe.chain(fpipe.split(4), *plan)(fpipe.program(model))
-        found = fpipe.build(program, model, trace=trace)(params, ROWS, state=state, key=7).state
-        for stage in found or ():
-            assert all(torch.equal(tensor, right.get_buffer(name)) for name, tensor in stage.items())
+        found = remembered(fpipe.build(program, model, trace=trace)(params, ROWS, state=state, key=7))
+        assert all(torch.equal(tensor, right.get_buffer(name)) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_casts_are_those_of_the_forward(trace: bool):
-    net = twice(Squared)
+    net = twice(lambda: Toy(squared, square=torch.eye(8)))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     program = fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(model))
     with torch.autocast("cpu", torch.bfloat16):
-        right, _ = one_by_one(net)
+        right, _ = one_by_one(net, ROWS)
         step = fpipe.build(program, model, trace=trace)
         for _ in range(2):
-            found = step(params, ROWS, state=state).state
-    for stage in found or ():
-        assert all(torch.equal(tensor, right.get_buffer(name)) for name, tensor in stage.items())
+            found = step(params, ROWS, state=state)
+    assert_unsplit(model, found, right)
 
 
-class Squared(nn.Module):
+def squared(own: Any, x: Tensor) -> Tensor:
     """Multiplies what it remembers, which casts are for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("square", torch.eye(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.detach()
-        self.square = (self.square @ (h.t() @ h)).float() * 0.1
-        return torch.tanh(x)
+    h = x.detach()
+    own.square = (own.square @ (h.t() @ h)).float() * 0.1
+    return torch.tanh(x)
 
 
 def test_norms_beside_may_be_deferred():
     """Refused where a forward reads a buffer: it takes the norms along."""
-    net = twice(Block)
+    net = twice(made_block)
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     deferred = fpipe.deferred_batch_norm(model)
     program = fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(deferred))
@@ -304,7 +242,9 @@ def test_norms_beside_may_be_deferred():
 
 def test_slices_update_one_after_the_other():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Words(), nn.Linear(8, 8), Words())
+    net = nn.Sequential(
+        nn.Linear(8, 8), Toy(words, mean=torch.zeros(8)), nn.Linear(8, 8), Toy(words, mean=torch.zeros(8))
+    )
     batch = torch.randn(4, 8, 8), torch.randn(4, 8, 8)
     model, params, state = fpipe.from_sequential(net, sizes=[2, 2], loss=MSE, example=batch[0])
     for schedule in (fpipe.identity(), fpipe.schedules.seq1f1b(2, slices=4)):
@@ -312,24 +252,18 @@ def test_slices_update_one_after_the_other():
         assert fpipe.verify(program, model, params, batch, state=state).bitwise
 
 
-class Words(nn.Module):
+def words(own: Any, x: Tensor) -> Tensor:
     """A running mean over rows and words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        return torch.tanh(x)
+    own.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+    return torch.tanh(x)
 
 
 def test_in_eval_what_is_written_in_training_is_a_constant():
-    net = twice(ByMode).eval()
+    net = twice(lambda: Toy(by_mode, mean=torch.zeros(8))).eval()
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     assert state == ({}, {})
     model, params, state = fpipe.from_sequential(net.train(), sizes=[3, 3], loss=MSE, example=ROWS[0])
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 4), model)
     step(params, ROWS, state=state)
     net.eval()
     sentence = "module '0' (Linear) was in training when the net was cut into stages and is in eval now: what it"
@@ -337,25 +271,19 @@ def test_in_eval_what_is_written_in_training_is_a_constant():
         step(params, ROWS, state=state)
 
 
-class Grows(nn.Module):
+def grows(own: Any, x: Tensor) -> Tensor:
     """Keeps all that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("all", torch.zeros(0, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.all = torch.cat([self.all, x.detach()])
-        return torch.tanh(x)
+    own.all = torch.cat([own.all, x.detach()])
+    return torch.tanh(x)
 
 
 def test_a_buffer_that_grows_is_one_of_a_stage_under_autograd():
-    net = nn.Sequential(nn.Linear(8, 8), Grows())
+    net = nn.Sequential(nn.Linear(8, 8), Toy(grows, all=torch.zeros(0, 8)))
     model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 4), model)
     with pytest.warns(UserWarning, match=r"stage 0: buffer '1\.all' changes its shape, dtype or strides"):
         found = step(params, ROWS, state=state).state
-    right, _ = one_by_one(net)
+    right, _ = one_by_one(net, ROWS)
     for again in (found, step(params, ROWS, state=state).state):
         assert again is not None
         assert torch.equal(again[0]["1.all"], right.get_buffer("1.all"))
@@ -410,13 +338,12 @@ def test_how_a_buffer_is_written_is_found_by_running(use: Any, how: str, why: st
     net = twice(lambda: Hidden(use))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     assert all(("state" in stage.asks) is (how == "ordered") for stage in model.stages)
-    right, outputs = one_by_one(net)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    right, outputs = one_by_one(net, ROWS)
+    step = fpipe.build(merged(model, 4), model, trace=trace)
     with pytest.warns(UserWarning, match=re.escape(why)) if why and trace else nullcontext():
         found = step(params, ROWS, state=state)
     assert torch.equal(found.outputs, outputs)
-    for stage in found.state or ():
-        assert all(torch.equal(held, right.get_buffer(name)) for name, held in stage.items())
+    assert_unsplit(model, found, right)
     assert not net[1].total.any()
 
 
@@ -437,10 +364,8 @@ def test_what_a_buffer_is_may_be_said(trace: bool):
     net = twice(Tracker)
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, state=said)
     program = fpipe.chain(fpipe.split(4), *PLANS["out of order"])(fpipe.program(model))
-    found = fpipe.build(program, model, trace=trace)(params, ROWS, state=state).state
-    right, _ = one_by_one(net)
-    for stage in found or ():
-        assert all(torch.equal(held, right.get_buffer(name)) for name, held in stage.items())
+    found = fpipe.build(program, model, trace=trace)(params, ROWS, state=state)
+    assert_unsplit(model, found, one_by_one(net, ROWS)[0])
     for odd, sentence in (
         ({"1.odd": "update"}, "state= names '1.odd', which is no buffer of the net; these are: 1.count, 1.mean"),
         ({"1.mean": "late"}, "state= says 'update' or 'ordered' of a buffer, found 'late' for '1.mean'."),
@@ -449,25 +374,18 @@ def test_what_a_buffer_is_may_be_said(trace: bool):
             fpipe.from_sequential(net, sizes=[3, 3], state=odd)
 
 
-class Branching(nn.Module):
+def branching(own: Any, x: Tensor) -> Tensor:
     """Remembers, reads what it remembers, or neither, by the number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(8))
-        self.register_buffer("more", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1
-        self.seen += y.detach()[0]
-        if len(x) > 4:
-            self.more += 1
-        return y + self.seen if len(x) == 2 else y
+    y = x * 1
+    own.seen += y.detach()[0]
+    if len(x) > 4:
+        own.more += 1
+    return y + own.seen if len(x) == 2 else y
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_branch_that_the_example_did_not_take_is_refused_by_name(trace: bool):
-    net = nn.Sequential(nn.Linear(8, 8), Branching())
+    net = nn.Sequential(nn.Linear(8, 8), Toy(branching, seen=torch.zeros(8), more=torch.zeros(8)))
     model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0][:3])
     assert list(state[0]) == ["1.seen"]
     whole = fpipe.build(fpipe.program(model), model, trace=trace)
@@ -483,73 +401,83 @@ def test_a_branch_that_the_example_did_not_take_is_refused_by_name(trace: bool):
         whole(params, (ROWS[0][:2], ROWS[1][:2]), state=state)
 
 
-class LooksAtData(nn.Module):
+def looks_at_data(own: Any, x: Tensor) -> Tensor:
     """Reads its average in a branch on data, so it runs under autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1
-        if x.sum() > -1e9:
-            y = y - self.mean
-        self.mean = 0.9 * self.mean + x.detach().mean(0)
-        return y
+    y = x * 1
+    if x.sum() > -1e9:
+        y = y - own.mean
+    own.mean = 0.9 * own.mean + x.detach().mean(0)
+    return y
 
 
-@pytest.mark.filterwarnings("ignore:.*runs under autograd")
-@pytest.mark.parametrize("trace", [True, False])
-def test_a_stage_under_autograd_that_reads_what_is_said_to_be_an_update_is_refused(trace: bool):
-    """Its loss was another than the unsplit net's, and verify agreed with it."""
-    net = nn.Sequential(nn.Linear(8, 8), LooksAtData())
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, state={"1.mean": "update"})
-    whole = fpipe.build(fpipe.program(model), model, trace=trace)
-    with pytest.raises(RuntimeError, match=re.escape("reads buffer '1.mean', which it also writes")):
-        whole(params, ROWS, state=state)
-
-
-class AssignsData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.data = 0.9 * self.mean.data + x.detach().mean(0)
-        return x * 1
-
-
-@pytest.mark.filterwarnings("ignore:.*runs under autograd")
-@pytest.mark.parametrize("trace", [True, False])
-def test_a_data_assigned_without_an_example_is_refused_by_name(trace: bool):
+def assigns_data(own: Any, x: Tensor) -> Tensor:
     """No op writes the buffer, so nothing told of it, and the net was another after a step."""
-    net = nn.Sequential(nn.Linear(8, 8), AssignsData())
-    model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE)
-    before = net[1].mean
-    whole = fpipe.build(fpipe.program(model), model, trace=trace)
-    with pytest.raises(RuntimeError, match=re.escape("assigns the .data of buffer or parameter '1.mean'")):
-        whole(params, ROWS, state=state)
-    assert net[1].mean is before
-    assert not before.any()
+    own.mean.data = 0.9 * own.mean.data + x.detach().mean(0)
+    return x * 1
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("first", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.first is None:
-            self.first = x.detach().mean(0)
-        return x - self.first
-
-
-def test_a_buffer_that_is_none_before_is_refused_by_name():
+def lazy(own: Any, x: Tensor) -> Tensor:
     """The example left a tensor without data in the net, and steps returned such losses."""
-    net = nn.Sequential(nn.Linear(8, 8), Lazy())
-    with pytest.raises(ValueError, match=r"makes a tensor of buffer '1.first', which is None before"):
-        fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
-    assert net[1].first is None
+    if own.first is None:
+        own.first = x.detach().mean(0)
+    return x - own.first
+
+
+def lending(own: Any, x: Tensor) -> Tensor:
+    """Its second buffer is its first from then on, so that what is written into that shows in this. As state they were
+    apart from the next microbatch on: another loss, without a word."""
+    own.first.add_(1.0)
+    y = x * own.second.mean() if own.reads else x * 2
+    own.second = own.first
+    return y
+
+
+ONE_STORAGE = "stage 0 left buffers '1.first' and '1.second' in one storage; module state is a tensor of its own"
+EXAMPLE = {"example": ROWS[0]}
+REFUSED: dict[str, tuple[Callable[[], Toy], dict[str, Any], str]] = {
+    "under autograd, read though an update": (  # its loss was another than the unsplit net's, and verify agreed with it
+        lambda: Toy(looks_at_data, mean=torch.zeros(8)),
+        {"state": {"1.mean": "update"}},
+        "reads buffer '1.mean', which it also writes",
+    ),
+    "by its data, without an example": (
+        lambda: Toy(assigns_data, mean=torch.zeros(8)),
+        {},
+        "assigns the .data of buffer or parameter '1.mean'",
+    ),
+    "None before": (
+        lambda: Toy(lazy, first=None),
+        EXAMPLE,
+        "makes a tensor of buffer '1.first', which is None before",
+    ),
+    "two in one memory": (
+        lambda: Toy(lending, reads=False, first=torch.zeros(8), second=torch.zeros(8)),
+        EXAMPLE,
+        ONE_STORAGE,
+    ),
+    "two in one memory, read": (
+        lambda: Toy(lending, reads=True, first=torch.zeros(8), second=torch.zeros(8)),
+        EXAMPLE,
+        ONE_STORAGE,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs under autograd")
+@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize(("make", "said", "sentence"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_no_state_is_refused_by_name_and_the_net_stays(make: Any, said: Any, sentence: str, trace: bool):
+    net = nn.Sequential(nn.Linear(8, 8), make())
+    before = dict(net[1]._buffers)
+
+    def run() -> None:
+        model, params, state = fpipe.from_sequential(net, stages=1, loss=MSE, **said)
+        fpipe.build(fpipe.program(model), model, trace=trace)(params, ROWS, state=state)
+
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(sentence)):
+        run()
+    assert all(now is before[name] for name, now in net[1]._buffers.items())
+    assert not any(now.any() for now in net.buffers() if "first" not in before)
 
 
 class Containers(nn.Module):
@@ -578,74 +506,53 @@ def test_the_example_leaves_the_net_as_it_was(looks: bool):
     assert torch.equal(net[1].linear.weight, weight)
 
 
-class SharesMemory(nn.Module):
-    """Remembers its input, or what it makes of it, in the same memory."""
-
-    last: Tensor
-
-    def __init__(self, own: bool) -> None:
-        super().__init__()
-        self.own = own
-        self.register_buffer("last", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1 if self.own else x
-        self.last.data = y.detach()
-        return y * 1
+def shares_memory(own: Any, x: Tensor) -> Tensor:
+    """Remembers what it makes of its input in the same memory."""
+    y = x + 1
+    own.last.data = y.detach()
+    return y * 1
 
 
-class Doubling(SharesMemory):
+def doubling(own: Any, x: Tensor) -> Tensor:
     """Changes what it remembers, and so what it goes on with."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1 if self.own else x
-        self.last.data = y.detach()
-        self.last.mul_(2)
-        return y * 1
+    y = x + 1
+    own.last.data = y.detach()
+    own.last.mul_(2)
+    return y * 1
 
 
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("kind", [SharesMemory, Doubling])
-def test_what_is_remembered_by_its_data_is_the_unsplit_modules(kind: type[SharesMemory], trace: bool):
+@pytest.mark.parametrize("does", [shares_memory, doubling])
+def test_what_is_remembered_by_its_data_is_the_unsplit_modules(does: Any, trace: bool):
     """What was done to the buffer reached the output later, or never: the trace, and the tape, saw two tensors in one
     memory as two."""
-    net = nn.Sequential(nn.Linear(8, 8), kind(own=True), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), Toy(does, last=torch.zeros(8)), nn.Linear(8, 8))
     model, params, state = fpipe.from_sequential(net, sizes=[3], loss=MSE, example=ROWS[0])
     assert "state" in model.stages[0].asks
-    right, outputs = one_by_one(net)
+    right, outputs = one_by_one(net, ROWS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it assigns the .data of a buffer that is read, which no trace sees
-        step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+        step = fpipe.build(merged(model, 4), model, trace=trace)
         found = step(params, ROWS, state=state)
-    assert found.state is not None
-    assert torch.equal(found.state[0]["1.last"], right.get_buffer("1.last"))
+    assert remembered(found).keys() == {"1.last"}
     assert torch.equal(found.outputs, outputs)
-    grads = fpipe.join_params(model, found.grads)
-    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in right.named_parameters())
+    assert_unsplit(model, found, right)
 
 
-class Sometimes(nn.Module):
+def sometimes(own: Any, x: Tensor) -> Tensor:
     """Counts, and normalises batches of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.norm(x) if len(x) == 3 else x
+    own.count += 1
+    return own.norm(x) if len(x) == 3 else x
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
     """Such an update was taken for one of the counter alone, and met the deferred norm's int."""
-    net = nn.Sequential(nn.Linear(4, 4), Sometimes(), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(4, 4), Toy(sometimes, norm=nn.BatchNorm1d(4), count=torch.zeros(())), nn.Linear(4, 2))
     batch = torch.randn(8, 4), torch.randn(8, 2)
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE, example=batch[0])
     model = fpipe.deferred_batch_norm(model)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    made = fpipe.build(program, model, trace=trace)(params, batch, state=state).state
+    made = fpipe.build(merged(model, 3), model, trace=trace)(params, batch, state=state).state
     wanted = fpipe.reference(model, params, batch, microbatches=3, state=state).state
     assert made is not None
     assert made[0]["1.count"] == 3
@@ -700,63 +607,25 @@ def test_what_a_module_around_reads_by_a_property_or_method_counts_as_read(kind:
     batch = torch.randn(6, 4), torch.randn(6, 2)
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE, example=batch[0])
     assert "state" in model.stages[0].asks
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    made = fpipe.build(program, model)(params, batch, state=state)
-    outputs = torch.cat([net(x) for x in batch[0].tensor_split(3)])
+    made = fpipe.build(merged(model, 3), model)(params, batch, state=state)
+    right, outputs = one_by_one(net, batch, 3)
     assert torch.equal(made.outputs, outputs)
-    assert made.state is not None
-    assert torch.equal(made.state[0]["1.ema.mean"], net.get_buffer("1.ema.mean"))
+    assert remembered(made).keys() == {"1.ema.mean"}
+    assert_unsplit(model, made, right)
 
 
-class Lending(nn.Module):
-    """Its second buffer is its first from then on, so that what is written into that shows in this."""
-
-    first: Tensor
-    second: Tensor
-
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.reads = reads
-        self.register_buffer("first", torch.zeros(8))
-        self.register_buffer("second", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.first.add_(1.0)
-        y = x * self.second.mean() if self.reads else x * 2
-        self.second = self.first
-        return y
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_buffers_left_in_one_memory_are_refused(reads: bool):
-    """As state they were apart from the next microbatch on: another loss, without a word."""
-    net = nn.Sequential(nn.Linear(8, 8), Lending(reads))
-    sentence = "stage 0 left buffers '1.first' and '1.second' in one storage; module state is a tensor of its own"
-    with pytest.raises(RuntimeError, match=sentence):
-        fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
-
-
-class Undetached(nn.Module):
+def undetached(own: Any, x: Tensor) -> Tensor:
     """Averages an output that wants a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.mean = 0.9 * self.mean.detach() + 0.1 * y.mean(0)
-        return y
+    y = own.linear(x)
+    own.mean = 0.9 * own.mean.detach() + 0.1 * y.mean(0)
+    return y
 
 
 @pytest.mark.filterwarnings("error")
 def test_an_average_that_is_not_detached_is_traced():
     """It ran under autograd, since the average wanted a gradient and the buffer did not."""
-    net = nn.Sequential(Undetached(), nn.Linear(8, 8))
+    net = nn.Sequential(Toy(undetached, linear=nn.Linear(8, 8), mean=torch.zeros(8)), nn.Linear(8, 8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE, example=ROWS[0])
     result = fpipe.build(fpipe.program(model), model)(params, ROWS, state=state)
-    MSE(net(ROWS[0]), ROWS[1]).backward()
-    grads = fpipe.join_params(model, result.grads)
-    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
-    assert torch.equal(result.state[0]["0.mean"], net[0].mean)
+    assert remembered(result).keys() == {"0.mean"}
+    assert_unsplit(model, result, one_by_one(net, ROWS, 1)[0])
