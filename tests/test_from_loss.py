@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
+from tests.toys import merged
 
 WIDTH, WORDS, LENGTH = 8, 16, 6
 
@@ -80,6 +81,36 @@ def own_grads(loss_fn: Any, params: Any, batch: tuple[Tensor, Tensor], microbatc
     return total
 
 
+def square() -> dict[str, Tensor]:
+    return {"w": torch.randn(4, 4)}
+
+
+def rows(count: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4), torch.randn(count, 4)
+
+
+def simple(change: Any, fn: Any = lambda x, w: fpipe.boundary(x @ w)) -> Any:
+    return lambda params, batch: change(fn(batch[0], params["w"]), params["w"], batch[1])
+
+
+def of_net(net: nn.Module) -> Any:
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
+
+    return loss_fn
+
+
+def assert_own(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpipe.Model:
+    """The gradients of the cut function are its own, bit by bit."""
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    program = merged(model, microbatches)
+    assert fpipe.verify(program, model, own, batch).bitwise
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    right = own_grads(loss_fn, params, batch, microbatches)
+    assert all(map(torch.equal, torch.utils._pytree.tree_leaves(found), right))
+    return model
+
+
 def test_stages_skips_and_ties_fall_out_of_the_dataflow():
     model, own, _, _ = cut_gpt()
     assert model.inputs == ("batch", 0, 1, (0, 2))
@@ -102,20 +133,6 @@ def test_its_gradients_are_the_functions_own(microbatches: int):
     assert all(torch.equal(a, b) for a, b in zip(found[2:], right[2:], strict=True))
     for one, other in zip(found[:2], right[:2], strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_a_chain_without_skips_is_bitwise_the_function():
-    def mlp(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, target = batch
-        for number, weight in enumerate(params):
-            x = torch.tanh((fpipe.boundary(x) if number else x) @ weight)
-        return (x - target).square().mean()
-
-    params, batch = [torch.randn(4, 4) for _ in range(4)], (torch.randn(10, 4), torch.randn(10, 4))
-    model, own = fpipe.from_loss(mlp, params, batch)
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(mlp, params, batch, 4), strict=True))
 
 
 def test_join_params_gives_the_pytree_back_and_split_params_undoes_it():
@@ -145,11 +162,10 @@ def test_branches_need_no_chain():
         return ((one * other) @ params["head"] - target).square().mean()
 
     params = {name: torch.randn(4, 4) for name in ("left", "right", "head")}
-    batch = (torch.randn(6, 4), torch.randn(6, 4)), torch.randn(6, 4)
+    batch = rows(), torch.randn(6, 4)
     model, own = fpipe.from_loss(towers, params, batch)
     assert model.inputs == ("batch", "batch", (0, 1))
-    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, own, batch).bitwise
+    assert fpipe.verify(merged(model, 3, fpipe.schedules.one_f_one_b(3)), model, own, batch).bitwise
 
 
 def test_what_an_early_stage_hands_to_others_and_to_the_loss():
@@ -163,31 +179,24 @@ def test_what_an_early_stage_hands_to_others_and_to_the_loss():
         third = torch.tanh(fpipe.boundary(second) @ params["c"]) * gate
         return (third - target).square().mean() + (first * target).mean() + gate.mean()
 
-    params, batch = {name: torch.randn(4, 4) for name in "abc"}, (torch.randn(6, 4), torch.randn(6, 4))
+    params, batch = {name: torch.randn(4, 4) for name in "abc"}, rows()
     model, own = fpipe.from_loss(loss_fn, params, batch)
-    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3, fpipe.schedules.one_f_one_b(3))
     assert fpipe.verify(program, model, own, batch).bitwise
     found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
     for one, other in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_no_grad_autocast_and_changes_in_place_inside_a_stage_are_kept():
-    def odd(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, target = batch
-        with torch.no_grad():
-            scale = (x @ params["w"]).abs().mean()
-        with torch.autocast("cpu", torch.bfloat16):
-            x = F.linear(x, params["w"])
-        x = fpipe.boundary(F.relu(x.float() / scale, inplace=True))
-        return (checkpoint(torch.tanh, x @ params["v"], use_reentrant=False) - target).square().mean()
-
-    params, batch = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
-    model, own = fpipe.from_loss(odd, params, batch)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    right = own_grads(odd, params, batch, 3)
-    assert all(torch.equal(a, b) for a, b in zip(found.values(), right, strict=True))
+def odd(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """no_grad, autocast, a change in place and a checkpoint, inside of stages."""
+    x, target = batch
+    with torch.no_grad():
+        scale = (x @ params["a"]).abs().mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        x = F.linear(x, params["a"])
+    x = fpipe.boundary(F.relu(x.float() / scale, inplace=True))
+    return (checkpoint(torch.tanh, x @ params["b"], use_reentrant=False) - target).square().mean()
 
 
 def autocast_over_all(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -239,6 +248,7 @@ def tied_in_autocast(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) ->
 
 
 BLOCKS = [
+    odd,
     tied_in_autocast,
     autocast_over_all,
     autocast_over_marks,
@@ -257,7 +267,7 @@ def test_blocks_may_hold_marks_and_the_loss(loss_fn: Any):
     params, batch = {name: torch.randn(4, 4) for name in "abc"}, (torch.randn(7, 4), torch.randn(7, 4))
     model, own = fpipe.from_loss(loss_fn, params, batch)
     plan = fpipe.checkpoint("always"), fpipe.schedules.zb_h1(len(model.stages))
-    program = fpipe.chain(fpipe.split(3), *plan, fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3, *plan)
     assert fpipe.verify(program, model, own, batch).bitwise
     found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
     right = own_grads(loss_fn, params, batch, 3)
@@ -270,18 +280,14 @@ def test_blocks_may_hold_marks_and_the_loss(loss_fn: Any):
 
 def test_losses_that_count():
     def masked(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, target = batch
-        y = fpipe.boundary(torch.tanh(x @ params["w"])) @ params["w"]
-        keep = target > 0
-        return ((y - target) * keep).square().sum(), keep.sum()
+        y, keep = fpipe.boundary(torch.tanh(batch[0] @ params["w"])) @ params["w"], batch[1] > 0
+        return ((y - batch[1]) * keep).square().sum(), keep.sum()
 
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(7, 4), torch.randn(7, 4))
+    params, batch = square(), rows(7)
     model, own = fpipe.from_loss(masked, params, batch, reduction="count")
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    result = fpipe.build(program, model)(own, batch)
     total, count = masked(params, batch)
-    torch.testing.assert_close(result.loss, total / count)
-    assert fpipe.verify(program, model, own, batch).bitwise
+    torch.testing.assert_close(fpipe.build(merged(model, 3), model)(own, batch).loss, total / count)
+    assert fpipe.verify(merged(model, 3), model, own, batch).bitwise
 
 
 class Tripled(torch.autograd.Function):
@@ -292,10 +298,6 @@ class Tripled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 3
-
-
-def simple(change: Any, fn: Any = lambda x, w: fpipe.boundary(x @ w)) -> Any:
-    return lambda params, batch: change(fn(batch[0], params["w"]), params["w"], batch[1])
 
 
 def gradient_inside(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -389,7 +391,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(name: str):
     if sentence is LOST and TorchVersion(torch.__version__) < "2.13":
         sentence = "."  # torch 2.11 says something of its own there
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        fpipe.from_loss(loss_fn, params, (torch.randn(6, 4), torch.randn(6, 4)))
+        fpipe.from_loss(loss_fn, params, rows())
 
 
 def test_a_checkpoint_in_a_checkpoint_is_traced() -> None:
@@ -399,9 +401,7 @@ def test_a_checkpoint_in_a_checkpoint_is_traced() -> None:
         return checkpoint(torch.tanh, x, use_reentrant=False)
 
     loss_fn = simple(lambda y, w, t: (checkpoint(inner, y @ w, use_reentrant=False) - t).square().mean())
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    model, params = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
-    assert fpipe.verify(fpipe.program(model), model, params, batch).bitwise
+    assert_own(loss_fn, square(), rows(), 1)
 
 
 class Decides(nn.Module):
@@ -421,7 +421,7 @@ def test_a_refusal_names_the_module_and_the_users_line(decides: bool) -> None:
     with pytest.raises(
         ValueError, match="Use torch.where, or from_fun" if decides else "stage 0 reads the ta"
     ) as error:
-        fpipe.from_loss(loss_fn, dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4)))
+        fpipe.from_loss(loss_fn, dict(net.named_parameters()), rows())
     code = (Decides.forward if decides else loss_fn).__code__
     place = "in module 'net.1' (Decides), at" if decides else "at"
     line = code.co_firstlineno + 1
@@ -470,7 +470,7 @@ def test_a_loss_function_returns_a_loss(returned, options: dict, sentence: str):
         return returned(fpipe.boundary(batch[0] @ params["w"]) - batch[1])
 
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
-        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.randn(6, 4), torch.randn(6, 4)), **options)
+        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, rows(), **options)
 
 
 NOT_OF_A_NET = ", which computes the loss of a whole net; found {}, a function of other things. Call it on what the net"
@@ -541,15 +541,10 @@ def test_what_torch_says_of_rows_is_explained():
 
 def test_a_tensor_whose_data_is_assigned_is_told():
     """It said that the stages give another loss; without data to compare, nothing."""
-
-    def loss_fn(params, batch):
-        y = fpipe.boundary(batch[0] @ params["w"])
-        y.data = y.detach() * 2
-        return (y - batch[1]).square().mean()
-
+    loss_fn = simple(lambda y, w, t: (setattr(y, "data", y.detach() * 2), (y - t).square().mean())[1])
     words = "loss_fn cannot be cut: it assigns the .data of a tensor, which no trace sees. Compute a new tensor in its"
     with pytest.raises(ValueError, match=re.escape(words)):
-        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
+        fpipe.from_loss(loss_fn, square(), rows())
 
 
 def test_a_gradient_that_is_zero_but_for_rounding():
@@ -580,17 +575,13 @@ def test_a_batch_of_another_shape():
 
 
 def test_a_number_of_rows_that_takes_another_way():
-    def larger(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = fpipe.boundary(batch[0] @ params["w"])
-        return (y @ params["w"] * (2 if y.shape[0] > 3 else 1) - batch[1]).mean()
-
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
-    model, own = fpipe.from_loss(larger, params, batch)
+    loss_fn = simple(lambda y, w, t: (y @ w * (2 if y.shape[0] > 3 else 1) - t).mean())
+    params, batch = square(), rows()
+    model, own = fpipe.from_loss(loss_fn, params, batch)
     fpipe.build(fpipe.program(model), model)(own, batch)
-    with pytest.raises(
-        ValueError, match="loss_fn takes another branch for 3 rows than for the example: rows > 3 is false"
-    ):
-        fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)(own, batch)
+    words = "loss_fn takes another branch for 3 rows than for the example: rows > 3 is false"
+    with pytest.raises(ValueError, match=words):
+        fpipe.build(merged(model, 2), model)(own, batch)
 
 
 TABLE = (fpipe.Chunk(0), fpipe.Replicate())
@@ -614,7 +605,7 @@ def rows_put_together(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -
 
 def test_leaves_with_as_many_rows_in_the_example_may_have_others_later():
     """The rows of a table that every microbatch takes whole were taken for those of the batch: 259.65 for 21.52."""
-    params, x = {"w": torch.randn(4, 4)}, torch.randn(12, 4)
+    params, x = square(), torch.randn(12, 4)
     for loss_fn, inputs, target, spec in (
         (sizes_of_both, (torch.randn(6, 4), x[:6]), torch.ones(6), ((fpipe.Replicate(), fpipe.Chunk(0)), TABLE[0])),
         (size_of_the_target, x[:6], torch.randn(6, 4), TABLE),
@@ -628,15 +619,15 @@ def test_leaves_with_as_many_rows_in_the_example_may_have_others_later():
         torch.testing.assert_close(fpipe.build(program, model)(own, batch).loss, right)
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-def test_rows_that_are_put_together_are_as_many(rows: int):
+@pytest.mark.parametrize("count", [1, 6])
+def test_rows_that_are_put_together_are_as_many(count: int):
     """One row would be taken for as many as the inputs have."""
-    params = {"w": torch.randn(4, 4)}
-    model, own = fpipe.from_loss(rows_put_together, params, (torch.randn(6, 4), torch.randn(6, 4)))
+    params = square()
+    model, own = fpipe.from_loss(rows_put_together, params, rows())
     step = fpipe.build(fpipe.split(3, spec=TABLE)(fpipe.program(model)), model)
-    words = f"target has {rows} rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two"
+    words = f"target has {count} rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two"
     with pytest.raises(ValueError, match=re.escape(words)):
-        step(own, (torch.randn(12, 4), torch.randn(rows, 4)))
+        step(own, (torch.randn(12, 4), torch.randn(count, 4)))
     step(own, (torch.randn(12, 4), torch.randn(4, 4)))
 
 
@@ -652,7 +643,7 @@ def test_one_row_among_many_is_a_table():
         (x, shift), target = batch
         return (fpipe.boundary(x @ params["w"] + shift) @ params["w"] - target).square().mean()
 
-    params, inputs, target = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(1, 4)), torch.randn(6, 4)
+    params, inputs, target = square(), (torch.randn(6, 4), torch.randn(1, 4)), torch.randn(6, 4)
     model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
     spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
     program = fpipe.chain(fpipe.split(3, spec=spec), fpipe.merge())(fpipe.program(model))
@@ -673,7 +664,7 @@ def test_a_mask_of_the_sequences_length_is_a_table(rows: int):
         return (fpipe.boundary(y) @ params["w"] - target).square().mean() / mask.shape[0]
 
     x, mask, target = torch.randn(rows, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril(), torch.randn(rows, 4, 4)
-    params = {"w": torch.randn(4, 4)}
+    params = square()
     model, own = fpipe.from_loss(loss_fn, params, ((x, mask), target))
     spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
     program = fpipe.chain(fpipe.split(2, spec=spec), fpipe.merge())(fpipe.program(model))
@@ -746,11 +737,7 @@ def test_a_stage_may_ask_for_the_sizes_of_what_it_computes(layer: Any):
         return F.mse_loss(x, batch[1])
 
     params, batch = [torch.randn(4, 4) for _ in range(2)], (torch.randn(4, 4, 4, 4), torch.randn(4, 4, 4, 4))
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    assert model.inputs == ("batch", 0)
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(loss_fn, params, batch, 2), strict=True))
+    assert assert_own(loss_fn, params, batch, 2).inputs == ("batch", 0)
 
 
 def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
@@ -763,26 +750,15 @@ def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
             windows = fpipe.boundary(torch.tanh(windows @ w))
         return F.mse_loss(windows.reshape(rows, length, width) * rows, batch[1])
 
-    params, batch = [torch.randn(4, 4) for _ in range(2)], (torch.randn(6, 4, 4), torch.randn(6, 4, 4))
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    assert model.inputs == ("batch", 0, 1)
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    assert all(torch.equal(a, b) for a, b in zip(found, own_grads(loss_fn, params, batch, 4), strict=True))
+    batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)
+    assert assert_own(loss_fn, [torch.randn(4, 4) for _ in range(2)], batch, 4).inputs == ("batch", 0, 1)
 
 
 def test_an_example_of_one_row_and_a_net_called_by_functional_call():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = torch.func.functional_call(net, params, (batch[0],))
-        return (fpipe.boundary(y) * 2 - batch[1]).square().mean()
-
-    params = dict(net.named_parameters())
-    model, own = fpipe.from_loss(loss_fn, params, (torch.randn(1, 4), torch.randn(1, 4)))
+    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), rows(1))
     assert list(own[0]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, own, (torch.randn(7, 4), torch.randn(7, 4))).bitwise
+    assert fpipe.verify(merged(model, 3), model, own, rows(7)).bitwise
 
 
 def traces_of(model: fpipe.Model, params: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -790,8 +766,7 @@ def traces_of(model: fpipe.Model, params: Any, batch: Any, monkeypatch: pytest.M
     traced: list[Any] = []
     trace = trace_cache.trace
     monkeypatch.setattr(trace_cache, "trace", lambda *args: traced.append(args) or trace(*args))
-    program = fpipe.chain(fpipe.split(2), fpipe.checkpoint(), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params, batch).bitwise
+    assert fpipe.verify(merged(model, 2, fpipe.checkpoint()), model, params, batch).bitwise
     monkeypatch.undo()
     return len(traced)
 
@@ -893,7 +868,7 @@ def test_random_numbers_follow_from_the_key_under_every_plan():
     model, own = fpipe.from_loss(noisy(fpipe.boundary), params, batch)
     found = []
     for plan in PLANS.values():
-        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
+        program = merged(model, 4, *plan)
         for trace in (True, False):
             step = fpipe.build(program, model, trace=trace)
             found.append(step(own, batch, key=KEY))
@@ -907,21 +882,6 @@ def test_random_numbers_follow_from_the_key_under_every_plan():
     assert not torch.equal(fpipe.build(program, model)(own, batch, key=KEY + 1).loss, loss)
     with pytest.raises(ValueError, match=r"^stage 0 draws random numbers: hand in key="):
         fpipe.build(program, model)(own, batch)
-
-
-def test_the_reference_of_a_gpt_with_dropout_is_the_function_too():
-    def dropping(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, target = batch
-        x = F.dropout(F.embedding(ids, params["embed"]), 0.1)
-        for own in params["blocks"]:
-            x = F.dropout(block(own, fpipe.boundary(x)), 0.1)
-        return F.cross_entropy(F.linear(fpipe.boundary(x), params["embed"]).flatten(0, 1), target.flatten())
-
-    params, batch = gpt_case()
-    model, own = fpipe.from_loss(dropping, params, batch)
-    for plan in ((), (fpipe.checkpoint("always"), fpipe.schedules.zb_h1(4))):
-        program = fpipe.chain(fpipe.split(4), *plan, fpipe.merge())(fpipe.program(model))
-        assert fpipe.verify(program, model, own, batch, key=KEY).bitwise
 
 
 # Buffers of modules that the function closes over
@@ -958,7 +918,7 @@ def test_a_buffer_that_the_function_writes_is_refused_by_name(how: str, meta: bo
         return (y - batch[1]).square().mean()
 
     name = "num_batches_tracked" if how == "norm" else "seen"
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    params, batch = square(), rows()
     if meta:
         params, batch = {"w": params["w"].to("meta")}, tuple(half.to("meta") for half in batch)
     does = r"binds '\S*{}' anew" if how == "another" else r"writes '\S*{}' in place \(aten\.add_\.Tensor\)"
@@ -970,13 +930,7 @@ def test_a_buffer_that_the_function_writes_is_refused_by_name(how: str, meta: bo
 
 def test_a_norm_in_eval_is_closed_over_as_it_is():
     net = nn.BatchNorm1d(4).eval()
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (net(fpipe.boundary(batch[0] @ params["w"])) * 1.0 - batch[1]).square().mean()
-
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
+    assert_own(simple(lambda y, w, t: (net(y) * 1.0 - t).square().mean()), square(), rows(), 1)
 
 
 class Trainer:
@@ -1021,7 +975,7 @@ def test_a_module_behind_an_object_is_found(behind: str, kind: str):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if kind == "norm" else Watching(kind))
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     with pytest.raises(RuntimeError, match=r"loss_fn (writes|binds) .*, which it closes over; a stage and a loss are"):
-        fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4)))
+        fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), rows())
     assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
 
 
@@ -1029,7 +983,7 @@ def test_a_module_behind_an_object_is_found(behind: str, kind: str):
 def test_the_mode_of_a_module_behind_an_object_is_known(behind: str):
     """A trainer's net was put into eval mode, or given other parameters, and steps went on as before, in silence."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    batch = torch.randn(6, 4), torch.randn(6, 4)
+    batch = rows()
     model, own = fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), batch)
     step = fpipe.build(fpipe.program(model), model)
     net.eval()
@@ -1048,10 +1002,8 @@ def test_a_local_that_is_assigned_later_is_no_obstacle():
         y = fpipe.boundary(batch[0] @ params["w"])
         return (y - batch[1]).square().mean() if params else later
 
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
+    assert_own(loss_fn, square(), rows(), 1)
     later = torch.zeros(())
-    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -1065,15 +1017,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_a_tensor_that_the_function_writes_is_refused(how: str):
     """KeyError: '_tensor_constant0'."""
     held = torch.ones(4)
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        WRITES[how](held)
-        return (fpipe.boundary(batch[0] @ params["w"]) * held - batch[1]).square().mean()
-
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
+    loss_fn = simple(lambda y, w, t: (WRITES[how](held), (y * held - t).square().mean())[1])
     sentence = r"loss_fn writes ('held'|a tensor of shape \(4,\)) in place \(aten\.\w+\.\w+\), which it closes over; "
     with pytest.raises((RuntimeError, ValueError), match=sentence):
-        fpipe.from_loss(loss_fn, params, batch)
+        fpipe.from_loss(loss_fn, square(), rows())
     assert torch.equal(held, torch.ones(4))  # the trace had written it
 
 
@@ -1085,12 +1032,9 @@ def test_what_a_write_only_reads_and_what_is_written_before_it_is_used():
         mask = torch.zeros(4)
         mask[1:].add_(1)
         y = (batch[0] @ params["w"]).add_(held) * mask
-        return (fpipe.boundary(y) @ params["w"] * mask + held - batch[1]).square().mean()
+        return (fpipe.boundary(y) * mask + held - batch[1]).square().mean()
 
-    params, batch = {"w": torch.randn(4, 4)}, (torch.randn(6, 4), torch.randn(6, 4))
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, own, batch).bitwise
+    assert_own(loss_fn, square(), rows(), 3)
 
 
 def test_a_norm_that_no_name_leads_to_is_seen_too(monkeypatch: pytest.MonkeyPatch):
@@ -1103,9 +1047,9 @@ def test_a_norm_that_no_name_leads_to_is_seen_too(monkeypatch: pytest.MonkeyPatc
         y = sys.modules["held_module"].net(fpipe.boundary(batch[0] @ params["w"]))
         return (y * 1.0 - batch[1]).square().mean()
 
-    batch = torch.randn(6, 4), torch.randn(6, 4)
+    batch = rows()
     with pytest.raises(RuntimeError, match=r"loss_fn writes a tensor in place .*, which it closes over; .* \.eval\(\)"):
-        fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch)
+        fpipe.from_loss(loss_fn, square(), batch)
     assert all(map(torch.equal, norm.buffers(), nn.BatchNorm1d(4).buffers()))
 
 
@@ -1155,11 +1099,7 @@ def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: boo
 def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: bool):
     """Dropout stayed on, in silence."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
-
-    params, batch = dict(net.named_parameters()), (torch.randn(6, 4), torch.randn(6, 4))
+    params, batch, loss_fn = dict(net.named_parameters()), rows(), of_net(net)
     model, own = fpipe.from_loss(loss_fn, params, batch)
     step = fpipe.build(fpipe.program(model), model, trace=trace)
     before = step(own, batch, key=0).loss
@@ -1177,12 +1117,8 @@ def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: boo
 
 def test_parameters_that_the_net_has_no_more_are_refused():
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
-
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
+    batch = rows()
+    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), batch)
     step = fpipe.build(fpipe.program(model), model)
     step(own, batch)
     net.load_state_dict({name: leaf.clone() for name, leaf in net.state_dict().items()}, assign=True)
@@ -1194,14 +1130,9 @@ def test_parameters_that_the_net_has_no_more_are_refused():
 
 def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(fpipe.boundary(torch.func.functional_call(net, params, (batch[0],))) * 2, batch[1])
-
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
+    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), rows())
     net.eval()
-    assert fpipe.verify(fpipe.program(model), model, own, batch).bitwise
+    assert fpipe.verify(fpipe.program(model), model, own, rows()).bitwise
 
 
 def test_modules_made_meanwhile_are_nobodys_state():
@@ -1214,15 +1145,9 @@ def test_modules_made_meanwhile_are_nobodys_state():
         made.itself = [made]
         kept["module"] = Watching("another")
         kept["module"](batch[0])
-        y = fpipe.boundary(batch[0] @ params["w"]) * made.seen
-        return (y - batch[1]).square().mean()
+        return (fpipe.boundary(batch[0] @ params["w"]) * made.seen - batch[1]).square().mean()
 
-    params = {"w": torch.randn(4, 4)}
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    assert all(torch.equal(*pair) for pair in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True))
+    assert_own(loss_fn, square(), rows(), 3)
 
 
 def test_a_function_of_torch_that_was_handed_the_loss_function_is_cut():
@@ -1252,7 +1177,7 @@ def test_an_error_inside_of_a_block_closes_it(trace: bool):
 
     params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 2)}, (torch.randn(6, 4), torch.randn(6, 2))
     model, own = fpipe.from_loss(loss_fn, params, batch)
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+    step = fpipe.build(merged(model, 2), model, trace=trace)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         step(({**own[0], "a": torch.randn(5, 4)}, *own[1:]), batch)
     assert not torch.is_autocast_enabled("cpu")
@@ -1266,8 +1191,7 @@ def test_an_error_inside_of_a_block_closes_it(trace: bool):
 
 
 def verified(model, params, batch, **more):
-    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    return fpipe.verify(program, model, params, batch, **more)
+    return fpipe.verify(merged(model, 2), model, params, batch, **more)
 
 
 def remade(scale, dropout=0.0):
@@ -1278,8 +1202,8 @@ def remade(scale, dropout=0.0):
         hidden = fpipe.boundary(F.dropout(inputs @ params["w"], dropout))
         return F.mse_loss(F.dropout(hidden, dropout) @ params["w"] * scale[0], target)
 
-    batch = torch.randn(6, 4), torch.randn(6, 4)
-    return *fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4)}, batch), batch
+    batch = rows()
+    return *fpipe.from_loss(loss_fn, square(), batch), batch
 
 
 def test_verify_compares_with_the_function_and_not_with_its_trace():
@@ -1307,7 +1231,7 @@ def test_verify_compares_gradients_with_the_functions():
         hidden = fpipe.boundary(batch[0] @ params["w"])
         return F.mse_loss(hidden + (params["v"].detach() if stopped[0] else params["v"]), batch[1])
 
-    batch = torch.randn(6, 4), torch.randn(6, 4)
+    batch = rows()
     model, params = fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4), "v": torch.randn(4)}, batch)
     model = fpipe.freeze(model, (0, "w"))
     assert verified(model, params, batch).bitwise
