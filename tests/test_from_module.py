@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.tree import leaves
+from tests.own_autograd import own_autograd
+from tests.toys import merged, one_by_one, remembered
 
 WIDTH = 8
 
@@ -58,30 +60,9 @@ def rows(count: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, WIDTH), torch.randn(count, WIDTH)
 
 
-def own(net: nn.Module, batch: Any, loss: Any, microbatches: int, key: int, ends: tuple[str, ...]) -> dict[str, Tensor]:
-    """The gradients of the net under plain autograd, microbatch after microbatch, seeded where a stage begins."""
-    params = {name: leaf.detach().requires_grad_() for name, leaf in net.named_parameters()}
-    total = {name: torch.zeros_like(leaf) for name, leaf in params.items()}
-    parts = zip(*(half.tensor_split(microbatches) for half in batch), strict=True)
-    index = 0
-
-    def seed(stage: int) -> Any:
-        return lambda *_: torch.manual_seed(fpipe.fold_in(key, stage, index)) and None
-
-    hooks = [net.get_submodule(path).register_forward_hook(seed(at + 1)) for at, path in enumerate(ends)]
-    for index, (x, target) in enumerate(parts):
-        seed(0)()
-        made = loss(torch.func.functional_call(net, params, (x,)), target) * (len(x) / len(batch[0]))
-        for name, grad in zip(params, torch.autograd.grad(made, [*params.values()]), strict=True):
-            total[name] = grad if index == 0 else total[name] + grad
-    for hook in hooks:
-        hook.remove()
-    return total
-
-
 def pipeline(model: fpipe.Model, microbatches: int = 4) -> fpipe.Program:
     stages = len(model.stages)
-    return fpipe.chain(fpipe.split(microbatches), fpipe.schedules.zb_h1(stages), fpipe.merge())(fpipe.program(model))
+    return merged(model, microbatches, fpipe.schedules.zb_h1(stages))
 
 
 @pytest.mark.parametrize("stages", [3, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 4))])
@@ -93,7 +74,7 @@ def test_the_gradients_are_the_nets_own(stages: int) -> None:
     ends = {2: ("blocks.1",), 3: ("blocks.0", "blocks.2"), 4: ("blocks.0", "blocks.1", "blocks.2")}[stages]
     result = fpipe.build(pipeline(model), model)(params, batch, key=5)
     found = fpipe.join_params(model, result.grads)
-    right = own(net, batch, F.mse_loss, 4, 5, ends)
+    _, right = own_autograd(net, batch, 4, key=5, ends=ends, loss=F.mse_loss)
     torch.testing.assert_close(found["embed.weight"], right.pop("embed.weight"))
     assert [name for name in right if not torch.equal(found[name], right[name])] == []
     assert fpipe.verify(pipeline(model), model, params, batch, key=5).bitwise
@@ -110,25 +91,31 @@ def test_embeddings_are_in_the_first_stage_and_the_head_in_the_last() -> None:
     assert model.inputs == ("batch", 0, 1, ((0, 1), 2))  # the skip passes by those between
 
 
-def test_batch_norms_are_state_as_the_modules_have_it() -> None:
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Net, Twice])
+def test_batch_norms_are_state_as_the_modules_have_it(kind: type[Net]) -> None:
+    """Each of a norm's calls counts."""
     torch.manual_seed(0)
-    net, batch = Net(2, Statistics), rows()
-    model, params, state = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
-    assert [len(one) for one in state] == [3, 3]
+    net, batch, stages = kind(2, Statistics), rows(), 1 if kind is Twice else 2
+    model, params, state = fpipe.from_module(net, stages, loss=F.mse_loss, example=batch)
+    assert all(stage.update for stage in model.stages), "no output reads the statistics: updates come when they like"
     result = fpipe.build(pipeline(model), model)(params, batch, state=state)
     assert fpipe.verify(pipeline(model), model, params, batch, state=state).bitwise
-    for part in batch[0].tensor_split(4):
-        net(part)
-    now = dict(net.named_buffers())
-    assert [name for one in result.state for name in one if not torch.equal(one[name], now[name])] == []
+    now = dict(one_by_one(net, batch)[0].named_buffers())
+    assert [len(one) for one in result.state] == [6 // stages] * stages
+    assert [name for name, held in remembered(result).items() if not torch.equal(held, now[name])] == []
+    assert now["blocks.0.middle.0.num_batches_tracked"] == 8 // stages
 
 
 def test_other_numbers_of_rows_need_no_other_graph() -> None:
     net = Net(2)
     model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=rows(4))
     for count in (1, 3, 8):
-        batch = rows(count)
-        assert fpipe.verify(pipeline(model, 1), model, params, batch).bitwise
+        assert fpipe.verify(pipeline(model, 1), model, params, rows(count)).bitwise
 
 
 def test_stages_are_balanced_by_costs_that_were_said_or_measured() -> None:
@@ -255,7 +242,7 @@ def test_blocks_keep_the_contexts_that_they_run_in(kind: type[Net]) -> None:
     model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
     assert fpipe.verify(pipeline(model), model, params, batch).bitwise
     found = fpipe.join_params(model, fpipe.build(pipeline(model), model)(params, batch).grads)
-    for name, grad in own(net, batch, F.mse_loss, 4, 0, ()).items():
+    for name, grad in own_autograd(net, batch, 4, key=0, ends=(), loss=F.mse_loss)[1].items():
         if name == "embed.weight":
             torch.testing.assert_close(found[name], grad, atol=1e-2 if kind is InAutocast else 1e-6, rtol=0)
         else:
@@ -387,8 +374,7 @@ class Wrapper(nn.Module):
 def test_a_net_may_take_whatever_keywords_it_hands_on() -> None:
     """torch.export takes no open sizes of what **kwargs collects: it ended in an assertion about a tree_name."""
     torch.manual_seed(0)
-    inputs = {name: torch.randn(4, WIDTH) for name in ("a", "b", "labels")}
-    net = Wrapper()
+    net, inputs = Wrapper(), {name: torch.randn(4, WIDTH) for name in ("a", "b", "labels")}
     model, params, _ = fpipe.from_module(net, 2, example=inputs)
     assert fpipe.verify(pipeline(model, 2), model, params, (inputs, None)).bitwise
     assert "forward" not in vars(net)
@@ -420,17 +406,16 @@ class Shared(nn.Module):
         return x
 
 
-def test_a_part_of_a_list_may_have_a_block_several_times() -> None:
-    """named_children has it once: IndexError."""
-    model, params, _ = fpipe.from_module(Shared(), 3, loss=F.mse_loss, example=rows())
-    assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
-
-
-def test_modules_out_of_a_part_of_a_list_have_their_own_paths() -> None:
-    """Of 'blocks.slice(None, 2, None).0' there is no module: AttributeError, of nn.Module."""
-    net = Sliced(4)
-    model, params, _ = fpipe.from_module(net, 4, loss=F.mse_loss, example=rows())
-    assert [stage.name for stage in model.stages] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3, head"]
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [(Shared, None), (lambda: Sliced(4), ["blocks.0", "blocks.1", "blocks.2", "blocks.3, head"])],
+    ids=["a block several times", "parts of a list"],
+)
+def test_modules_out_of_a_part_of_a_list_have_their_own_paths(make: Any, names: list[str] | None) -> None:
+    """Of 'blocks.slice(None, 2, None).0' there is no module: AttributeError, of nn.Module. named_children has a block
+    that is there several times once: IndexError."""
+    model, params, _ = fpipe.from_module(make(), 4 if names else 3, loss=F.mse_loss, example=rows())
+    assert names in (None, [stage.name for stage in model.stages])
     assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
 
 
@@ -463,16 +448,8 @@ class Named(nn.Module):
 def test_blocks_whose_names_end_in_numbers_are_a_list() -> None:
     """The two layers of the stem were the blocks, so that all else was in the last stage; or the layers in branches."""
     model, _, _ = fpipe.from_module(Named(), 8, loss=F.mse_loss, example=rows())
-    assert [stage.name for stage in model.stages] == [
-        "stem",
-        "block_1",
-        "block_2",
-        "layer1",
-        "layer2.0",
-        "layer2.1",
-        "mixed3a",
-        "mixed3b",
-    ]
+    names = "stem", "block_1", "block_2", "layer1", "layer2.0", "layer2.1", "mixed3a", "mixed3b"
+    assert tuple(stage.name for stage in model.stages) == names
 
 
 def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
@@ -521,14 +498,11 @@ def test_buffers_that_are_written_are_state(kind: type[Net]) -> None:
     net, batch = kind(2), rows()
     model, params, state = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
     before = {name: held.clone() for name, held in net.named_buffers()}
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 4, fpipe.schedules.one_f_one_b(2))
     assert fpipe.verify(program, model, params, batch, state=state).bitwise
-    result = fpipe.build(program, model)(params, batch, state=state)
+    written = remembered(fpipe.build(program, model)(params, batch, state=state))
     assert all(torch.equal(before[name], held) for name, held in net.named_buffers())
-    for part in batch[0].tensor_split(4):
-        net(part)
-    now = dict(net.named_buffers())
-    written = {name: held for one in result.state for name, held in one.items()}
+    now = dict(one_by_one(net, batch)[0].named_buffers())
     assert written.keys() == {name for name in now if not torch.equal(before[name], now[name])}
     assert [name for name, held in written.items() if not torch.equal(held, now[name])] == []
 
@@ -696,26 +670,18 @@ def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line() ->
     wrong(shared, f"in stages 0 and 1; choose cuts= that keep it in one.{place}")
 
 
-class Points(nn.Module):
+class Points(Around):
     """Gives one of its modules another name as it runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            self.current = block
-            x = block(x).relu()
-        return x
+    def around(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.current = block
+        return block(x)
 
 
 def test_a_net_that_renames_its_own_modules_is_cut():
     """It was refused as one that changes itself."""
-    x = torch.randn(4, 4)
-    model, params, _ = fpipe.from_module(Points(), 2, loss=F.mse_loss, example=(x, x))
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params, (x, x)).bitwise
+    model, params, _ = fpipe.from_module(Points(2), 2, loss=F.mse_loss, example=rows())
+    assert fpipe.verify(pipeline(model), model, params, rows()).bitwise
 
 
 def line_of(function: Any) -> int:
@@ -814,25 +780,6 @@ def test_a_model_is_handed_to_processes_that_are_spawned() -> None:
     batch = rows()
     made = fpipe.from_module(Net(2, Statistics, nn.Dropout), 2, loss=F.mse_loss, example=batch)
     torch.multiprocessing.spawn(in_a_process, (made, batch, stepped(*made, batch)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-
-
-class Twice(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
-
-
-def test_a_norm_that_is_called_twice_counts_both_calls() -> None:
-    torch.manual_seed(0)
-    net, batch = Twice(2, Statistics), rows()
-    model, params, state = fpipe.from_module(net, 1, loss=F.mse_loss, example=batch)
-    assert model.stages[0].update is not None, "no output reads the statistics, so updates come when they like"
-    result = fpipe.build(pipeline(model), model)(params, batch, state=state)
-    for part in batch[0].tensor_split(4):
-        net(part)
-    now = dict(net.named_buffers())
-    assert result.state is not None
-    assert [name for name, held in result.state[0].items() if not torch.equal(held, now[name])] == []
-    assert now["blocks.0.middle.0.num_batches_tracked"] == 8
 
 
 class InPlace(Net):

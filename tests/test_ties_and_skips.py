@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Pop, Stash, tree
+from tests.toys import merged
 
 F = nn.functional
 TRACED = pytest.mark.parametrize("trace", [True, False])
@@ -23,13 +24,6 @@ SCHEDULES = {
     "zb_h1": fpipe.schedules.zb_h1,
     "from both ends": lambda p: fpipe.chain(fpipe.place("bidirectional"), fpipe.reorder(as_it_is)),
     "chimera": fpipe.schedules.chimera,
-}
-POLICIES = {
-    "kept": fpipe.identity(),
-    "always": fpipe.checkpoint("always"),
-    "except_last": fpipe.checkpoint("except_last"),
-    "groups": fpipe.checkpoint("always", groups=[(0, 1)]),
-    "cut": fpipe.chain(fpipe.checkpoint("except_last"), fpipe.split_backward()),
 }
 
 
@@ -86,8 +80,9 @@ def test_a_tied_net_is_the_unsplit_one_under_every_schedule(schedule, sizes):
     net, model, params = tied(*sizes)
     if schedule is fpipe.schedules.chimera and len(sizes) == 1:
         schedule = fpipe.schedules.gpipe  # two ends are of two ranks
-    pipeline = fpipe.chain(fpipe.split(4), schedule(len(sizes)), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(4), schedule(len(sizes)), fpipe.merge(), fpipe.communicate())(
+        fpipe.program(model)
+    )
     assert fpipe.verify(program, model, params, words()).bitwise
     found = fpipe.build(program, model)(params, words())
     own = [net[0].weight, *(p for layer in net[1:-1] for p in layer.parameters())]
@@ -99,18 +94,6 @@ def test_a_tied_net_is_the_unsplit_one_under_every_schedule(schedule, sizes):
         right = next(grad for leaf, grad in zip(own, grads, strict=True) if leaf is parameter)
         assert torch.allclose(joined[name], right, atol=1e-6), name
     assert joined["0.weight"] is joined["5.embedding.weight"]
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@TRACED
-def test_a_tied_net_is_the_unsplit_one_under_every_policy(policy, trace: bool):
-    _, model, params = tied(2, 2, 2)
-    schedule = fpipe.schedules.one_f_one_b(2 if policy is POLICIES["groups"] else 3)  # a group is on one rank
-    pipeline = fpipe.chain(fpipe.split(3), policy, schedule, fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
-    assert fpipe.verify(program, model, params, words(7)).bitwise
-    expected = fpipe.reference(model, params, words(7), microbatches=3)
-    assert bits(fpipe.build(program, model, trace=trace)(params, words(7)).grads, expected.grads)
 
 
 def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
@@ -125,16 +108,6 @@ def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
     assert len(sums) == 1
 
 
-def test_join_and_split_undo_each_other_with_ties():
-    net, model, params = tied(2, 2, 2)
-    again = fpipe.split_params(model, net.state_dict())
-    assert [list(stage) for stage in again] == [list(stage) for stage in params]
-    assert bits(again, params)
-    wrong = dict(net.state_dict(), **{"5.embedding.weight": torch.zeros(11, 6)})
-    with pytest.raises(ValueError, match=re.escape("'0.weight' and '5.embedding.weight' are one parameter, but have")):
-        fpipe.split_params(model, wrong)
-
-
 @TRACED
 def test_a_block_applied_in_three_stages_is_one_block(trace: bool):
     """ALBERT: one module in three places."""
@@ -144,8 +117,9 @@ def test_a_block_applied_in_three_stages_is_one_block(trace: bool):
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 1, 1, 1], loss=F.mse_loss)
     assert [len(stage) for stage in params] == [2, 4, 0, 0]
     x, t = torch.randn(7, 6), torch.randn(7, 6)
-    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(4), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(4), fpipe.merge(), fpipe.communicate())(
+        fpipe.program(model)
+    )
     assert fpipe.verify(program, model, params, (x, t)).bitwise
     F.mse_loss(net(x), t).backward()
     grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, (x, t)).grads)
@@ -174,7 +148,7 @@ def test_an_optimizer_trains_a_tied_net_through_the_pipeline():
 def test_stages_that_share_a_module_take_turns():
     """Its parameters are swapped while one of them runs."""
     _, model, params = tied(2, 2, 2)
-    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=False)
+    step = fpipe.build(merged(model, 4), model, trace=False)
     expected = step(params, words()).grads
     found = [None] * 4
 
@@ -246,10 +220,9 @@ def test_skips_give_the_same_under_every_balance(sizes):
     net = unet().double()
     model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=F.mse_loss)
     batch = numbers(dtype=torch.float64)
-    pipeline = fpipe.chain(
+    program = fpipe.chain(
         fpipe.split(3), fpipe.schedules.one_f_one_b(len(sizes)), fpipe.merge(), fpipe.communicate(), fpipe.free()
-    )
-    program = pipeline(fpipe.program(model))
+    )(fpipe.program(model))
     assert fpipe.verify(program, model, params, batch).bitwise
     expected = by_hand(net, batch[0])
     F.mse_loss(expected, batch[1]).backward()
@@ -259,17 +232,6 @@ def test_skips_give_the_same_under_every_balance(sizes):
         grads = fpipe.join_params(model, found.grads)
         for name, parameter in net.named_parameters():
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_skips_give_the_same_under_every_schedule_and_policy(schedule, policy):
-    model, params = skipping(1, 4, 2, 5)
-    pipeline = fpipe.chain(fpipe.split(4), policy, schedule(4), fpipe.merge(), fpipe.communicate())
-    if policy is POLICIES["groups"]:
-        pipeline = fpipe.chain(fpipe.split(4), policy, fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
-    assert fpipe.verify(program, model, params, numbers()).bitwise
 
 
 TRIPS = {
@@ -282,8 +244,9 @@ TRIPS = {
 def test_a_skip_travels_once_from_its_rank_to_its_readers(sizes):
     """Stage 1's value read by stage 3 goes past stage 2, and back again as one gradient."""
     model, _ = skipping(*sizes)
-    pipeline = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(4), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(4), fpipe.merge(), fpipe.communicate())(
+        fpipe.program(model)
+    )
     trips = [(op.rank, int(op.writes[0].at[1:])) for op in program.ops if op.kind == "SEND"]
     assert sorted(trip for trip in trips if trip[0] < trip[1]) == sorted(TRIPS[sizes])
     assert sorted((to, start) for start, to in trips if start > to) == sorted(TRIPS[sizes])
@@ -345,9 +308,8 @@ def test_nothing_holds_a_skip_after_its_last_reader(trace: bool, more):
 
     inputs = ("batch", 0, 1, (2, (1, 1)), 3)
     model = fpipe.from_functions([plain, skips, plain, joins, last], F.mse_loss, inputs=inputs)
-    program = fpipe.chain(fpipe.split(3), *more, fpipe.merge())(fpipe.program(model))
     params = tuple({"w": torch.randn(6, 6) / 6} for _ in range(5))
-    step = fpipe.build(program, model, trace=trace)
+    step = fpipe.build(merged(model, 3, *more), model, trace=trace)
     step(params, numbers())
     with Alive() as seen:
         step(params, numbers())
@@ -362,8 +324,9 @@ def test_a_value_taken_up_in_every_later_stage_has_its_cotangents_summed(trace: 
     pops = [part for _ in range(3) for part in (nn.Linear(6, 6), Pop("memory", add))]
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Stash("memory"), nn.Tanh(), *pops)
     model, params, _ = fpipe.from_sequential(net, sizes=[4, 2, 2, 2], loss=F.mse_loss)
-    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())(
+        fpipe.program(model)
+    )
     summed = next(op for op in program.ops if op.kind == "ADD" and op.writes[0].name == "dy")
     assert summed.writes == (fpipe.Value("dy", 0, 0, port=1),)
     assert [value.stage for value in summed.reads] == [3, 2, 1]
@@ -377,112 +340,6 @@ def test_a_value_taken_up_in_every_later_stage_has_its_cotangents_summed(trace: 
     grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, (x, t)).grads)
     for name, parameter in net.named_parameters():
         assert torch.allclose(grads[name], parameter.grad, atol=1e-6)
-
-
-class Pairs(nn.Module):
-    def forward(self, x):
-        return {"x": x, "mask": x > 0, "count": len(x), "nothing": None}
-
-
-class Masked(nn.Module):
-    def forward(self, both):
-        x, found = both
-        assert found["nothing"] is None
-        return torch.where(found["mask"], x, found["x"]) / found["count"]
-
-
-class OnlyX(nn.Module):
-    def forward(self, found):
-        return found["x"]
-
-
-@TRACED
-def test_none_ints_and_masks_flow_through_skips(trace: bool):
-    net = nn.Sequential(nn.Linear(6, 6), Pairs(), Stash("all"), OnlyX(), nn.Linear(6, 6), Pop("all"), Masked())
-    model, params, _ = fpipe.from_sequential(net, sizes=[4, 1, 2], loss=F.mse_loss)
-    pipeline = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(3), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
-    assert fpipe.verify(program, model, params, numbers()).bitwise
-    found = fpipe.build(program, model, trace=trace)(params, numbers())
-    assert bits(found.grads, fpipe.reference(model, params, numbers(), microbatches=3).grads)
-
-
-@TRACED
-def test_functions_have_several_outputs_too(trace: bool):
-    def first(p, x):
-        hidden = torch.tanh(x @ p["w"])
-        return hidden, {"mask": hidden > 0, "early": hidden * 2}, hidden.sum(-1)
-
-    def middle(p, x):
-        return torch.tanh(x @ p["w"])
-
-    def last(p, x):
-        y, extra, total = x
-        return torch.where(extra["mask"], y, extra["early"]) @ p["w"] + total[:, None]
-
-    model = fpipe.from_functions([first, middle, last], F.mse_loss, inputs=("batch", 0, (1, (0, 1), (0, 2))))
-    params = tuple({"w": torch.randn(6, 6)} for _ in range(3))
-    pipeline = fpipe.chain(
-        fpipe.split(3),
-        fpipe.checkpoint("except_last"),
-        fpipe.schedules.zb_h1(3),
-        fpipe.merge(),
-        fpipe.communicate(),
-        fpipe.free(),
-    )
-    program = pipeline(fpipe.program(model, input_grads=True))
-    assert fpipe.Program.parse(str(program)) == program
-    assert fpipe.verify(program, model, params, numbers()).bitwise
-    found = fpipe.build(program, model, trace=trace)(params, numbers())
-    x, t = numbers()
-    x.requires_grad_()
-    F.mse_loss(last(params[2], (middle(params[1], first(params[0], x)[0]), *first(params[0], x)[1:])), t).backward()
-    assert torch.allclose(found.input_grads, x.grad, atol=1e-6)
-
-
-@TRACED
-def test_a_skip_inside_one_loss_function_travels_past_too(trace: bool):
-    """What stages 1 and 3 read of stage 0 are two outputs of it."""
-
-    def loss_fn(params, batch):
-        x, t = batch
-        early = torch.tanh(x @ params["a"])
-        y = fpipe.boundary(early @ params["b"])
-        y = fpipe.boundary(torch.tanh(y @ params["b"]))
-        y = fpipe.boundary(torch.tanh(y @ params["c"]))
-        return F.mse_loss(y @ params["a"] + early, t)
-
-    whole = {name: torch.randn(6, 6) / 2 for name in "abc"}
-    model, params = fpipe.from_loss(loss_fn, whole, numbers())
-    assert model.inputs == ("batch", 0, 1, ((0, 1), 2))
-    pipeline = fpipe.chain(
-        fpipe.split(3),
-        fpipe.checkpoint("except_last"),
-        fpipe.schedules.zb_h1(4),
-        fpipe.merge(),
-        fpipe.communicate(),
-        fpipe.free(),
-    )
-    program = pipeline(fpipe.program(model))
-    skips = {(op.rank, op.writes[0].at) for op in program.ops if op.kind == "SEND" and op.reads[0].port == 1}
-    assert {at for rank, at in skips if rank == 0} == {">3"}
-    assert fpipe.verify(program, model, params, numbers()).bitwise
-    own = {name: leaf.clone().requires_grad_() for name, leaf in whole.items()}
-    loss_fn(own, numbers()).backward()
-    grads = fpipe.join_params(model, fpipe.build(program, model, trace=trace)(params, numbers()).grads)
-    for name, leaf in own.items():
-        assert torch.allclose(grads[name], leaf.grad, atol=1e-6)
-
-
-def test_sizes_are_told_with_skips_too():
-    model, params = skipping(1, 4, 2, 5)
-    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(4), fpipe.merge(), fpipe.communicate())
-    program = pipeline(fpipe.program(model))
-    batch = numbers(8)
-    told = fpipe.sizes(program, model, params, batch)
-    held = fpipe.build(program, model, record=True)(params, batch).timeline
-    assert told.peak == tuple(held.peak)
-    assert told.bytes[fpipe.Value("y", 1, 0, port=1)] == 4 * 6 * 4
 
 
 def sequential(*children, sizes):
