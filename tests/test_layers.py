@@ -400,19 +400,6 @@ def test_autocast_is_that_of_the_trace_and_not_that_of_the_run(traced, run):
     assert bits((mine, dx, dparams["w"])) == bits((y, *expected))
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_step_under_autocast_is_that_of_plain_autograd(cached):
-    model = fpipe.from_functions([mixed, mixed], loss=loss)
-    program = fpipe.chain(fpipe.split_backward(), fpipe.merge())(fpipe.split(1)(fpipe.program(model)))
-    params, batch = ({"w": torch.randn(8, 8)}, {"w": torch.randn(8, 8)}), (torch.randn(4, 8), torch.randn(4))
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
-        mine = fpipe.build(program, model)(params, batch)
-        first, second = own(params)
-        share = loss(mixed(second, mixed(first, batch[0])), batch[1])
-        expected = torch.autograd.grad(share, [first["w"], second["w"]])
-    assert bits((mine.loss, mine.grads)) == bits((share, expected))
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("ambient", [True, False])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.graphs.purity.pure import Impure, pure
 from fpipe.graphs.tracing.fake import LeakedTensor
+from tests.toys import merged
 
 torch.manual_seed(0)
 ROWS = torch.randn(10, 8), torch.randn(10, 8)
@@ -207,7 +208,7 @@ def test_what_a_trace_would_freeze_runs_under_autograd_and_says_so(name: str):
         torch.manual_seed(1)
         net = nn.Sequential(make(), nn.Linear(8, 8))
         model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-        step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model, trace=trace)
+        step = fpipe.build(merged(model, 4), model, trace=trace)
         return [step(params, ROWS).loss for _ in range(3)]
 
     with pytest.warns(UserWarning, match=rf"a stage runs under autograd, without a trace.*stage 0 \(0\): {why}"):

@@ -13,6 +13,7 @@ import fpipe
 from fpipe import Op, Program, ProgramError, Value, schedules
 from fpipe.program import KINDS
 from fpipe.testing import BrokenLaw, check_schedule
+from tests.toys import Toy, merged
 
 ONE, TWO, FOUR = map(fpipe.program, (1, 2, 4))
 SENT = fpipe.chain(fpipe.split(2), schedules.gpipe(2), fpipe.merge(), fpipe.communicate())(TWO)
@@ -274,7 +275,7 @@ UNTRACED: dict[str, tuple[Callable[[], Any], Any, Any, Any, str]] = {
 def test_a_step_says_why_it_runs_under_autograd(name: str):
     around, stage, params, inputs, why = UNTRACED[name]
     model = fpipe.from_functions([stage], lambda y, target: (y - target).square().mean())
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 2), model)
     with around(), pytest.warns(UserWarning, match=re.escape(why)):
         found = step((params,), (inputs, BATCH[1]))
     assert torch.equal(found.loss, fpipe.reference(model, (params,), (inputs, BATCH[1]), microbatches=2).loss)
@@ -284,7 +285,7 @@ def test_a_leaf_between_stages_that_cannot_be_compared():
     model = fpipe.from_functions(
         [lambda p, x: (linear(p, x), Odd()), lambda p, x: linear(p, x[0])], lambda y, t: y.sum()
     )
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 2), model)
     with pytest.warns(UserWarning, match="it is handed something that cannot be compared"):
         found = step((EYE, EYE), BATCH)
     assert torch.equal(found.loss, fpipe.reference(model, (EYE, EYE), BATCH, microbatches=2).loss)
@@ -320,21 +321,16 @@ def test_a_stage_whose_output_depends_on_numbers_is_seen_through(name: str):
         assert all(torch.equal(a["w"], b["w"]) for a, b in zip(one.grads, right.grads, strict=True))
 
 
-class Forgetful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x + self.seen
-        self.seen = None
-        return y
+def forgetful(own: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x + own.seen
+    own.seen = None
+    return y
 
 
 def test_a_module_that_drops_its_state_is_named():
-    net = nn.Sequential(nn.Linear(4, 4), Forgetful())
+    net = nn.Sequential(nn.Linear(4, 4), Toy(forgetful, seen=torch.zeros(())))
     model, params, state = fpipe.from_sequential(net, 2, loss=torch.dist, state={"1.seen": "ordered"})
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 2), model)
     words = "stage 1 left no tensor in buffer '1.seen', which is its module state."
     with pytest.raises(RuntimeError, match=re.escape(words)):
         step(params, BATCH, state=state)

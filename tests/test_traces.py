@@ -22,6 +22,7 @@ from fpipe.graphs.linearize import Linearized
 from fpipe.graphs.tracing import trace_cache
 from fpipe.tree import leaves, tree_map
 from property_tests.strategies import linear
+from tests.toys import Ops, merged
 
 TRACES = trace_cache
 
@@ -66,7 +67,7 @@ def blocks(n: int = 4, loss: Callable[..., Tensor] = squares) -> tuple[fpipe.Mod
 
 def program(model: fpipe.Model, *steps, m: int = 4, ranks: int | None = None) -> fpipe.Program:
     schedule = fpipe.schedules.one_f_one_b(ranks or len(model.stages))
-    return fpipe.chain(fpipe.split(m), *steps, schedule, fpipe.merge())(fpipe.program(model))
+    return merged(model, m, *steps, schedule)
 
 
 def same(one: fpipe.Result, other: fpipe.Result) -> bool:
@@ -522,7 +523,7 @@ def test_a_batch_of_another_layout_is_cut_already_or_goes_whole(name: str):
         for x, t in pairs:
             (product(x, w) * t.sum()).sum().backward()
         assert torch.equal(found.grads[0]["w"], w.grad)
-    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model, trace=False)
+    step = fpipe.build(merged(model, 2), model, trace=False)
     words = f"inputs is a {kind}, of which torch has no part as a view: hand in a list of microbatches, to split(m, pre"
     with pytest.raises(ValueError, match=re.escape(words)):
         step(params, (make(xs[0]), ts[0]))
@@ -545,7 +546,7 @@ def test_a_tensor_whose_data_is_assigned_is_what_it_was_assigned(stage: Any):
     """A trace went on with what the tensor had been: other outputs and gradients, in silence."""
     model = fpipe.from_functions([stage], loss=squares)
     params, (x, t) = ({"w": torch.randn(4, 4)},), torch.randn(2, 6, 4)
-    step = fpipe.build(fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model)), model)
+    step = fpipe.build(merged(model, 3), model)
     with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
         step(params, (x, t))
     found, w = step(params, (x, t)), params[0]["w"].clone().requires_grad_()
@@ -677,19 +678,6 @@ def test_a_gradient_that_is_a_constant_is_not_added_to():
     assert five.tolist() == [5.0] * 4
 
 
-def squashed(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.conv1d(F.hardtanh(torch.tanh(x @ p["w"])).transpose(1, 2), p["c"], padding=1)
-
-
-def test_a_gradient_lies_in_memory_as_the_op_writes_it_and_not_as_torch_tells():
-    # hardtanh_backward of transposed data was taken to be transposed itself, and so viewed where autograd copies.
-    model = fpipe.from_functions([squashed, lambda p, x: x.tanh()], loss=squares)
-    params = ({"w": torch.randn(4, 4), "c": torch.randn(4, 4, 3)}, {})
-    batch = torch.randn(4, 6, 4), torch.randn(4, 4, 6)
-    found = fpipe.build(program(model, fpipe.split_backward(), m=2), model)(params, batch)  # a warning is an error
-    assert same(found, fpipe.reference(model, params, batch, microbatches=2))
-
-
 class Reaching(nn.Module):
     """Reads another module that is not its child."""
 
@@ -766,36 +754,7 @@ def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
     step(params, batch)
     with Ops() as ops:
         step(params, batch)
-    assert ops.ran.count("aten._transformer_encoder_layer_fwd.default") == 2
-
-
-class Ops(TorchDispatchMode):
-    """The ops that run while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def lists(p: dict[str, Tensor], x: list[Tensor]) -> list[object]:
-    y = x[0] @ p["w"] + x[1]
-    return [y, [y * 2, None]]
-
-
-@pytest.mark.parametrize("trace", [True, False])
-def test_containers_may_be_lists(trace: bool):
-    model = fpipe.from_functions([lists], loss=lambda y, target: squares(y[0] + y[1][0], target[0]) + target[1].sum())
-    params = ({"w": torch.randn(4, 4)},)
-    batch = [torch.randn(4, 4), torch.randn(4, 4)], [torch.randn(4, 4), torch.randn(4, 4)]
-    found = fpipe.build(program(model, m=2), model, trace=trace)(params, batch)
-    expected = fpipe.reference(model, params, batch, microbatches=2)
-    assert same(found, expected)
-    assert isinstance(found.outputs, list)
-    assert torch.equal(found.outputs[1][0], expected.outputs[1][0])
+    assert ops.ran["aten._transformer_encoder_layer_fwd.default"] == 2
 
 
 def test_a_leaf_that_cannot_be_compared_is_said_to_be_the_reason():
@@ -820,19 +779,6 @@ def test_one_and_true_are_not_one_input():
     pipeline = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))
     found = fpipe.build(pipeline(fpipe.program(model)), model)(params, batch)
     assert same(found, fpipe.reference(model, params, batch, microbatches=2))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_losses_are_merged_as_one_after_the_other_and_as_large_as_told(reduction, m: int, dtype: torch.dtype):
-    model = fpipe.from_functions([smooth], loss=squares, reduction=reduction)
-    params = ({"w": torch.randn(4, 4, dtype=dtype)},)
-    batch = torch.randn(7, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype)
-    one = program(model, m=m)
-    found = fpipe.build(one, model, record=True)(params, batch)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=m))
-    assert found.timeline.peak == fpipe.sizes(one, model, params, batch).peak
 
 
 @pytest.mark.parametrize("trace", [True, False])

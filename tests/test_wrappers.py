@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from tests.families import FAMILIES
 from tests.own_autograd import own_autograd
+from tests.toys import merged
 
 WIDTH, ROWS, KEY, PARTS = 8, 4, 3, 2
 
@@ -284,9 +285,7 @@ def test_a_net_as_people_write_it_has_its_own_gradients(name: str) -> None:
     made = NETS[name]
     net, batch = made.make(), made.batch()
     model, params, _ = fpipe.from_module(net, 4, example=batch, loss=made.loss)
-    program = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.zb_h1(4), fpipe.checkpoint("except_last"), fpipe.merge())(
-        fpipe.program(model)
-    )
+    program = merged(model, PARTS, fpipe.schedules.zb_h1(4), fpipe.checkpoint("except_last"))
     result = fpipe.build(program, model)(params, batch, key=KEY)
     loss, right = own_autograd(net, batch, PARTS, key=KEY, ends=made.ends, loss=made.loss or itself)
     assert torch.equal(result.loss, loss)
@@ -302,7 +301,7 @@ def test_a_net_as_people_write_it_has_its_own_gradients(name: str) -> None:
 def test_a_net_that_fixes_its_rows_is_told_how_it_would_not() -> None:
     inputs = {"said": rows(WIDTH), "seen": rows(WIDTH)}
     model, params, _ = fpipe.from_module(FixedRows(), 2, example=inputs)
-    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 2)
     words = "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows"
     with pytest.raises(ValueError, match=re.escape(words)):
         fpipe.build(program, model)(params, (inputs, None), key=KEY)
@@ -343,7 +342,7 @@ def test_a_model_of_transformers_may_have_its_checkpoints_on() -> None:
     net, batch = FAMILIES["Llama"].make(hf), FAMILIES["Llama"].batch()
     net.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
     model, params, _ = fpipe.from_module(net, 2, example=batch)
-    program = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(model))
+    program = merged(model, PARTS, fpipe.schedules.zb_h1(2))
     found = fpipe.join_params(model, fpipe.build(program, model)(params, batch, key=KEY).grads)
     _, right = own_autograd(net, batch, PARTS, key=KEY, ends=("model.layers.1",))
     assert [name for name, grad in right.items() if not torch.equal(found[name], grad)] == []
