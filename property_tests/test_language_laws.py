@@ -21,12 +21,6 @@ def harmless(program: Program, plan: Plan) -> bool:
     return fpipe.verify(program, net.model, net.params(), net.batch(ANY_ROWS)).bitwise
 
 
-def timed_events(program: Program, costs: fpipe.Costs) -> set[tuple[str, int, float, float]]:
-    return {
-        (op.cell, op.rank, start, end) for op, start, end in fpipe.simulate(program, costs).events if op.kind in "FBIWR"
-    }
-
-
 @few(15)
 @given(plans())
 def test_schedule_merge_split_backward_and_checkpoint_commute(plan: Plan):
@@ -114,17 +108,6 @@ def test_text_round_trips_and_the_copy_is_equal_and_hashes_alike(plan: Plan):
     assert (copy == program, hash(copy) == hash(program), copy is program) == (True, True, False)
 
 
-@given(plans(), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.sampled_from([0.0, 0.25, 1.0, 4.0]))
-def test_simulation_is_the_same_before_and_after_communicate(
-    plan: Plan, forward: int, inner: int, weight: int, transfer: float
-):
-    costs = fpipe.Costs(forward=forward, backward_input=inner, backward_weight=weight, transfer=transfer)
-    before, after = plan.program, fpipe.communicate()(plan.program)
-    assert timed_events(before, costs) == timed_events(after, costs)
-    one, other = fpipe.simulate(before, costs), fpipe.simulate(after, costs)
-    assert (one.span, one.bubble_span, one.peak) == (other.span, other.bubble_span, other.peak)
-
-
 @given(plans())
 def test_no_rank_does_two_things_at_once(plan: Plan):
     rows: dict[int, list[tuple[float, float]]] = {}
@@ -132,21 +115,6 @@ def test_no_rank_does_two_things_at_once(plan: Plan):
         if end > start:
             rows.setdefault(op.rank, []).append((start, end))
     assert all(one[1] <= next_[0] for row in rows.values() for one, next_ in itertools.pairwise(sorted(row)))
-
-
-@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
-def test_gpipe_and_one_f_one_b_simulate_to_their_formula(
-    ranks: int, microbatches: int, forward: int, inner: int, weight: int
-):
-    peaks = {
-        "gpipe": (microbatches,) * ranks,
-        "one_f_one_b": (*(min(microbatches, left) for left in range(ranks, 0, -1)),),
-    }
-    for name, peak in peaks.items():
-        program = fpipe.schedules.about(name).program(ranks, microbatches)
-        timeline = fpipe.simulate(program, fpipe.Costs(forward, inner, weight))
-        expected = (microbatches + ranks - 1) * (forward + inner + weight)
-        assert (timeline.makespan, timeline.peak) == (expected, peak)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from(["gpipe", "one_f_one_b"]))

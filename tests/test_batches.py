@@ -56,11 +56,7 @@ def test_a_step_of_other_shapes_is_lowered_again(trace: bool):
 
 @TRACED
 @pytest.mark.parametrize(
-    "spec",
-    [
-        (fpipe.Replicate(), fpipe.Chunk(1), fpipe.Replicate()),
-        (_Replicate, TensorChunkSpec(1), _Replicate),
-    ],
+    "spec", [(fpipe.Replicate(), fpipe.Chunk(1), fpipe.Replicate()), (_Replicate, TensorChunkSpec(1), _Replicate)]
 )
 def test_a_prefix_tree_says_how_each_leaf_is_cut(spec, trace: bool):
     def first(p, x):

@@ -158,12 +158,7 @@ ROWS = [
     ),
     Row("roundpipe", hosts=1),
     Row("roundpipe", hosts=1, stages_per_rank=2),
-    Row(
-        "one_f_one_b_v",
-        ("1F1B-V",),
-        stages_per_rank=2,
-        peak=lambda p, m, v, r: min(m, 4 * (p + 1) // 3 / 2),
-    ),
+    Row("one_f_one_b_v", ("1F1B-V",), stages_per_rank=2, peak=lambda p, m, v, r: min(m, 4 * (p + 1) // 3 / 2)),
     Row(
         "chimera",
         ("Chimera",),
@@ -220,17 +215,9 @@ ROWS = [
     ),
     Row("bpipe", idle=fused, idle_sizes=lambda p, m: True),
     Row(
-        "pipe_offload",
-        stages_per_rank=2,
-        idle=lambda p, m, v, F, B, W: (p - 1) * (F + B) / v,
-        idle_sizes=whole_rounds,
+        "pipe_offload", stages_per_rank=2, idle=lambda p, m, v, F, B, W: (p - 1) * (F + B) / v, idle_sizes=whole_rounds
     ),
-    Row(
-        "pipe_offload",
-        options={"cap": 2},
-        idle=lambda p, m, v, F, B, W: (p - 1) * (F + B),
-        idle_sizes=enough,
-    ),
+    Row("pipe_offload", options={"cap": 2}, idle=lambda p, m, v, F, B, W: (p - 1) * (F + B), idle_sizes=enough),
     Row(
         "zb_auto",
         ("ZB-auto 2p",),

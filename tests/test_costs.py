@@ -127,11 +127,7 @@ def test_a_forward_waits_for_the_update_of_its_parameters():
 def test_who_waits_for_whom():
     waits = fpipe.simulate(GPIPE, Costs(transfer=1)).waits
     told = [(w.rank, w.start, w.end, w.op and w.op.cell, w.on and w.on.cell, w.source) for w in waits]
-    assert told == [
-        (0, 3, 8, "0B0", "1B0", 1),
-        (1, 0, 2, "1F0", "0F0", 0),
-        (1, 11, 14, None, None, None),
-    ]
+    assert told == [(0, 3, 8, "0B0", "1B0", 1), (1, 0, 2, "1F0", "0F0", 0), (1, 11, 14, None, None, None)]
 
 
 def test_the_critical_path_says_why_each_step_could_not_start_before():

@@ -208,8 +208,7 @@ def test_an_unknown_format_is_refused():
         ),
         (
             lambda: fpipe.chain(
-                fpipe.split(2),
-                fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True),
+                fpipe.split(2), fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True)
             )(fpipe.program(2)),
             r"stage 0 is on ranks \(0, 1\); torch's runtime has each stage on one rank",
         ),

@@ -17,6 +17,7 @@ from fpipe.pictures.colours import FILLS, lighter
 from fpipe.pictures.panel import Panel
 from fpipe.program import Program
 from fpipe.timing.memory import unit_steps
+from tests.test_memory import offloaded
 
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
 GPIPE = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(3))
@@ -125,17 +126,6 @@ def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
 
 
 # SVG
-
-
-def test_every_op_is_a_box_at_its_time(tmp_path: Path):
-    timeline = fpipe.simulate(ONE_F_ONE_B, SLOW)
-    _, boxes = drawn(Path(fpipe.plot(timeline, file=tmp_path / "a.svg")))
-    events = [event for event in timeline.events if event.end > event.start]
-    assert len(boxes) == len(events)
-    first = {title.partition(",")[0]: place for title, place in boxes.items()}
-    left, scale = first["0F0"][0], first["0F0"][1] / 1.5
-    for op, start, end in events:
-        assert first[op.cell] == pytest.approx((left + start * scale, (end - start) * scale), abs=0.5)
 
 
 def test_hovering_says_when_an_op_runs_and_what_it_reads(tmp_path: Path):
@@ -480,13 +470,6 @@ def trace(file: str) -> list[dict[str, object]]:
     return json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_a_trace_has_the_events_of_the_timeline(tmp_path: Path):
-    timeline = fpipe.simulate(fpipe.communicate()(ONE_F_ONE_B), SLOW)
-    entries = trace(fpipe.plot(timeline, file=tmp_path / "a.json"))
-    found = [(e["name"], e["pid"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X" and e["cat"] != "wait"]
-    assert found == [(op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in timeline.events]
-
-
 def test_a_trace_keeps_to_its_format(tmp_path: Path):
     needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id"}, "f": {"ts", "id", "bp"}}
     entries = trace(fpipe.plot(ONE_F_ONE_B, GPIPE, costs=SLOW, file=tmp_path / "a.json"))
@@ -589,13 +572,3 @@ def panel(program: Program) -> Panel:
 def paired() -> Program:
     rows = ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"]
     return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table("\n".join(rows)))(fpipe.program(2))
-
-
-def offloaded() -> Program:
-    """Residuals that leave for the host between F and B."""
-    lines = str(fpipe.program(2)).replace("B[0,0] params[0] res[0,0]", "B[0,0] params[0] res[0,0]@host@0").splitlines()
-    forward = next(number for number, line in enumerate(lines) if "= F[0,0]" in line)
-    lines.insert(forward + 1, "res[0,0]@host = OFFLOAD[0,0] res[0,0] @ 0")
-    backward = next(number for number, line in enumerate(lines) if "= B[0,0]" in line)
-    lines.insert(backward, "res[0,0]@host@0 = LOAD[0,0] res[0,0]@host @ 0")
-    return Program.parse("\n".join(lines))

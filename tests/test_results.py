@@ -137,12 +137,6 @@ def test_a_stage_that_adds_to_the_batchs_dict_does_not_reach_the_callers():
     assert list(inputs) == ["x"]
 
 
-def test_zero_dimensional_outputs_are_averaged_by_rows():
-    model = fpipe.from_functions([lambda p, x: (x @ p["w"]).square().mean()])
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, params()[:1], batch(11)).bitwise
-
-
 def test_merge_joins_as_its_spec_says():
     model = fpipe.from_functions([lambda p, x: p["w"] @ x], lambda y, t: (y - t).square().mean())
     wide = tuple(part.T.contiguous() for part in batch(12))

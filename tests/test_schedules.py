@@ -46,20 +46,10 @@ def test_torchs_tables_are_programs(name: str):
 def test_the_four_transforms_commute_on_torchs_tables(name: str):
     program, schedule = base(name)
     halves = {(op.stage, op.microbatch) for op in parts_of(schedule(program).ops) if op.kind == "I"}
-    four = (
-        schedule,
-        fpipe.split_backward(lambda stage, index: (stage, index) in halves),
-        fpipe.checkpoint("except_last"),
-        fpipe.merge(),
-    )
-    assert len({fpipe.chain(*road)(program) for road in itertools.permutations(four)}) == 1
-
-
-@every_table
-def test_the_four_transforms_commute_on_torchs_tables_with_every_backward_split(name: str):
-    program, schedule = base(name)
-    four = (schedule, fpipe.split_backward(), fpipe.checkpoint("always"), fpipe.merge())
-    assert len({fpipe.chain(*road)(program) for road in itertools.permutations(four)}) == 1
+    own = fpipe.split_backward(lambda stage, index: (stage, index) in halves)
+    for split, policy in ((own, "except_last"), (fpipe.split_backward(), "always")):
+        four = schedule, split, fpipe.checkpoint(policy), fpipe.merge()
+        assert len({fpipe.chain(*road)(program) for road in itertools.permutations(four)}) == 1
 
 
 @every_table
@@ -204,26 +194,10 @@ def test_groups_are_even_where_that_is_shorter(name: str, microbatches: int, tic
 def test_torchs_order_of_six_microbatches_on_four_ranks(name: str):
     """torch 2.13 takes one group of six; `group` says it."""
     table = fpipe.schedules.about(name).program(4, 6, group=6).table()
-    assert table[3][:9] == [
-        "3F0",
-        "3F1",
-        "3F2",
-        "3F3",
-        "3F4",
-        "3F5",
-        "7F0",
-        "7B0" if name == "interleaved" else "7I0",
-        "7F1",
-    ]
+    first = "7B0" if name == "interleaved" else "7I0"
+    assert table[3][:9] == [*(f"3F{index}" for index in range(6)), "7F0", first, "7F1"]
     halves = 2 if name == "interleaved" else 3
     assert [len(row) for row in table] == [12 * halves] * 4
-
-
-def test_groups_that_would_wait_for_themselves_are_refused():
-    with pytest.raises(ValueError, match=r"group is a number of microbatches, at least 4 for 4 ranks .* found 3\."):
-        fpipe.schedules.interleaved(4, group=3)
-    with pytest.raises(ValueError, match=r"group is a number of microbatches, from 2 to 4 for 4 ranks .* found 5\."):
-        fpipe.schedules.group_interleaved(4, group=5)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "looped_bfs", "interleaved_zb", "group_interleaved"])
@@ -246,12 +220,6 @@ def test_zb_h2_with_few_microbatches_is_no_slower_than_zb_h1(ranks: int, microba
 def test_stages_of_a_rank_run_in_turn():
     table = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(4)).table()
     assert table[0] == ["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]
-
-
-@pytest.mark.parametrize("schedule", NAMED.values(), ids=NAMED)
-def test_more_ranks_than_stages_are_refused(schedule):
-    with pytest.raises(ProgramError, match=r"4 ranks for 3 stages: each rank needs a stage."):
-        schedule(4)(fpipe.program(3))
 
 
 @pytest.mark.parametrize("schedule", NAMED.values(), ids=NAMED)

@@ -19,24 +19,9 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.tree import leaves
 from tests.processes import SOON
+from tests.test_distributed import MSE, STAGES, blocks, chained, rows
 
-MSE = nn.functional.mse_loss
 ROWS = torch.ones(4), torch.zeros(4)
-STAGES = {"interleaved": 4, "zbv": 4, "dualpipev": 4, "hanayo": 4, "interleaved_zb": 4, "roundpipe": 4}
-
-
-def net(blocks: int = 4, width: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
-
-
-def batch(rows: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(rows, width), torch.randn(rows, width)
-
-
-def chained(model: fpipe.Model, schedule: Any, microbatches: int = 4) -> fpipe.Program:
-    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge())(fpipe.program(model))
 
 
 def both(program: fpipe.Program, model: fpipe.Model, **how: Any) -> tuple[Any, Any]:
@@ -50,15 +35,15 @@ def same(one: fpipe.Result, other: fpipe.Result) -> bool:
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "dualpipe", "chimera", *STAGES])
 def test_every_kind_of_schedule_gives_the_bits_of_autograd(name: str):
-    whole = net()
+    whole = blocks()
     model, params, _ = fpipe.from_sequential(whole, stages=STAGES.get(name, 2), loss=MSE)
     step = fpipe.build(chained(model, fpipe.schedules.get(name)(2)), model, runtime="threads")
-    x, target = batch(12)
+    x, target = rows(12)
     for _ in range(2):
         found = step(params, (x, target))
         whole.zero_grad()
-        for rows, wanted in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
-            (MSE(whole(rows), wanted) * 0.25).backward()
+        for part, wanted in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
+            (MSE(whole(part), wanted) * 0.25).backward()
         grads = fpipe.join_params(model, found.grads)
         assert all(torch.equal(grads[name], weight.grad) for name, weight in whole.named_parameters())
 
@@ -94,9 +79,9 @@ def test_ranks_run_at_the_same_time():
 
 
 def test_a_timeline_has_the_ops_of_all_ranks():
-    model, params, _ = fpipe.from_sequential(net(2), stages=2, loss=MSE)
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     alone, together = both(chained(model, fpipe.schedules.dualpipe(2)), model, record=True)
-    events = [{op for op, _, _ in step(params, batch()).timeline.events} for step in (alone, together)]
+    events = [{op for op, _, _ in step(params, rows()).timeline.events} for step in (alone, together)]
     assert events[0] == events[1]
 
 
@@ -104,12 +89,12 @@ def test_a_timeline_has_the_ops_of_all_ranks():
 def test_one_reading_of_the_clock_tells_when_an_op_began_and_when_it_ended(runtime: str):
     """The steps behind the first, which also counts bytes: on a rank ops follow each other, and what an op waited for
     is no part of it."""
-    model, params, _ = fpipe.from_sequential(net(), stages=4, loss=MSE)
+    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     program = chained(model, fpipe.schedules.zbv(2))
     step = fpipe.build(program, model, runtime=runtime, record=True)
     for _ in range(2):
         before = time.perf_counter()
-        found = step(params, batch()).timeline
+        found = step(params, rows()).timeline
         whole = time.perf_counter() - before
     assert {op for op, _, _ in found.events} == {*program.ops}
     when = {op: (start, end) for op, start, end in found.events if op.kind in "FIW"}  # an ADD may be a part of its W
@@ -165,11 +150,11 @@ def test_the_first_op_with_nan_is_named():
 
 
 def test_threads_end_with_their_step():
-    model, params, _ = fpipe.from_sequential(net(), stages=4, loss=MSE)
+    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     before = workers()
     step = fpipe.build(chained(model, fpipe.schedules.gpipe(4)), model, runtime="threads")
     for _ in range(50):
-        step(params, batch())
+        step(params, rows())
     own = workers() - before
     assert {one.name for one in own} == {f"fpipe rank {rank}_0" for rank in (1, 2, 3)}
     del step
@@ -184,9 +169,9 @@ def workers() -> set[threading.Thread]:
 
 
 def test_a_step_keeps_nothing_alive():
-    model, params, _ = fpipe.from_sequential(net(), stages=2, loss=MSE)
+    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     step = fpipe.build(chained(model, fpipe.schedules.zb_h1(2)), model, runtime="threads")
-    given = batch()
+    given = rows()
     step(params, given)
     step(params, given)
     gc.collect()
@@ -202,9 +187,9 @@ def tensors() -> int:
 
 
 def test_one_step_in_several_threads_at_once():
-    model, params, _ = fpipe.from_sequential(net(), stages=2, loss=MSE)
+    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
-    given = [(torch.full((10, 8), float(n)), batch()[1]) for n in range(8)]
+    given = [(torch.full((10, 8), float(n)), rows()[1]) for n in range(8)]
     expected = [step(params, one) for one in given]
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda one: step(params, one), given)]
@@ -217,8 +202,8 @@ def test_batch_norm_and_dropout():
     model, params, state = fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
     alone, together = both(chained(model, fpipe.schedules.zb_h1(2)), model)
     for key in range(3):
-        found = together(params, batch(), state=state, key=key)
-        assert same(found, alone(params, batch(), state=state, key=key))
+        found = together(params, rows(), state=state, key=key)
+        assert same(found, alone(params, rows(), state=state, key=key))
         state = found.state
 
 
@@ -272,8 +257,8 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_the_next_step_right(monkeypatc
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
     step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
     other = torch.ones(8), torch.zeros(8)
-    expected = [(rows, step(params, rows)) for rows in (ROWS, other)]
-    for rows, result in expected:
+    expected = [(given, step(params, given)) for given in (ROWS, other)]
+    for given, result in expected:
         inside.clear()
         go.clear()
         with pytest.raises(KeyboardInterrupt):
@@ -281,7 +266,7 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_the_next_step_right(monkeypatc
         assert len(waited) % 2 == 1
         assert not go.is_set()
         threading.Timer(0.05, go.set).start()
-        assert same(step(params, rows), result)
+        assert same(step(params, given), result)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
@@ -293,7 +278,7 @@ def test_stages_under_autograd_take_turns_with_random_numbers():
 
     model = fpipe.from_functions([noisy, noisy], lambda y, t: (y - t).square().mean())
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    alone, together = both(chained(model, fpipe.schedules.dualpipe(2), 8), model)
+    alone, together = both(chained(model, fpipe.schedules.dualpipe(2), microbatches=8), model)
     given = torch.ones(32, 64), torch.zeros(32, 64)
     for key in range(3):
         assert same(together(params, given, key=key), alone(params, given, key=key))
@@ -310,7 +295,7 @@ def test_workers_have_the_callers_number_of_threads():
 
     model = fpipe.from_functions([stage, stage], lambda y, t: (y - t).square().mean())
     params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    step = fpipe.build(chained(model, fpipe.schedules.gpipe(2), 2), model, runtime="threads")
+    step = fpipe.build(chained(model, fpipe.schedules.gpipe(2), microbatches=2), model, runtime="threads")
     for threads in (2, 1):
         torch.set_num_threads(threads)
         step(params, ROWS)
