@@ -21,6 +21,9 @@ COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
 FEW = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
 
 
+NAMES = "y", "dx", "res", "params", "g", "sum", "x", "t", "w", "loss", "target", "inputs", "outputs", "grads"
+
+
 def bytes_of(value: fpipe.Value) -> float:
     return {"y": 8.0, "dx": 8.0, "res": 40.0, "wres": 24.0, "params": 100.0}.get(value.name, 0.0)
 
@@ -260,9 +263,7 @@ def test_a_mistake_in_costs_is_not_one_of_schedules():
 
 def test_a_mistake_in_costs_is_not_one_of_a_search():
     """Only the search cuts backwards in two; that nobody had said the bytes of halves read as if nothing were found."""
-    table = dict.fromkeys(
-        ("y", "dx", "res", "params", "g", "sum", "x", "t", "w", "loss", "target", "inputs", "outputs", "grads"), 4.0
-    )
+    table = dict.fromkeys(NAMES, 4.0)
     words: Any = {"ranks": 2, "microbatches": [2], "schedules": ["gpipe"], "checkpoint": ["never"], "search": 0.01}
     assert fpipe.plan_run(replace(COSTS, bytes=table), **(words | {"search": 0}))
     with pytest.raises(ValueError, match=r"^the bytes of wres\[.*\] are not known"):
@@ -283,24 +284,8 @@ def test_what_a_search_does_not_serve_is_told():
 @pytest.mark.parametrize("name", ["interleaved", "seq1f1b:slices=2", "one_f_one_b"])
 def test_bytes_that_a_function_says_are_shared_out_as_those_of_a_table(name: str):
     """Of a whole rank both: two chunks held what they should, or twice that, by how the same bytes were said."""
-    names = [
-        "y",
-        "dx",
-        "res",
-        "wres",
-        "params",
-        "g",
-        "sum",
-        "x",
-        "t",
-        "w",
-        "loss",
-        "target",
-        "inputs",
-        "outputs",
-        "grads",
-    ]
-    table = {word: float(at) for at, word in enumerate([*names, "carry", "dcarry"], 3)}
+    names = [*NAMES, "wres", "carry", "dcarry"]
+    table = {word: float(at) for at, word in enumerate(names, 3)}
     both = [replace(COSTS, bytes=said) for said in (table, lambda value: table[value.name])]
     plans = [fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in both]
     assert plans[0].best.memory == plans[1].best.memory

@@ -301,28 +301,8 @@ def test_any_stages_may_be_recomputed():
 
 
 def test_bytes_are_a_cap_where_costs_have_them():
-    costs = fpipe.Costs(
-        2,
-        3,
-        2,
-        bytes={
-            "res": 100,
-            "y": 10,
-            "dx": 10,
-            "wres": 40,
-            "x": 0,
-            "t": 0,
-            "w": 0,
-            "loss": 0,
-            "g": 5,
-            "sum": 5,
-            "params": 0,
-            "inputs": 0,
-            "target": 0,
-            "outputs": 0,
-            "dy": 10,
-        },
-    )
+    sizes = {"res": 100, "y": 10, "dx": 10, "wres": 40, "g": 5, "sum": 5, "dy": 10}
+    costs = fpipe.Costs(2, 3, 2, bytes=lambda value: sizes.get(value.name, 0))
     free = quick(3, costs, ranks=3, microbatches=6)
     cap = 0.6 * max(free.timeline.peak)
     found = quick(3, costs, ranks=3, microbatches=6, memory_cap=cap)
@@ -391,10 +371,7 @@ def test_what_an_i_lets_go_of_makes_room(by: str):
 
 @pytest.mark.parametrize(
     ("stages", "words"),
-    [
-        (4, {"memory_cap": 3}),
-        pytest.param(8, {"placement": "v", "memory_cap": 3}, marks=pytest.mark.deep),
-    ],
+    [(4, {"memory_cap": 3}), pytest.param(8, {"placement": "v", "memory_cap": 3}, marks=pytest.mark.deep)],
 )
 def test_a_long_step_is_a_short_one_repeated(stages: int, words: dict[str, Any]):
     costs = fpipe.Costs(5, 6, 4, transfer=1)
@@ -571,13 +548,5 @@ def test_the_first_argument_may_be_a_model_or_a_program():
 
 def test_a_long_step_is_compared_with_schedules_that_are_no_rows_of_ops_too():
     """Those that move residuals were left out of long steps: 574 was found, where pipe_offload takes 483."""
-    words: dict[str, Any] = {
-        "ranks": 4,
-        "microbatches": 30,
-        "memory_cap": 3,
-        "solver": "local",
-        "seconds": 0.2,
-        "without": SLOW,
-    }
-    found = fpipe.search(4, fpipe.Costs(5, 6, 4), **words)
+    found = quick(4, TEN, ranks=4, microbatches=30, memory_cap=3, seconds=0.2, without=SLOW)
     assert found.timeline.makespan <= 483
