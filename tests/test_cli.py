@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -20,7 +19,7 @@ from fpipe.__main__ import main
 from fpipe.cli.app import app
 from fpipe.cli.output import table
 from fpipe.interop import from_json, torch_pipelining
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MINE = """
@@ -213,12 +212,6 @@ def test_bench_on_processes(tmp_path: Path):
         assert second == (0, "", "")
     finally:
         pair.close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def test_options_are_said_behind_a_name():
@@ -455,14 +448,6 @@ def test_the_version_is_that_of_the_package():
     assert out("--version") == f"fpipe {PROJECT['version']}\n"
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path):
-    file = tmp_path / "table.csv"
-    file.write_bytes(b"0F0,\xff")
-    code, _, complaint = run("check", str(file))
-    assert code == 1
-    assert "this is not text: byte 4 is no UTF-8." in complaint
-
-
 @pytest.mark.parametrize(("width", "lines"), [(80, 6), (60, 16)])
 def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
     width: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -481,7 +466,7 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
 
 def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
     file = tmp_path / "found.csv"
-    typed = (
+    typed = [
         "-p",
         "2",
         "-m",
@@ -494,7 +479,7 @@ def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
         "0.1",
         "--without",
         "bpipe",
-    )
+    ]
     printed = out("search", *typed, "-c", "F=1,B=1,W=1", "--without", "pipe_offload", "--output", str(file))
     assert re.search(r"^makespan \d+: (no order of|none of) these ops", printed, re.MULTILINE)
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")][:2] == [

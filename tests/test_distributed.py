@@ -194,18 +194,11 @@ def travelling(rank: int) -> list[str]:
     return both(rank, chained(model, fpipe.schedules.roundpipe(2)), model, params, rows())
 
 
-def test_weights_that_travel_from_a_host_rank():
-    three = Processes(3)
-    try:
-        assert three.each(travelling) == [[], [], []]
-    finally:
-        three.close()
+def test_weights_that_travel_from_a_host_rank(trio: Processes):
+    assert trio.each(travelling) == [[], [], []]
 
 
-OFFLOADED = {
-    "to the host": fpipe.offload(),
-    "to another rank": fpipe.offload(to=lambda rank: 1 - rank),
-}
+OFFLOADED = {"to the host": fpipe.offload(), "to another rank": fpipe.offload(to=lambda rank: 1 - rank)}
 
 
 def waiting(rank: int, where: str) -> list[str]:
@@ -340,16 +333,12 @@ def without_pp(rank: int) -> list[str]:
     return told
 
 
-def test_the_dimension_pp_of_a_mesh_has_the_ranks():
-    four = Processes(4)
-    try:
-        for names in (("dp", "pp"), ("pp", "dp")):
-            assert four.each(on_a_mesh, names) == [[]] * 4
-        for said in four.each(without_pp):
-            assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in said[0]
-            assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in said[1]
-    finally:
-        four.close()
+def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
+    for names in (("dp", "pp"), ("pp", "dp")):
+        assert four.each(on_a_mesh, names) == [[]] * 4
+    for said in four.each(without_pp):
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in said[0]
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in said[1]
 
 
 def other_rows(rank: int) -> list[Any]:

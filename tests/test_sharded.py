@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 import fpipe
@@ -28,13 +22,6 @@ from tests.processes import Processes, result
 
 LIMIT = 3.0
 """Seconds that a collective inside a stage waits for one that will not come."""
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    made = Processes(4)
-    yield made
-    made.close()
 
 
 def meshed(limit: float = 40.0) -> DeviceMesh:
