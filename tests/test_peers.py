@@ -1,6 +1,6 @@
 """Where other systems fail, measured, and what a step does here. Those that are one with a larger story stand there:
-counted losses and two steps (test_losses), norms (test_state), dropout (test_random), ties and skips, in-place ops and
-outputs in order (test_bad_input), a B that cannot be cut (layers.py)."""
+counted losses (test_losses), two steps (property_tests/test_gradients), norms (test_state), dropout (test_random), ties
+and skips, in-place ops and outputs in order (test_bad_input), a B that cannot be cut (layers.py)."""
 
 from __future__ import annotations
 
