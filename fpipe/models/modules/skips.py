@@ -156,7 +156,7 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
                     sources[child.name] = home, len(gives[home])
                 if home != number:
                     takes[child.name] = sources[child.name]
-        further = {name: source for name, source in takes.items() if source != before}
+        further: dict[str, Source] = {name: source for name, source in takes.items() if source != before}
         skips.append(Skips(tuple(further), tuple(name for name in takes if name not in further)))
         inputs.append((before, *further.values()) if further else before)
     for name in unread:
