@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from fpipe.testing import Net, Plan, placements
+from fpipe.testing import DrawnProgram, Net, placements
 from fpipe.testing import graphs as dags
 from fpipe.testing import legal_orders as legal_tables
 from fpipe.testing import models as nets
@@ -18,8 +18,8 @@ from fpipe.testing.drawn_programs import Takes
 from fpipe.testing.stage_functions import BODIES, LOSSES, linear
 
 __all__ = [
+    "DrawnProgram",
     "Net",
-    "Plan",
     "Takes",
     "dags",
     "few",

@@ -15,7 +15,7 @@ from fpipe.program import Program
 from fpipe.single_device.result import Result
 from fpipe.tree import leaves
 from property_tests.chains import Chain, chains
-from property_tests.strategies import Net, Plan, few, legal_tables, nets, plain_autograd, plans
+from property_tests.strategies import DrawnProgram, Net, few, legal_tables, nets, plain_autograd, plans
 
 SEED = st.integers(0, 2**16)
 
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_undivided_batch(run: Run):
 
 
 @given(plans(), SEED)
-def test_gradients_do_not_depend_on_the_plan(plan: Plan, seed: int):
+def test_gradients_do_not_depend_on_the_plan(plan: DrawnProgram, seed: int):
     net = Net(("mlp",) * len(plan.takes), plan.takes)
     loss, grads = plain_autograd(net, net.params(seed), net.batch(7, seed), plan.microbatches)
     assert same_bits(fpipe.build(plan.program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.interop import from_json, to_json, torch_pipelining
 from fpipe.program import Program
-from fpipe.testing import Plan, programs
+from fpipe.testing import DrawnProgram, programs
 
 CHAINS = st.integers(1, 5).map(lambda stages: ("batch", *range(stages - 1)))
 LAST = {"nothing": fpipe.identity(), "communicate()": fpipe.communicate(), "free()": fpipe.free()}
 
 
-def without_recompute(plan: Plan) -> Program:
+def without_recompute(plan: DrawnProgram) -> Program:
     """Torch's tables have no R."""
-    return Plan(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
+    return DrawnProgram(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
 
 
 def without_weights(text: str) -> list[list[str]]:
@@ -42,6 +42,6 @@ def test_transfers_written_for_torch_are_read_back_in_their_places(program: Prog
 
 
 @given(programs(), st.sampled_from(sorted(LAST)))
-def test_json_is_read_back(plan: Plan, last: str):
+def test_json_is_read_back(plan: DrawnProgram, last: str):
     program = LAST[last](plan.program)
     assert from_json(to_json(program)) == program

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, ProgramError, parts_of
-from property_tests.strategies import Plan, dags, few, legal_tables, plans, tiny
+from property_tests.strategies import DrawnProgram, dags, few, legal_tables, plans, tiny
 
 ANY_ROWS = 8
 
 
-def harmless(program: Program, plan: Plan) -> bool:
+def harmless(program: Program, plan: DrawnProgram) -> bool:
     """Whether a program that was not refused still gives plain autograd's gradients, bit by bit."""
     net = tiny(plan.takes)
     return fpipe.verify(program, net.model, net.params(), net.batch(ANY_ROWS)).bitwise
@@ -23,19 +23,19 @@ def harmless(program: Program, plan: Plan) -> bool:
 
 @few(15)
 @given(plans())
-def test_schedule_merge_split_backward_and_checkpoint_commute(plan: Plan):
+def test_schedule_merge_split_backward_and_checkpoint_commute(plan: DrawnProgram):
     roads = itertools.permutations(plan.transforms.values())
     assert {fpipe.chain(plan.split, *road)(plan.base) for road in roads} == {plan.program}
 
 
 @given(plans())
-def test_text_with_transfers_and_frees_round_trips(plan: Plan):
+def test_text_with_transfers_and_frees_round_trips(plan: DrawnProgram):
     program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
     assert Program.parse(str(program)) == program
 
 
 @given(plans())
-def test_csv_and_the_drawn_grid_round_trip_on_a_base_program(plan: Plan):
+def test_csv_and_the_drawn_grid_round_trip_on_a_base_program(plan: DrawnProgram):
     others = [plan.split, *(plan.transforms[name] for name in ("checkpoint", "split_backward", "merge"))]
     for text in (plan.program.to_csv(), fpipe.plot(plan.program)):
         assert fpipe.chain(*others, fpipe.schedules.from_table(text))(plan.base) == plan.program
@@ -43,43 +43,43 @@ def test_csv_and_the_drawn_grid_round_trip_on_a_base_program(plan: Plan):
 
 @few(15)
 @given(plans())
-def test_csv_with_transfers_round_trips_on_a_base_program(plan: Plan):
+def test_csv_with_transfers_round_trips_on_a_base_program(plan: DrawnProgram):
     program = fpipe.communicate()(plan.program)
     assert fpipe.schedules.from_table(program.to_csv(comms=True))(program) == program
 
 
 @given(plans())
-def test_merging_backwards_undoes_splitting_them(plan: Plan):
+def test_merging_backwards_undoes_splitting_them(plan: DrawnProgram):
     whole = fpipe.chain(plan.split, fpipe.merge())(plan.base)
     assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(whole) == whole
 
 
 @given(plans())
-def test_splitting_backwards_undoes_merging_them(plan: Plan):
+def test_splitting_backwards_undoes_merging_them(plan: DrawnProgram):
     """Where I and W stand side by side, of which a program that merge_backward has been through has no others."""
     merged = fpipe.merge_backward()(plan.program)
     assert fpipe.merge_backward()(fpipe.split_backward()(merged)) == fpipe.merge_backward()(merged) == merged
 
 
 @given(plans(), st.sampled_from(["checkpoint", "split_backward", "schedule", "merge"]))
-def test_each_transform_does_nothing_the_second_time(plan: Plan, name: str):
+def test_each_transform_does_nothing_the_second_time(plan: DrawnProgram, name: str):
     assert plan.transforms[name](plan.program) == plan.program
 
 
 @given(plans())
-def test_communicate_does_nothing_the_second_time(plan: Plan):
+def test_communicate_does_nothing_the_second_time(plan: DrawnProgram):
     once = fpipe.communicate()(plan.program)
     assert fpipe.communicate()(once) == once
 
 
 @given(plans())
-def test_every_transfer_is_of_one_value_to_one_rank_once(plan: Plan):
+def test_every_transfer_is_of_one_value_to_one_rank_once(plan: DrawnProgram):
     sent = [op.writes[0] for op in fpipe.communicate()(plan.program).ops if op.kind == "SEND"]
     assert len(sent) == len(set(sent))
 
 
 @given(plans())
-def test_every_op_reads_only_what_is_on_its_rank_once_everything_is_sent(plan: Plan):
+def test_every_op_reads_only_what_is_on_its_rank_once_everything_is_sent(plan: DrawnProgram):
     program = fpipe.communicate()(plan.program)
     at = {value: {op.rank} for op in program.ops for value in op.writes if op.kind != "SEND"}
     at |= {end.value: set(end.homes) for end in program.inputs}
@@ -87,7 +87,7 @@ def test_every_op_reads_only_what_is_on_its_rank_once_everything_is_sent(plan: P
 
 
 @given(plans())
-def test_every_forward_and_backward_has_one_cell(plan: Plan):
+def test_every_forward_and_backward_has_one_cell(plan: DrawnProgram):
     cells = [cell for row in plan.program.table() for cell in row if "R" not in cell]
     halves = {f"{stage}{kind}{index}" for stage, index in plan.halved for kind in "IW"}
     every = set(itertools.product(range(len(plan.takes)), range(plan.microbatches)))
@@ -96,20 +96,20 @@ def test_every_forward_and_backward_has_one_cell(plan: Plan):
 
 
 @given(plans())
-def test_a_rank_keeps_the_order_of_its_table(plan: Plan):
+def test_a_rank_keeps_the_order_of_its_table(plan: DrawnProgram):
     kept = tuple(tuple(cell for cell in row if "R" not in cell) for row in plan.program.table())
     assert kept == plan.table
 
 
 @given(plans())
-def test_text_round_trips_and_the_copy_is_equal_and_hashes_alike(plan: Plan):
+def test_text_round_trips_and_the_copy_is_equal_and_hashes_alike(plan: DrawnProgram):
     program = plan.program
     copy = Program.parse(str(program))
     assert (copy == program, hash(copy) == hash(program), copy is program) == (True, True, False)
 
 
 @given(plans())
-def test_no_rank_does_two_things_at_once(plan: Plan):
+def test_no_rank_does_two_things_at_once(plan: DrawnProgram):
     rows: dict[int, list[tuple[float, float]]] = {}
     for op, start, end in fpipe.simulate(plan.program, fpipe.Costs(transfer=0.5)).events:
         if end > start:
@@ -132,7 +132,7 @@ def test_more_stages_than_ranks_share_a_rank_and_count_as_one(ranks: int, each: 
 
 
 @given(plans(), st.data())
-def test_removing_an_op_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+def test_removing_an_op_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     program = fpipe.communicate()(plan.program)
     gone = data.draw(st.sampled_from(range(len(program.ops))))
     try:
@@ -143,7 +143,7 @@ def test_removing_an_op_is_refused_or_harmless(plan: Plan, data: st.DataObject):
 
 
 @given(plans(), st.data())
-def test_duplicating_an_op_is_refused(plan: Plan, data: st.DataObject):
+def test_duplicating_an_op_is_refused(plan: DrawnProgram, data: st.DataObject):
     program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
     at = data.draw(st.sampled_from(range(len(program.ops))))
     to = data.draw(st.sampled_from(range(at, len(program.ops))))
@@ -152,7 +152,7 @@ def test_duplicating_an_op_is_refused(plan: Plan, data: st.DataObject):
 
 
 @given(plans(), st.data())
-def test_swapping_two_ops_in_a_ranks_order_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+def test_swapping_two_ops_in_a_ranks_order_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     rows = [list(row) for row in plan.table]
     row = data.draw(st.sampled_from([row for row in rows if len(row) > 1]))
     one, other = data.draw(st.lists(st.sampled_from(range(len(row))), min_size=2, max_size=2, unique=True))
@@ -167,7 +167,7 @@ def test_swapping_two_ops_in_a_ranks_order_is_refused_or_harmless(plan: Plan, da
 
 
 @given(plans(), st.data())
-def test_moving_an_op_within_the_list_is_refused_or_harmless(plan: Plan, data: st.DataObject):
+def test_moving_an_op_within_the_list_is_refused_or_harmless(plan: DrawnProgram, data: st.DataObject):
     ops = list(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program).ops)
     places = st.sampled_from(range(len(ops)))
     ops.insert(data.draw(places), ops.pop(data.draw(places)))
@@ -179,12 +179,12 @@ def test_moving_an_op_within_the_list_is_refused_or_harmless(plan: Plan, data: s
 
 
 @given(plans())
-def test_gradients_do_not_depend_on_the_order(plan: Plan):
+def test_gradients_do_not_depend_on_the_order(plan: DrawnProgram):
     assert harmless(fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program), plan)
 
 
 @given(plans())
-def test_free_drops_every_value_once_and_no_result(plan: Plan):
+def test_free_drops_every_value_once_and_no_result(plan: DrawnProgram):
     program = fpipe.chain(fpipe.communicate(), fpipe.free())(plan.program)
     freed = [value for op in program.ops if op.kind == "FREE" for value in op.reads]
     written = {value for op in program.ops if op.kind != "SEND" for value in op.writes}
@@ -202,7 +202,7 @@ def test_results_are_named_in_one_order(takes, microbatches: int):
 
 
 @given(plans())
-def test_a_pair_holds_two_ops_that_stand_side_by_side(plan: Plan):
+def test_a_pair_holds_two_ops_that_stand_side_by_side(plan: DrawnProgram):
     """Cells of one rank that do not need each other, put into a PAIR, are still every op once."""
     program = fpipe.chain(plan.split, plan.transforms["schedule"], fpipe.merge())(plan.base)
     assert sorted(part.cell for part in parts_of(program.ops)) == sorted(op.cell for op in program.ops)

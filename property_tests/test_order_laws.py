@@ -17,7 +17,7 @@ from fpipe.timing.costs import Ticks
 from fpipe.timing.lanes import walk
 from fpipe.timing.noise import Noise
 from fpipe.timing.paths import heads_of, waits_of
-from property_tests.strategies import Plan, few, plans
+from property_tests.strategies import DrawnProgram, few, plans
 from property_tests.test_time_laws import SECONDS, costs
 
 
@@ -35,14 +35,14 @@ def tasks(program: Program, costs: fpipe.Costs) -> Tasks:
 
 
 @given(plans(), costs(plain=True))
-def test_tasks_are_played_as_lanes_define(plan: Plan, costs: fpipe.Costs):
+def test_tasks_are_played_as_lanes_define(plan: DrawnProgram, costs: fpipe.Costs):
     known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
     played = known.play([known.flat(row) for row in known.rows])
     assert played.ends[:-1] == [defined[op][1] for op in known.ops]
 
 
 @given(plans(), costs(plain=True))
-def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: Plan, costs: fpipe.Costs):
+def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: DrawnProgram, costs: fpipe.Costs):
     known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
     flats = [known.flat(row)[::-1] for row in known.rows]
     graph = TaskGraph.of(known.ranks, [op.rank for op in known.ops], known.seconds, [*map(dict, known.needs)])
@@ -80,19 +80,19 @@ def test_a_chain_with_its_weights_in_place_is_played_as_lanes_define(
 
 
 @given(plans())
-def test_the_global_order_is_that_of_the_lanes_in_ticks(plan: Plan):
+def test_the_global_order_is_that_of_the_lanes_in_ticks(plan: DrawnProgram):
     starts = [start for start, end in lanes(plan.program, Ticks()).values() if end > start]
     assert starts == sorted(starts)
 
 
 @given(plans(), costs())
-def test_costs_that_do_not_stray_make_the_simulated_makespan(plan: Plan, costs: fpipe.Costs):
+def test_costs_that_do_not_stray_make_the_simulated_makespan(plan: DrawnProgram, costs: fpipe.Costs):
     found = fpipe.robustness(plan.program, costs, noise=Noise(), samples=1)
     assert [*chain(*(row.makespans for row in found))] == [fpipe.simulate(plan.program, costs).makespan]
 
 
 @given(plans(), costs())
-def test_no_op_starts_before_the_longest_path_to_it(plan: Plan, costs: fpipe.Costs):
+def test_no_op_starts_before_the_longest_path_to_it(plan: DrawnProgram, costs: fpipe.Costs):
     seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in plan.program.ops]
     heads = heads_of(waits_of(plan.program, costs), seconds)
     defined = lanes(plan.program, costs)

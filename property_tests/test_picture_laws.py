@@ -14,7 +14,7 @@ from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.shapes import Drawing, Rect
-from property_tests.strategies import Plan, plans
+from property_tests.strategies import DrawnProgram, plans
 
 SECONDS = st.sampled_from([0, 0.25, 1, 3])
 COSTS = st.builds(fpipe.Costs, SECONDS, SECONDS, SECONDS, transfer=SECONDS)
@@ -35,7 +35,7 @@ STYLES = st.builds(
 )
 
 
-def panel(plan: Plan, costs: fpipe.Costs, transfers: bool) -> Panel:
+def panel(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool) -> Panel:
     return Panel("", fpipe.simulate(fpipe.communicate()(plan.program) if transfers else plan.program, costs))
 
 
@@ -50,7 +50,7 @@ def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
 
 @given(plans(), COSTS, st.booleans(), STYLES)
 def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
-    plan: Plan, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
+    plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
 ):
     shown = panel(plan, costs, transfers)
     drawing = lay_out([shown], style=style)
@@ -66,7 +66,9 @@ def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
 
 
 @given(plans(), COSTS, st.booleans(), st.sets(st.integers(0, 16), min_size=2, max_size=2))
-def test_a_window_shows_exactly_what_overlaps_it(plan: Plan, costs: fpipe.Costs, transfers: bool, part: set[int]):
+def test_a_window_shows_exactly_what_overlaps_it(
+    plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, part: set[int]
+):
     timeline = panel(plan, costs, transfers).timeline
     start, end = (timeline.makespan * sixteenths / 16 for sixteenths in sorted(part))
     assume(start < end)
@@ -84,7 +86,7 @@ def test_a_window_shows_exactly_what_overlaps_it(plan: Plan, costs: fpipe.Costs,
 
 
 @given(plans(), COSTS, st.booleans())
-def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: Plan, costs: fpipe.Costs, transfers: bool):
+def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool):
     shown = panel(plan, costs, transfers)
     for rank in range(shown.ranks):
         bars = shown.bars.get((rank, "main"), [])
@@ -98,7 +100,7 @@ def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: Plan, costs: fpipe.Cos
 
 
 @given(plans(), COSTS, st.booleans())
-def test_a_trace_has_every_event_and_the_peak(plan: Plan, costs: fpipe.Costs, transfers: bool):
+def test_a_trace_has_every_event_and_the_peak(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool):
     shown = panel(plan, costs, transfers)
     entries = json.loads(perfetto([shown]))["traceEvents"]
     found = Counter(
@@ -114,7 +116,7 @@ def test_a_trace_has_every_event_and_the_peak(plan: Plan, costs: fpipe.Costs, tr
 
 
 @given(plans(), COSTS)
-def test_text_to_scale_has_each_op_in_its_place(plan: Plan, costs: fpipe.Costs):
+def test_text_to_scale_has_each_op_in_its_place(plan: DrawnProgram, costs: fpipe.Costs):
     shown = panel(plan, costs, transfers=False)
     rows = [line.partition("| ")[2] for line in fpipe.plot(shown.timeline, width=100_000).splitlines()]
     events = [event for event in shown.timeline.events if event.end > event.start]

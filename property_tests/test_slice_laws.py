@@ -14,7 +14,7 @@ from torch import Tensor
 import fpipe
 from fpipe.program import Program
 from fpipe.tree import leaves
-from property_tests.strategies import Plan, few, legal_tables, plans, tiny
+from property_tests.strategies import DrawnProgram, few, legal_tables, plans, tiny
 
 Body = Literal["sums", "attention", "recurrent", "alone"]
 
@@ -172,7 +172,7 @@ def test_sliced_programs_check_and_print(run: Sliced):
     st.integers(0, 3),
     st.booleans(),
 )
-def test_offloading_changes_no_bits(plan: Plan, policy: Any, cap: int | None, lead: int, partner: bool):
+def test_offloading_changes_no_bits(plan: DrawnProgram, policy: Any, cap: int | None, lead: int, partner: bool):
     """Nor the order of the ops that a schedule names."""
     net, base = tiny(plan.takes), plan.program
     to = (lambda rank: (rank + 1) % base.ranks) if partner and base.ranks > 1 else "host"
@@ -184,9 +184,9 @@ def test_offloading_changes_no_bits(plan: Plan, policy: Any, cap: int | None, le
 
 
 @given(plans(), st.sampled_from([1, 2, 3]))
-def test_a_cap_is_kept(plan: Plan, cap: int):
+def test_a_cap_is_kept(plan: DrawnProgram, cap: int):
     """Copies take no time here; what is recomputed is beside the point."""
-    base = Plan(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
+    base = DrawnProgram(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
     kept = least(base, cap)
     assert max(fpipe.simulate(fpipe.offload(cap=kept)(base)).peak) <= kept
 

@@ -15,7 +15,7 @@ from fpipe.timing.columns import is_plain, op_groups, walk_plain
 from fpipe.timing.lanes import Transfer, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.timing.timeline import Timeline
-from property_tests.strategies import Plan, few, plans, tiny
+from property_tests.strategies import DrawnProgram, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
 TAKEN = st.sampled_from([0, 0, 0.5, 2])
@@ -86,7 +86,7 @@ def held(timeline: Timeline) -> Any:
 
 
 @given(plans(), costs(), st.integers(1, 3))
-def test_a_timeline_is_the_same_before_and_after_communicate(plan: Plan, costs: fpipe.Costs, iterations: int):
+def test_a_timeline_is_the_same_before_and_after_communicate(plan: DrawnProgram, costs: fpipe.Costs, iterations: int):
     before, after = plan.program, fpipe.communicate()(plan.program)
     one, other = (fpipe.simulate(program, costs, iterations=iterations) for program in (before, after))
     assert told(one) == told(other)
@@ -101,7 +101,7 @@ def one_at_a_time(found: fpipe.Timeline) -> bool:
 
 @few(10)
 @given(plans())
-def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: Plan):
+def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: DrawnProgram):
     net = tiny(plan.takes)
     model, params, batch = net.model, net.params(), net.batch(8)
     peaks: set[tuple[float, ...]] = set()
@@ -117,7 +117,7 @@ def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: Plan):
 
 
 @given(plans(), costs(plain=True))
-def test_the_fast_pass_is_the_plain_one(plan: Plan, costs: fpipe.Costs):
+def test_the_fast_pass_is_the_plain_one(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
     assert is_plain(op_groups(program.ops), costs)
     (made,) = walk(program, costs)
@@ -125,7 +125,7 @@ def test_the_fast_pass_is_the_plain_one(plan: Plan, costs: fpipe.Costs):
 
 
 @given(plans(), costs(plain=True))
-def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: Plan, costs: fpipe.Costs):
+def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
     assert residuals_stay(program, op_groups(program.ops))
     (made,) = walk(program, costs)
@@ -137,7 +137,7 @@ def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: Plan, costs: fpipe.
 
 
 @given(plans(), costs(), st.integers(1, 3))
-def test_the_critical_path_is_a_chain_from_start_to_end(plan: Plan, costs: fpipe.Costs, iterations: int):
+def test_the_critical_path_is_a_chain_from_start_to_end(plan: DrawnProgram, costs: fpipe.Costs, iterations: int):
     timeline = fpipe.simulate(plan.program, costs, iterations=iterations)
     path = timeline.critical_path
     assert (path[0].start, path[0].why, path[-1].end) == (0, "start", timeline.makespan)
@@ -145,7 +145,7 @@ def test_the_critical_path_is_a_chain_from_start_to_end(plan: Plan, costs: fpipe
 
 
 @given(plans(), costs(), st.integers(1, 2))
-def test_what_a_rank_waits_is_what_it_does_not_work(plan: Plan, costs: fpipe.Costs, iterations: int):
+def test_what_a_rank_waits_is_what_it_does_not_work(plan: DrawnProgram, costs: fpipe.Costs, iterations: int):
     if costs.sender == "busy":
         return
     timeline = fpipe.simulate(fpipe.communicate()(plan.program), costs, iterations=iterations)
@@ -159,7 +159,7 @@ def test_what_a_rank_waits_is_what_it_does_not_work(plan: Plan, costs: fpipe.Cos
 
 
 @given(plans(), costs())
-def test_a_curve_has_its_maximum_at_the_peak_and_ends_at_nothing(plan: Plan, costs: fpipe.Costs):
+def test_a_curve_has_its_maximum_at_the_peak_and_ends_at_nothing(plan: DrawnProgram, costs: fpipe.Costs):
     timeline = fpipe.simulate(plan.program, costs)
     if costs.bytes is None:
         for rank, peak in enumerate(timeline.peak):
@@ -170,7 +170,7 @@ def test_a_curve_has_its_maximum_at_the_peak_and_ends_at_nothing(plan: Plan, cos
 
 
 @given(plans(), costs())
-def test_a_link_carries_one_value_at_a_time(plan: Plan, costs: fpipe.Costs):
+def test_a_link_carries_one_value_at_a_time(plan: DrawnProgram, costs: fpipe.Costs):
     if costs.bandwidth is None:
         return
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -180,7 +180,7 @@ def test_a_link_carries_one_value_at_a_time(plan: Plan, costs: fpipe.Costs):
 
 
 @given(plans(), costs())
-def test_iterations_in_a_row_take_no_longer_than_alone(plan: Plan, costs: fpipe.Costs):
+def test_iterations_in_a_row_take_no_longer_than_alone(plan: DrawnProgram, costs: fpipe.Costs):
     one, three = (fpipe.simulate(plan.program, costs, iterations=n) for n in (1, 3))
     assert three.iterations[0] == one.makespan
     whole = max(one.delivered, *(event.end for event in one.events))  # the last sum too, which takes no time
@@ -192,18 +192,18 @@ def frees(program: Program) -> Program:
 
 
 @given(plans(), costs())
-def test_freeing_takes_no_time(plan: Plan, costs: fpipe.Costs):
+def test_freeing_takes_no_time(plan: DrawnProgram, costs: fpipe.Costs):
     one, other = (fpipe.simulate(program, costs) for program in (plan.program, frees(plan.program)))
     assert (one.makespan, one.transfers) == (other.makespan, other.transfers)
 
 
 @given(plans(), costs())
-def test_no_order_is_below_a_bound(plan: Plan, costs: fpipe.Costs):
+def test_no_order_is_below_a_bound(plan: DrawnProgram, costs: fpipe.Costs):
     found, timeline = fpipe.bounds(plan.program, costs), fpipe.simulate(plan.program, costs)
     assert timeline.makespan >= found.makespan - 1e-9
     assert timeline.span >= found.span - 1e-9
 
 
 @given(plans(), costs(plain=True))
-def test_bounds_are_the_same_before_and_after_communicate(plan: Plan, costs: fpipe.Costs):
+def test_bounds_are_the_same_before_and_after_communicate(plan: DrawnProgram, costs: fpipe.Costs):
     assert fpipe.bounds(plan.program, costs) == fpipe.bounds(fpipe.communicate()(plan.program), costs)

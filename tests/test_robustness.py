@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.timing import noise as drawing
-from property_tests.strategies import Plan, few, plans
+from property_tests.strategies import DrawnProgram, few, plans
 from property_tests.test_time_laws import costs
 
 NAMED = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one_b", "zb_h1", "gpipe")}
@@ -20,14 +20,14 @@ NAMED = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one
 
 @few(6)
 @given(plans(), costs())
-def test_without_noise_every_draw_is_the_simulation(plan: Plan, costs: fpipe.Costs):
+def test_without_noise_every_draw_is_the_simulation(plan: DrawnProgram, costs: fpipe.Costs):
     (found,) = fpipe.robustness(plan.program, costs, noise=fpipe.Noise(), samples=3)
     assert {*found.makespans, found.said} == {fpipe.simulate(plan.program, costs).makespan}
 
 
 @few(6)
 @given(plans(), costs(plain=True), st.integers(0, 9))
-def test_draws_at_once_are_the_draws_one_by_one(plan: Plan, costs: fpipe.Costs, seed: int):
+def test_draws_at_once_are_the_draws_one_by_one(plan: DrawnProgram, costs: fpipe.Costs, seed: int):
     noise, program = fpipe.Noise(jitter=0.2, slow_rank=2, slow_link=3), plan.program
     draws = drawing._Draws(program, costs, noise, 5, seed)
     at_once = drawing.makespans(program, costs, noise, 5, seed)
@@ -36,7 +36,7 @@ def test_draws_at_once_are_the_draws_one_by_one(plan: Plan, costs: fpipe.Costs, 
 
 @few(6)
 @given(plans(), costs(), st.integers(0, 9))
-def test_slower_is_never_shorter(plan: Plan, costs: fpipe.Costs, seed: int):
+def test_slower_is_never_shorter(plan: DrawnProgram, costs: fpipe.Costs, seed: int):
     """One order, one link each: what is slower makes nothing else faster."""
     levels = [fpipe.Noise(0, slow, slow) for slow in (1, 1.5, 4)]
     rows = [drawing.makespans(plan.program, costs, noise, 4, seed) for noise in levels]

@@ -185,6 +185,22 @@ def test_only_tree_imports_optree():
     assert users <= {"fpipe.tree"}
 
 
+def test_two_classes_never_share_a_name():
+    places: dict[str, list[str]] = {}
+    for module, file in FILES.items():
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    """A reader meets "Drop received parameters after their last read", not "What is dropped"."""
+    opening = re.compile(r'^\s*r?"""(What|The same)\b', re.MULTILINE)
+    found = [module for module, file in FILES.items() if opening.search(file.read_text(encoding="utf-8"))]
+    assert not found
+
+
 # In a process of its own: here pytest has imported the submodules already. A name that is a module holding a public
 # thing of the same name (fpipe.check, with check in it) was shadowed before anybody looked.
 SHADOWS = """

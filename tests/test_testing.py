@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import fpipe
 from fpipe.program import Program
-from fpipe.testing import BrokenLaw, Net, Plan, check_schedule, legal_orders, models, programs
+from fpipe.testing import BrokenLaw, DrawnProgram, Net, check_schedule, legal_orders, models, programs
 
 Transform = Callable[[Program], Program]
 
@@ -23,7 +23,7 @@ def test_a_drawn_model_has_plain_autograds_gradients(net: Net):
 
 @settings(max_examples=20)
 @given(programs())
-def test_a_drawn_program_checks(plan: Plan):
+def test_a_drawn_program_checks(plan: DrawnProgram):
     fpipe.check(plan.program)
     assert plan.program.microbatches == plan.microbatches
 

@@ -8,14 +8,14 @@ except ImportError as error:
     ) from error
 
 from fpipe.testing.drawn_models import Net, models
-from fpipe.testing.drawn_programs import Plan, graphs, legal_orders, placements, programs
+from fpipe.testing.drawn_programs import DrawnProgram, graphs, legal_orders, placements, programs
 from fpipe.testing.laws import BrokenLaw, Checked, check_schedule
 
 __all__ = [
     "BrokenLaw",
     "Checked",
+    "DrawnProgram",
     "Net",
-    "Plan",
     "check_schedule",
     "graphs",
     "legal_orders",

@@ -87,10 +87,10 @@ def legal_orders(draw: st.DrawFn, program: Program, replicas: bool = False) -> O
 
 
 @dataclass(frozen=True)
-class Plan:
+class DrawnProgram:
     """A pipeline for a graph of stages: what each takes, microbatches, what is recomputed and split, and a table.
 
-    >>> plan = Plan(("batch", 0), 2, frozenset(), frozenset({(0, 1)}), (("0F0", "0F1", "0B0", "0I1", "0W1"),
+    >>> plan = DrawnProgram(("batch", 0), 2, frozenset(), frozenset({(0, 1)}), (("0F0", "0F1", "0B0", "0I1", "0W1"),
     ...                                                                ("1F0", "1B0", "1F1", "1B1")))
     >>> import fpipe
     >>> print(fpipe.plot(plan.program))
@@ -132,7 +132,7 @@ class Plan:
 
 
 @st.composite
-def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, microbatches: int = 4) -> Plan:
+def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, microbatches: int = 4) -> DrawnProgram:
     """Draw a program: a graph of stages, sizes, what is recomputed and split, and a legal order over a placement.
 
     Args:
@@ -140,7 +140,7 @@ def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, mic
         microbatches: at most so many.
 
     Returns:
-        A `Plan`, which makes the program and prints as what was drawn.
+        A `DrawnProgram`, which makes the program and prints as what was drawn.
     """
     graph = draw(takes if takes is not None else graphs())
     m = draw(st.integers(1, microbatches))
@@ -149,4 +149,4 @@ def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, mic
     recomputed, halved = draw(some), draw(some)
     cut = chain(split(m), split_backward(lambda stage, index: (stage, index) in halved))
     table = draw(legal_orders(cut(base_program(len(graph), inputs=graph))))
-    return Plan(graph, m, recomputed, halved, table, draw(st.sampled_from(["stage", "layer"])))
+    return DrawnProgram(graph, m, recomputed, halved, table, draw(st.sampled_from(["stage", "layer"])))

@@ -44,7 +44,7 @@ FLAGS: dict[str, Any] = {
     )
     if hasattr(_C, f"_get_{name}")
 }
-"""Functions that read the flags by which torch chooses kernels; a version has some of them (2.11 to 2.13)."""
+"""Functions that read the flags by which torch chooses kernels; a version has some of them (2.13)."""
 # Where numbers may be rounded before they are multiplied; "generic" stands for all of them.
 _PLACES = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
 PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op in ("all", "matmul", "conv", "rnn")))
@@ -52,32 +52,32 @@ PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op 
 
 
 def fp32_precisions() -> list[str]:
-    """How float32 is rounded before it is multiplied, for each of `PRECISIONS` (2.11 to 2.13)."""
+    """How float32 is rounded before it is multiplied, for each of `PRECISIONS` (2.13)."""
     return [_C._get_fp32_precision_getter(*place) for place in PRECISIONS]
 
 
 def sdp_priority() -> list[int]:
-    """The order in which kernels of attention are tried (2.11 to 2.13)."""
+    """The order in which kernels of attention are tried (2.13)."""
     return _C._get_sdp_priority_order()
 
 
 def einsum_is_optimised() -> bool:
-    """The flag as assigned, or as its own functions set it: its attribute takes four times as long (2.11 to 2.13)."""
+    """The flag as assigned, or as its own functions set it: its attribute takes four times as long (2.13)."""
     return vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
 
 
 def default_device() -> Any:
-    """The device of `torch.set_default_device` (2.11 to 2.13: `torch.utils._device`)."""
+    """The device of `torch.set_default_device` (2.13: `torch.utils._device`)."""
     return _device.CURRENT_DEVICE
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether saved_tensors_hooks are on (2.11 to 2.13)."""
+    """Whether saved_tensors_hooks are on (2.13)."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Whether there are global hooks of modules besides torch's own, which follow where a step is (2.11 to 2.13)."""
+    """Whether there are global hooks of modules besides torch's own, which follow where a step is (2.13)."""
     return _MODULES._has_any_global_hook() and any(map(_is_somebodys, chain.from_iterable(_HOOKS)))
 
 
@@ -86,18 +86,18 @@ def _is_somebodys(hook: Any) -> bool:
 
 
 def function_modes() -> Iterator[Any]:
-    """The TorchFunctionModes that are on, but for a default device (2.11 to 2.13)."""
+    """The TorchFunctionModes that are on, but for a default device (2.13)."""
     stack = _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ()
     return (mode for mode in stack if not isinstance(mode, _device.DeviceContext))
 
 
 def is_autocast_on() -> bool:
-    """Whether autocast is on for any kind of device (2.11 to 2.13)."""
+    """Whether autocast is on for any kind of device (2.13)."""
     return _C._is_any_autocast_enabled()
 
 
 def function_transform() -> str | None:
-    """The transform of torch.func that is around a call, but for functionalize (2.11 to 2.13)."""
+    """The transform of torch.func that is around a call, but for functionalize (2.13)."""
     around = _C._functorch.peek_interpreter_stack()
     if around is None or around.key() == _C._functorch.TransformType.Functionalize:
         return None

@@ -11,7 +11,7 @@ from torch.utils import checkpoint as checkpoints
 
 @contextmanager
 def without_checkpoints(refuse: Callable[[], Any]) -> Generator[None]:
-    """Meanwhile a checkpoint calls its function and no more; a reentrant one calls `refuse` (2.11 to 2.13: the
+    """Meanwhile a checkpoint calls its function and no more; a reentrant one calls `refuse` (2.13: the
     functions of its module that `checkpoint` looks up when it is called)."""
 
     class Refused:

@@ -19,7 +19,7 @@ def watching(generator: torch.Generator, asked: Callable[[str], None]) -> Genera
     """Meanwhile `asked` is told the name of each method of torch's default generator that this thread asks for.
 
     `torch.random` is handed what watches; so is this thread where it asks torch for its generator, and no other, which
-    might hand it to an op (2.11 to 2.13: `torch.random.default_generator` and `torch.__getattr__`).
+    might hand it to an op (2.13: `torch.random.default_generator` and `torch.__getattr__`).
     """
     watched, others = _Watched(generator, asked), vars(torch)["__getattr__"]
     before, own = _random.default_generator, vars(torch).get(_NAME)  # no `own` where one outline is in another

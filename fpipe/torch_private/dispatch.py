@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 without_modes = _disable_current_modes
-"""A context without any dispatch mode (2.11 to 2.13)."""
+"""A context without any dispatch mode (2.13)."""
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
-"""Whether an op, by name, has a kernel for a dispatch key (2.11 to 2.13)."""
+"""Whether an op, by name, has a kernel for a dispatch key (2.13)."""
 NAMESPACES: tuple[Any, ...] = (torch, _C._nn, Tensor, _C._linalg, _C._special, _C._fft)
-"""Where torch keeps functions in C that call one op each (2.11 to 2.13)."""
+"""Where torch keeps functions in C that call one op each (2.13)."""
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tells a tensor's storage from all others that are alive (2.11 to 2.13: `_cdata`).
+    """A number that tells a tensor's storage from all others that are alive (2.13: `_cdata`).
 
     Raises:
         NotImplementedError: the tensor has no storage, as sparse ones.
@@ -32,33 +32,33 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def in_fake_mode() -> bool:
-    """Whether a FakeTensorMode is on: its tensors have no data, and it refuses all others (2.11 to 2.13)."""
+    """Whether a FakeTensorMode is on: its tensors have no data, and it refuses all others (2.13)."""
     return _C._get_dispatch_mode(_FAKE) is not None
 
 
 def fake_tensor_class() -> Any:
-    """The class of fake tensors; its module takes a while to import (2.11 to 2.13)."""
+    """The class of fake tensors; its module takes a while to import (2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
 
 
 def fake_mode_class() -> Any:
-    """The mode under which torch makes fake tensors (2.11 to 2.13)."""
+    """The mode under which torch makes fake tensors (2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose ops mutate nothing that it was handed or made (2.11 to 2.13: `dispatch_functionalize`)."""
+    """A function whose ops mutate nothing that it was handed or made (2.13: `dispatch_functionalize`)."""
     from torch._subclasses.functional_tensor import dispatch_functionalize
 
     return dispatch_functionalize(function)
 
 
 def compiled_by_inductor(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
-    """Compile a graph without autograd or guards; it takes seconds (2.11 to 2.13: `standalone_compile`)."""
+    """Compile a graph without autograd or guards; it takes seconds (2.13: `standalone_compile`)."""
     from torch._inductor import standalone_compile
 
     return standalone_compile(graph, example, dynamic_shapes="from_example_inputs")

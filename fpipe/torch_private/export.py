@@ -17,18 +17,18 @@ from torch.utils import _pytree  # pyright: ignore[reportPrivateUsage]
 _HIGHER: Any = torch.ops.higher_order
 GRAPH_CALLS: dict[Any, int] = {_HIGHER.wrap_with_set_grad_enabled: 1, _HIGHER.wrap_with_autocast: 4}
 """The ops that call a graph with gradients off, say, or under autocast, each with the number of its settings, which
-come before the graph (2.11 to 2.13)."""
+come before the graph (2.13)."""
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-"""The path in `nn_module_stack` of a node whose module is not known (2.11 to 2.13)."""
+"""The path in `nn_module_stack` of a node whose module is not known (2.13)."""
 
 
 def is_of_vmap(node: fx.Node) -> bool:
-    """Whether a node enters or leaves torch.vmap (2.11 to 2.13: a function of `torch._functorch.predispatch`)."""
+    """Whether a node enters or leaves torch.vmap (2.13: a function of `torch._functorch.predispatch`)."""
     return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
 
 def call_trees(exported: ExportedProgram, given: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
-    """The arguments and the result of a call, as trees of these leaves (2.11 to 2.13: of `torch.utils._pytree`)."""
+    """The arguments and the result of a call, as trees of these leaves (2.13: of `torch.utils._pytree`)."""
     in_spec: Any = exported.call_spec.in_spec
     out_spec: Any = exported.call_spec.out_spec
     return _pytree.tree_unflatten(given, in_spec), _pytree.tree_unflatten(results, out_spec)
@@ -37,7 +37,7 @@ def call_trees(exported: ExportedProgram, given: Sequence[Any], results: Sequenc
 @contextmanager
 def quiet_export() -> Generator[None]:
     """Without the graph that torch prints where an export ends in an error. A tensor that a module remembers in a plain
-    attribute is an error, but for the lists that an RNN has of its weights (2.11 to 2.13: the words of a warning)."""
+    attribute is an error, but for the lists that an RNN has of its weights (2.13: the words of a warning)."""
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     before = log.disabled
     log.disabled = True

@@ -12,15 +12,15 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _AMP: Any = torch.amp.autocast_mode
 
 SET_GRAD: Any = _C._set_grad_enabled
-"""The target of a node that switches gradients on or off (2.11 to 2.13)."""
+"""The target of a node that switches gradients on or off (2.13)."""
 ENTER_AUTOCAST: Any = _AMP._enter_autocast
-"""The target of a node that enters autocast: device, dtype, whether it is on, whether it caches (2.11 to 2.13)."""
+"""The target of a node that enters autocast: device, dtype, whether it is on, whether it caches (2.13)."""
 EXIT_AUTOCAST: Any = _AMP._exit_autocast
-"""The target of a node that leaves the autocast which its argument entered (2.11 to 2.13)."""
+"""The target of a node that leaves the autocast which its argument entered (2.13)."""
 
 
 def dump_graph(module: fx.GraphModule) -> bytes:
-    """Pickle a graph with the fake tensors in its meta (2.11 to 2.13: `torch.fx._graph_pickler`)."""
+    """Pickle a graph with the fake tensors in its meta (2.13: `torch.fx._graph_pickler`)."""
     from torch.fx import _graph_pickler as pickler  # it brings torch's compiler, which takes a while to import
 
     graphs: Any = pickler
@@ -28,7 +28,7 @@ def dump_graph(module: fx.GraphModule) -> bytes:
 
 
 def load_graph(data: bytes) -> fx.GraphModule:
-    """Load a graph that `dump_graph` has pickled, with fake tensors of a mode of its own (2.11 to 2.13)."""
+    """Load a graph that `dump_graph` has pickled, with fake tensors of a mode of its own (2.13)."""
     from torch._subclasses import FakeTensorMode
     from torch.fx import _graph_pickler as pickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -40,7 +40,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has no data, but belongs to a trace (2.11 to 2.13: `torch._subclasses.fake_tensor`)."""
+    """Whether a tensor has no data, but belongs to a trace (2.13: `torch._subclasses.fake_tensor`)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -48,7 +48,7 @@ def is_fake(tensor: Any) -> bool:
 
 def open_mode() -> Any:
     """Make tensors without data whose open sizes have a symbol each: as many rows in the example are no reason to be as
-    many in a step (2.11 to 2.13: `FakeTensorMode` with a `ShapeEnv`)."""
+    many in a step (2.13: `FakeTensorMode` with a `ShapeEnv`)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -57,7 +57,7 @@ def open_mode() -> Any:
 
 
 def fake_like(mode: Any, tensor: Tensor, rows: bool) -> Tensor:
-    """A tensor without data in the place of one, its number of rows open or not (2.11 to 2.13: symbolic contexts)."""
+    """A tensor without data in the place of one, its number of rows open or not (2.13: symbolic contexts)."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     each = [DimDynamic.STATIC] * tensor.ndim
@@ -67,24 +67,24 @@ def fake_like(mode: Any, tensor: Tensor, rows: bool) -> Tensor:
 
 
 def expression(size: Any) -> Any:
-    """The expression of an open size, in sympy (2.11 to 2.13: `SymInt.node.expr`)."""
+    """The expression of an open size, in sympy (2.13: `SymInt.node.expr`)."""
     return size.node.expr
 
 
 def example_number(size: Any) -> int:
-    """An open size as it was in the example of its trace (2.11 to 2.13: `SymInt.node.hint`)."""
+    """An open size as it was in the example of its trace (2.13: `SymInt.node.hint`)."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def has_floor(expr: Any) -> bool:
-    """Whether an expression rounds a quotient to an integer, for which torch has no code (2.11 to 2.13)."""
+    """Whether an expression rounds a quotient to an integer, for which torch has no code (2.13)."""
     from torch.utils._sympy.functions import CeilToInt, FloorToInt
 
     return expr.has(CeilToInt, FloorToInt)
 
 
 def computed(expr: Any, known: dict[Any, Any]) -> Any:
-    """Compute an expression of symbols as Python does, on proxies of a graph (2.11 to 2.13: `sympy_interp`)."""
+    """Compute an expression of symbols as Python does, on proxies of a graph (2.13: `sympy_interp`)."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -92,13 +92,13 @@ def computed(expr: Any, known: dict[Any, Any]) -> Any:
 
 
 def environment(size: Any) -> Any:
-    """The ShapeEnv of the trace that an open size is of (2.11 to 2.13: `SymInt.node.shape_env`)."""
+    """The ShapeEnv of the trace that an open size is of (2.13: `SymInt.node.shape_env`)."""
     return size.node.shape_env
 
 
 def guards_of(sizes: Any) -> tuple[Any, ...]:
     """The conditions on open sizes by which a traced function has decided, not torch, from the ShapeEnv of its trace
-    (2.11 to 2.13: `ShapeEnv.guards`, and of each its `sloc.framework_loc`, the innermost line that is not torch's).
+    (2.13: `ShapeEnv.guards`, and of each its `sloc.framework_loc`, the innermost line that is not torch's).
 
     Sizes that the function compared as equal have one symbol from then on, and no condition.
     """

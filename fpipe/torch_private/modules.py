@@ -18,22 +18,22 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch or instance norm of any dimensions (2.11 to 2.13: `_NormBase`)."""
+    """Whether a module is a batch or instance norm of any dimensions (2.13: `_NormBase`)."""
     return isinstance(module, _NormBase)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of any dimensions (2.11 to 2.13: `_BatchNorm`)."""
+    """Whether a module is a batch norm of any dimensions (2.13: `_BatchNorm`)."""
     return isinstance(module, _BatchNorm)
 
 
 def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
-    """Whether a module is a dropout of any kind (2.11 to 2.13: `_DropoutNd`)."""
+    """Whether a module is a dropout of any kind (2.13: `_DropoutNd`)."""
     return isinstance(module, _DropoutNd)
 
 
 def has_torchs_forward(norm: nn.Module) -> bool:
-    """Whether a norm's forward is torch's, and not one of somebody's own (2.11 to 2.13: three classes have one)."""
+    """Whether a norm's forward is torch's, and not one of somebody's own (2.13: three classes have one)."""
     return "forward" not in vars(norm) and type(norm).forward in _FORWARDS
 
 
@@ -41,14 +41,13 @@ _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward
 
 
 def is_single(norm: Any, x: Tensor) -> bool:
-    """Whether an instance norm takes its input for one example without a batch (2.11 to 2.13: `_get_no_batch_dim`)."""
+    """Whether an instance norm takes its input for one example without a batch (2.13: `_get_no_batch_dim`)."""
     return not is_batch_norm(norm) and x.dim() == norm._get_no_batch_dim()
 
 
 @contextmanager
 def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[None]:
-    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs (2.11 to
-    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
+    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs (2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
     its statistics in `_apply_instance_norm`, whether it tracks or not)."""
 
     def check(x: Tensor) -> None:
@@ -72,12 +71,12 @@ def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[No
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that each write in place moves (2.11 to 2.13: `_version`)."""
+    """A number that each write in place moves (2.13: `_version`)."""
     return tensor._version
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:
-    """The buffers that torch's spectral norm of a module writes in training, new style and old (2.11 to 2.13: the
+    """The buffers that torch's spectral norm of a module writes in training, new style and old (2.13: the
     parametrization `_SpectralNorm`, and a hook that has `_u` and `_v` behind the name of its weight)."""
     if isinstance(module, _SpectralNorm):
         return [name for name, _ in module.named_buffers(recurse=False)]
@@ -86,13 +85,13 @@ def spectral_buffers(module: nn.Module) -> list[str]:
 
 
 def caches_weights(module: nn.Module) -> bool:
-    """Whether a module may keep tensors made of its parameters as plain attributes (2.11 to 2.13: RNNs a list of their
+    """Whether a module may keep tensors made of its parameters as plain attributes (2.13: RNNs a list of their
     weights; pruning and the old weight norm, which are hooks, the weight)."""
     return isinstance(module, nn.RNNBase) or bool(vars(module)["_forward_pre_hooks"])
 
 
 def cached_weights(module: nn.Module) -> dict[str, Any]:
-    """The attributes of such a module that functional_call leaves changed, as they are (2.11 to 2.13: tensors, and an
+    """The attributes of such a module that functional_call leaves changed, as they are (2.13: tensors, and an
     RNN's `_flat_weights` and `_flat_weight_refs`)."""
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
@@ -100,25 +99,25 @@ def cached_weights(module: nn.Module) -> dict[str, Any]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module, or its backward, runs hooks (2.11 to 2.13: four dicts)."""
+    """Whether a call of a module, or its backward, runs hooks (2.13: four dicts)."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return any(vars(module).get(kind) for kind in kinds)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of a tensor (2.11 to 2.13: two dicts)."""
+    """Whether hooks wait for the gradient of a tensor (2.13: two dicts)."""
     return any(getattr(tensor, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def has_own_samples(pool: nn.Module) -> bool:
-    """Whether a fractional pool was handed its random numbers (2.11 to 2.13: `_random_samples`)."""
+    """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
     return getattr(pool, "_random_samples", None) is not None
 
 
 @contextmanager
 def generated_code(module: nn.Module) -> Generator[None]:
     """While it lasts the graphs of torch.export in a module run as code, and not node by node, each with a progress bar
-    (2.11 to 2.13: `_run_with_interpreter`)."""
+    (2.13: `_run_with_interpreter`)."""
     from torch.export.unflatten import InterpreterModule
 
     found = [vars(one) for one in module.modules() if isinstance(one, InterpreterModule)]
@@ -133,7 +132,7 @@ def generated_code(module: nn.Module) -> Generator[None]:
 
 
 def load_forward_mode() -> None:
-    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.11 to 2.13:
+    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.13:
     `torch._decomp.decompositions_for_jvp`, imported when first needed)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -17,19 +17,19 @@ from torch.distributed.distributed_c10d import (
 
 
 def world_group() -> ProcessGroup:
-    """The default process group (2.11 to 2.13: `dist.group.WORLD` is a property that type checkers take for None)."""
+    """The default process group (2.13: `dist.group.WORLD` is a property that type checkers take for None)."""
     world = dist.group.WORLD
     assert world is not None
     return world
 
 
 def default_store() -> Store:
-    """The store of the default process group (2.11 to 2.13: `_get_default_store`)."""
+    """The store of the default process group (2.13: `_get_default_store`)."""
     return _get_default_store()
 
 
 def is_kept_by_process(store: Any) -> bool:
-    """Whether a process keeps a store for others, as TCP's, and no file or memory does (2.11 to 2.13: `TCPStore` of
+    """Whether a process keeps a store for others, as TCP's, and no file or memory does (2.13: `TCPStore` of
     `torch._C`, and `underlying_store` of a prefix)."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -37,18 +37,18 @@ def is_kept_by_process(store: Any) -> bool:
 
 
 def backend_on(group: ProcessGroup, device: torch.device) -> Any:
-    """The backend that carries a group's tensors on a device; a RuntimeError if none does (2.11 to 2.13:
+    """The backend that carries a group's tensors on a device; a RuntimeError if none does (2.13:
     `_get_backend`)."""
     return group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """How long a group waits (2.11 to 2.13: `_device_types`, and `_timeout` of a backend's options)."""
+    """How long a group waits (2.13: `_device_types`, and `_timeout` of a backend's options)."""
     return backend_on(group, group._device_types[0]).options._timeout  # pyright: ignore[reportPrivateUsage]
 
 
 def gloo_beside(gloo: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Connections of gloo more, on the devices of a backend that is there (2.11 to 2.13: `_Options` with `_devices`,
+    """Connections of gloo more, on the devices of a backend that is there (2.13: `_Options` with `_devices`,
     `_threads`, `_timeout`)."""
     made: Any = dist.ProcessGroupGloo
     options = made._Options()
@@ -57,7 +57,7 @@ def gloo_beside(gloo: Any, store: Store, rank: int, size: int, timeout: timedelt
 
 
 def nccl_of_two(store: Store, rank: int, timeout: timedelta) -> Any:
-    """A group of two on NCCL (2.11 to 2.13: `_timeout` of its options, which ends the process: so it comes later than
+    """A group of two on NCCL (2.13: `_timeout` of its options, which ends the process: so it comes later than
     who waits says for whom)."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout + _LONGER  # pyright: ignore[reportPrivateUsage]

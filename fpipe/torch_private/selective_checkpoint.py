@@ -14,7 +14,7 @@ _RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_R
 
 
 def all_ops() -> list[OpOverload]:
-    """Every op that torch knows by now, by name (2.11 to 2.13: `_dispatch_get_all_op_names`)."""
+    """Every op that torch knows by now, by name (2.13: `_dispatch_get_all_op_names`)."""
     library: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     found: list[OpOverload] = []
     for name in sorted(library._dispatch_get_all_op_names()):
@@ -28,7 +28,7 @@ def all_ops() -> list[OpOverload]:
 
 
 def selective_checkpoint_answers(policy: Callable[..., Any]) -> dict[str, bool]:
-    """Ask a selective checkpoint policy of every op by name (2.11 to 2.13: the context is made by hand).
+    """Ask a selective checkpoint policy of every op by name (2.13: the context is made by hand).
 
     Raises:
         TypeError: the policy wants to see tensors, or answers with something else.

@@ -67,7 +67,7 @@ def copy_nodes(
         own: the new nodes, by the old ones; those that are copied join them.
         copied: the new node for what an operation reads.
     """
-    writer = _Writer(graph)
+    writer = _GraphWriter(graph)
     for node in nodes:
         if node not in own:
             writer.switch(contexts.get(node, writer.context))
@@ -75,7 +75,7 @@ def copy_nodes(
     writer.switch(OUTSIDE)
 
 
-class _Writer:
+class _GraphWriter:
     """Writes nodes that switch contexts into a new graph, where one operation's is not that of the one before."""
 
     def __init__(self, graph: fx.Graph) -> None:
