@@ -47,8 +47,11 @@ def is_single(norm: Any, x: Tensor) -> bool:
 
 @contextmanager
 def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[None]:
-    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs (2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
-    its statistics in `_apply_instance_norm`, whether it tracks or not)."""
+    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs.
+
+    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
+    its statistics in `_apply_instance_norm`, whether it tracks or not.
+    """
 
     def check(x: Tensor) -> None:
         type(norm)._check_input_dim(norm, x)
