@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -67,8 +67,8 @@ def einsum_is_optimised() -> bool:
 
 
 def default_device() -> Any:
-    """The device of `torch.set_default_device` (2.13: `torch.utils._device`)."""
-    return _device.CURRENT_DEVICE
+    """The device on which this thread makes tensors that name none; None for the host (2.13: a function mode)."""
+    return next((mode.device for mode in reversed(_function_modes()) if isinstance(mode, _device.DeviceContext)), None)
 
 
 def has_saved_tensors_hooks() -> bool:
@@ -87,8 +87,11 @@ def _is_somebodys(hook: Any) -> bool:
 
 def function_modes() -> Iterator[Any]:
     """The TorchFunctionModes that are on, but for a default device (2.13)."""
-    stack = _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ()
-    return (mode for mode in stack if not isinstance(mode, _device.DeviceContext))
+    return (mode for mode in _function_modes() if not isinstance(mode, _device.DeviceContext))
+
+
+def _function_modes() -> Sequence[Any]:
+    return _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ()
 
 
 def is_autocast_on() -> bool:

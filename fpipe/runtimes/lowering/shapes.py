@@ -174,7 +174,7 @@ class _Walk:
             leaves = tuple(in_own_storage(leaf.aval) for leaf in made["loss"].leaves)
             made["loss"] = AbstractTree(leaves, made["loss"].spec)
         notes = made["seen"] if update_only(self.model, op.stage) else None
-        forward = op if op.kind == "F" else self.runs[place].forward
+        forward = op if op.kind == "F" or place not in self.runs else self.runs[place].forward  # R may come first
         self.runs[place] = StageRun(call, loss, op, forward, notes)
         later = ("res",) if notes is None else ("res", "seen")
         self.trees.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
