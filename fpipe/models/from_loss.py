@@ -30,8 +30,9 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.cutting.cut_net import CutNet, marked_graph
+from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.loss_part import LossPart
+from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.tracing.boundary import seeding
@@ -93,11 +94,11 @@ def from_loss(
         graph = trace_loss(_checked(loss_fn, reduction, aux), params, names, batch, {one: path for path, one in named})
     modules = called | {module: path for path, module in named}
     leaves = dict(zip(names, tree.leaves(params), strict=True))
-    marked = marked_graph(graph)
-    behind = LossPart(graph, marked)
+    marked = MarkedGraph(graph)
+    behind = LossPart(marked)
     run_by = [(path, module) for module, path in modules.items()]
     tensors = NetTensors(_no_tensor, frozenset(names))
-    cut = CutNet(graph, marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
+    cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
     loss = behind.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.stages, cut.owned, strict=True)

@@ -20,8 +20,9 @@ from fpipe import tree
 from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
-from fpipe.models.cutting.cut_net import CutNet, marked_graph
+from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
+from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
 from fpipe.models.tracing.boundary import KEY
@@ -29,6 +30,7 @@ from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.export_net import export_net
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.run_net import NetFunction
+from fpipe.models.tracing.split_norms import split_norms
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]
@@ -92,11 +94,12 @@ def from_module(
     exported = net if isinstance(net, ExportedProgram) else export_net(net, batch[0])
     tensors = tensors_of(net, exported)
     graph = read_graph(exported, tensors)
+    split_norms(graph.module.graph)
     placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
     leaves = {name: tensors.now(name) for name in graph.params.values()}
-    cut = CutNet(graph, marked_graph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
+    cut = CutNet(MarkedGraph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     each = zip(model.stages, cut.stages, placed.words, strict=True)
     model = replace(

@@ -2,6 +2,8 @@
 
 y = batch_norm(x, w, b)                      --> updating -->        mean, var = copies of the old
 mean, var = update(old mean, old var, x)                             y = batch_norm(x, w, b, mean, var)
+
+A stage is cut with its norms split, for forwards in any order; only a program says that they come in theirs.
 """
 
 from __future__ import annotations

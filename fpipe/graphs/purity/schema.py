@@ -12,6 +12,7 @@ from fpipe.torch_private.dispatch import OpOverload
 
 _aten: Any = torch.ops.aten
 BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+_NORMS = (*BATCH_NORMS, _aten.batch_norm.default, _aten.instance_norm.default)
 """In training these mutate their running statistics, though their schemas deny it."""
 _TRAINING = 5  # the place of that argument
 
@@ -22,7 +23,7 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any
     >>> written(torch.ops.aten.add_.Tensor, ("x", "y"), {}), written(torch.ops.aten.add.out, ("x", "y"), {"out": "z"})
     (['x'], ['z'])
     """
-    if op in BATCH_NORMS:
+    if op in _NORMS:
         return list(args[3:5]) if len(args) > _TRAINING and args[_TRAINING] else []
     places, words = _mutable(op)
     found = [args[place] for place in places if place < len(args)] + [kwargs[word] for word in words if word in kwargs]

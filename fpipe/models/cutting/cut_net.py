@@ -18,10 +18,11 @@ from fpipe.models.cutting.buffer_update import BufferUpdate
 from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_state import Written, statistics_of, written_by
+from fpipe.models.cutting.net_state import Written, written_by
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
+from fpipe.models.tracing.split_norms import only_update
 from fpipe.models.tracing.traced_modes import TracedModes
 
 
@@ -29,7 +30,7 @@ class CutNet:
     """A net as stages.
 
     Args:
-        net: its graph, with marks where a stage ends, and `marked`, these read.
+        marked: its graph, with marks where a stage ends.
         tensors: those of the net, as it has them, and `params`, the parameters that are handed out.
         inputs: the placeholders of its inputs, in the containers of a batch's, and `example`, an example of them.
         result: what the last stage returns, a pytree of nodes.
@@ -45,7 +46,6 @@ class CutNet:
 
     def __init__(
         self,
-        net: NetGraph,
         marked: MarkedGraph,
         tensors: NetTensors,
         params: Mapping[str, Tensor],
@@ -55,7 +55,7 @@ class CutNet:
         modules: Modules,
         excluded: Collection[fx.Node] = (),
     ) -> None:
-        self.net, self.marked, self.tensors = net, marked, tensors
+        net, self.marked, self.tensors = marked.net, marked, tensors
         leaves, spec = tree.flatten(result)
         results = [marked.value(node) for node in dict.fromkeys(leaves) if isinstance(node, fx.Node)]
         self.written = written_by(marked, net.constants, tensors.buffers, results)
@@ -94,14 +94,10 @@ class CutNet:
         """The update of the buffers of a stage that no output reads."""
         assert home.part is not None
         graph = home.part.module(list(home.apart))
+        only_update(graph.graph)
+        graph.recompile()
         shapes = {name: tuple(node.meta["val"].shape) for node, name in home.apart.items()}
         return BufferUpdate(graph, [*home.part.params], [*home.apart.values()], self.tensors, len(home.seen()), shapes)
-
-
-def marked_graph(net: NetGraph) -> MarkedGraph:
-    """The marks of a net; running statistics are no constants that each stage may compute with again."""
-    statistics = statistics_of(net.module.graph)
-    return MarkedGraph(net.module, net.who, [node for node in net.constants if node not in statistics])
 
 
 def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:

@@ -16,7 +16,6 @@ from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.cut_net import guard_of
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.tracing.contexts import restored_on_error
-from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import place_of
 
 
@@ -24,7 +23,7 @@ class LossPart:
     """The loss behind the stages of a loss function.
 
     Args:
-        net: the function as a graph, and `marked`, its marks read.
+        marked: the function as a graph.
 
     Attributes:
         judging: the target, and all that is computed from it: operations of no stage.
@@ -34,9 +33,9 @@ class LossPart:
         ValueError: it is no loss behind stages: a stage reads the target, say, or the loss a parameter.
     """
 
-    def __init__(self, net: NetGraph, marked: MarkedGraph) -> None:
-        self.net, self.marked, self.params = net, marked, net.params
-        leaves = enumerate(tree.leaves(net.inputs[1]))
+    def __init__(self, marked: MarkedGraph) -> None:
+        self.net, self.marked, self.params = marked.net, marked, marked.net.params
+        leaves = enumerate(tree.leaves(self.net.inputs[1]))
         self.target = {leaf: place for place, leaf in leaves if isinstance(leaf, fx.Node)}
         self.judging = self._judging()
         self._refuse_mutated_constants()

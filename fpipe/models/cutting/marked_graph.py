@@ -5,7 +5,6 @@ embed  MARK  block  MARK  head        -->        stage_of = {embed: 0, block: 1,
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.graphs.tracing.draws import draws
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.contexts import contexts_of, switches_context
+from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import place_of
 
 
@@ -22,9 +22,7 @@ class MarkedGraph:
     """A traced function with marks between its stages. Nothing here knows of losses or of batches.
 
     Args:
-        module: the trace.
-        who: what errors call the function.
-        constants: the placeholders of what is no parameter and no input, such as a table of positions.
+        net: the trace.
 
     Attributes:
         marked: for each output of a mark the value that was marked.
@@ -34,10 +32,10 @@ class MarkedGraph:
         replicated: the values that each stage which reads them computes again.
     """
 
-    def __init__(self, module: fx.GraphModule, who: str, constants: Collection[fx.Node] = ()) -> None:
-        self.module, self.graph, self.constants = module, module.graph, constants
+    def __init__(self, net: NetGraph) -> None:
+        self.net, self.module, self.graph = net, net.module, net.module.graph
         self.marked = _marked_values(self.graph)
-        self.stage_of = _stages(self.graph, self.marked, who)
+        self.stage_of = _stages(self.graph, self.marked, net.who)
         self.stages = 1 + max(self.stage_of.values())
         self.contexts = contexts_of(self.graph)
         self.mutators = {
@@ -65,7 +63,7 @@ class MarkedGraph:
         stage that handed one on would have an output more, and random numbers would be others in another stage."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
-            literal = node.op == "get_attr" or node in self.constants
+            literal = node.op == "get_attr" or node in self.net.constants
             size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
             computed = node in self.stage_of and all(one in found for one in self.reads(node))
             if (literal or size or computed) and node not in self.mutators and not has_effect(node):

@@ -41,18 +41,11 @@ class Update(NamedTuple):
     mine: bool
 
 
-class Updates(NamedTuple):
-    """The updates that forwards make: `of` has each by the position of its forward, and `trees` the abstract tree of
-    every value, with statistics in the memory of those before where they are written in place."""
-
-    of: Mapping[int, Update]
-    trees: Mapping[Value, AbstractTree]
-
-
 def updates_of(
     ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, trees: Mapping[Value, AbstractTree]
-) -> Updates:
-    """The updates of a program whose outputs are `kept`."""
+) -> tuple[Mapping[int, Update], Mapping[Value, AbstractTree]]:
+    """The updates that forwards make in a program whose outputs are `kept`, by the position of the forward; and the
+    trees, with statistics in the memory of those before where they are written in place."""
     of, trees = dict[int, Update](), {**trees}
     written = {value: at for at, op in enumerate(ops) for value in op.writes}
     readers = Counter(value for op in ops for value in op.reads)
@@ -78,7 +71,7 @@ def updates_of(
         written[op.writes[0]] = maker
         if own:
             trees[op.writes[0]] = trees[before]
-    return Updates(of, trees)
+    return of, trees
 
 
 def _found(
@@ -111,12 +104,9 @@ def _norms(stage: Stage, state: AbstractTree, seen: AbstractTree) -> tuple[Norm,
     calls: Sequence[Sequence[int]] = tree.unflatten(seen.spec, range(len(seen.leaves)))
     found: list[Norm] = []
     for path, each in zip(paths, calls, strict=True):
-        mean, var, batches = (places.get(f"{path}.{name}") for name in ("running_mean", "running_var", _COUNT))
+        mean, var = (places.get(f"{path}.{name}") for name in ("running_mean", "running_var"))
         if mean is None or var is None:
             return None
-        found.append(Norm(tuple(each), mean, var, batches))
+        found.append(Norm(tuple(each), mean, var, places.get(f"{path}.num_batches_tracked")))
     used: list[Any] = [place for norm in found for place in norm[1:] if place is not None]
     return tuple(found) if sorted(used) == [*range(len(state.leaves))] else None
-
-
-_COUNT = "num_batches_tracked"
