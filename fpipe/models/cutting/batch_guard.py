@@ -5,7 +5,8 @@ traced with x: (s0, 4), s0 > 3        -->        x: (2, 4) is refused, x: (8, 4)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +36,7 @@ class BatchGuard:
         who: str,
         door: str,
     ) -> None:
-        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(_place, example), word
+        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(type, example), word
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
         self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
@@ -56,41 +57,43 @@ class BatchGuard:
             return
         for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
             if isinstance(example, Tensor):
-                if not isinstance(leaf, Tensor) or _but(leaf.shape, sizes) != _but(example.shape, sizes):
-                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                    fixed = (
-                        "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; "
-                        "if not, take an example with as many rows as a microbatch has, or ask x.shape[0] for its "
-                        "rows, which len(x) and list(x) fix."
-                    )
-                    raise ValueError(
-                        f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
-                        f"{'only rows may differ.' if sizes else fixed} Call {self.door} again for another shape."
-                    )
-                if leaf.dtype != example.dtype:
-                    raise ValueError(
-                        f"{place} was {_dtype(example)} when {self.who} was traced, found {_dtype(leaf)}. Cast it, or "
-                        f"call {self.door} again for another dtype."
-                    )
+                self._check_tensor(place, example, sizes, leaf)
             elif leaf != example:
                 raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
-        self._check_open([*others, *leaves])
+        self._check_open(leaves, others)
         self.known.add(shapes)
 
-    def _check_open(self, values: Sequence[Any]) -> None:
+    def _check_tensor(self, place: str, example: Tensor, sizes: Mapping[int, Any], leaf: Any) -> None:
+        def fixed(shape: Sequence[int]) -> list[int | None]:
+            return [None if dim in sizes else size for dim, size in enumerate(shape)]
+
+        if not isinstance(leaf, Tensor) or fixed(leaf.shape) != fixed(example.shape):
+            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            none = (
+                "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; if not, "
+                "take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows, which len(x) "
+                "and list(x) fix."
+            )
+            raise ValueError(
+                f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
+                f"{'only rows may differ.' if sizes else none} Call {self.door} again for another shape."
+            )
+        if leaf.dtype != example.dtype:
+            words = [str(one.dtype).removeprefix("torch.") for one in (example, leaf)]
+            raise ValueError(
+                f"{place} was {words[0]} when {self.who} was traced, found {words[1]}. Cast it, or call {self.door} "
+                "again for another dtype."
+            )
+
+    def _check_open(self, leaves: Sequence[Any], others: Sequence[Any]) -> None:
         """Check that what the trace left open is one number for each symbol, and that the guards hold."""
         count = len(self.example)
-        sizes = [*self.sizes[count:], *self.sizes[:count]]
-        places = ["the last stage's output"] * (len(sizes) - count) + [place for place, _ in self.example]
-        found = [
-            (expr, value.shape[dim], place)
-            for each, value, place in zip(sizes, values, places, strict=True)
-            for dim, expr in each.items()
-        ]
-        of: dict[Any, tuple[int, str]] = {}
-        for expr, size, place in found:
-            if expr.is_Symbol:
-                of.setdefault(expr, (size, place))
+        placed = (
+            *zip(self.sizes[count:], others, repeat("the last stage's output")),
+            *zip(self.sizes, leaves, (place for place, _ in self.example), strict=False),
+        )
+        found = [(expr, value.shape[dim], place) for each, value, place in placed for dim, expr in each.items()]
+        of = {expr: (size, place) for expr, size, place in reversed(found) if expr.is_Symbol}
         numbers = {symbol: size for symbol, (size, _) in of.items()}
         for expr, size, place in found:
             if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
@@ -110,17 +113,3 @@ class BatchGuard:
                 raise ValueError(
                     f"{self.who} takes another branch for {rows} rows than for the example: {in_words(text)} is false."
                 )
-
-
-def _place(leaf: Any) -> int:
-    """Stands for any leaf."""
-    return 0
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _but(shape: Sequence[int], dims: Collection[int]) -> list[int | None]:
-    """The sizes but for those of some dimensions."""
-    return [None if dim in dims else size for dim, size in enumerate(shape)]

@@ -19,23 +19,20 @@ class BufferUpdate(HoldsGraph):
     Args:
         graph: of buffers and constants, and then of what the forward has seen; it writes the buffers and returns them.
         takes: the names of the first.
-        buffers: those that it writes, in the order in which it returns them.
+        shapes: those of the buffers that it writes, by name, in the order in which it returns them.
         tensors: of the net, whose constants it reads as they are then.
         count: how many values it needs that the forward has seen.
-        shapes: of the buffers, by name.
     """
 
     def __init__(
         self,
         graph: fx.GraphModule,
         takes: Sequence[str],
-        buffers: Sequence[str],
+        shapes: Mapping[str, tuple[int, ...]],
         tensors: NetTensors,
         count: int,
-        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self.graph, self.takes, self.buffers = graph, list(takes), list(buffers)
-        self.tensors, self.count, self.shapes = tensors, count, shapes
+        self.graph, self.takes, self.shapes, self.tensors, self.count = graph, list(takes), shapes, tensors, count
 
     def __call__(self, state: Mapping[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
         """The new buffers; the old ones stay as they are."""
@@ -45,8 +42,7 @@ class BufferUpdate(HoldsGraph):
                     f"state {name!r} has shape {shape} in the net, found {tuple(state[name].shape)}. Hand in the state "
                     "that from_module gave, or Result.state."
                 )
-        copies = {name: state[name].clone() for name in self.buffers}
+        copies = {name: state[name].clone() for name in self.shapes}
         own = [copies[name] if name in copies else self.tensors.now(name) for name in self.takes]
-        made = self.graph.forward(*own, *seen)
-        new = dict(zip(self.buffers, made, strict=True))
+        new = dict(zip(self.shapes, self.graph.forward(*own, *seen), strict=True))
         return {name: new.get(name, held) for name, held in state.items()}

@@ -57,35 +57,24 @@ class Subgraph:
         self.batch: dict[fx.Node, int] = {}
         self.received: dict[fx.Node, None] = {}
         self.sizes: dict[fx.Node, None] = {}
-        found = self._find(results, is_own, params, batch)
-        self.nodes = [node for node in marked.graph.nodes if node in found]
-
-    def _find(
-        self,
-        results: Iterable[fx.Node],
-        is_own: Callable[[fx.Node], bool],
-        params: Mapping[fx.Node, str],
-        batch: Mapping[fx.Node, int],
-    ) -> dict[fx.Node, None]:
-        """All that its results and its own operations with effects are computed from, back to what others compute."""
-        found: dict[fx.Node, None] = {}
-        todo = [*results, *(node for node in self.marked.stage_of if is_own(node) and has_effect(node))]
+        found: set[fx.Node] = set()
+        todo = [*results, *(node for node in marked.stage_of if is_own(node) and has_effect(node))]
         while todo or (todo := self._uncomputed()):
             node = todo.pop()
             if node in found:
                 continue
-            found[node] = None
+            found.add(node)
             if is_size(node):
                 self.sizes[node] = None
             elif node in params:
                 self.params[params[node]] = node
             elif node in batch:
                 self.batch[node] = batch[node]
-            elif node in self.marked.replicated or is_own(node):
-                todo += self.marked.reads(node)
+            elif node in marked.replicated or is_own(node):
+                todo += marked.reads(node)
             else:
                 self.received[node] = None
-        return found
+        self.nodes = [node for node in marked.graph.nodes if node in found]
 
     def _uncomputed(self) -> list[fx.Node]:
         """Drop sizes that do not follow from those of what is read, to be as the function has them; what they read."""
@@ -153,10 +142,8 @@ class StageGraphs:
     Args:
         marked: the whole graph.
         results: what the last stage hands on, values of earlier stages among them.
-        params: the parameters, by placeholder their names.
         batch: the leaves of the batch, by placeholder their places.
         excluded: operations of no stage, such as those of a loss behind the last.
-        given: what else a stage may read that no stage computes, by placeholder its name.
         beside: of each stage what it returns beside what it hands on.
 
     Attributes:
@@ -168,14 +155,12 @@ class StageGraphs:
         self,
         marked: MarkedGraph,
         results: Iterable[fx.Node],
-        params: Mapping[fx.Node, str],
         batch: Mapping[fx.Node, int],
-        excluded: Collection[fx.Node] = (),
-        given: Mapping[fx.Node, str] | None = None,
-        beside: Sequence[Sequence[fx.Node]] = (),
+        excluded: Collection[fx.Node],
+        beside: Sequence[Sequence[fx.Node]],
     ) -> None:
-        self.marked, self.params, self.batch, self.excluded = marked, params, batch, excluded
-        self.given, self.beside = {**params, **(given or {})}, beside or [()] * marked.stages
+        self.marked, self.batch, self.excluded, self.beside = marked, batch, excluded, beside
+        self.params = marked.net.params
         self.parts, handed_on = self._parts(results)
         self.outputs = [*(self._by_readers(values) for values in handed_on[:-1]), [handed_on[-1]]]
         self.port = {
@@ -191,10 +176,11 @@ class StageGraphs:
         each hands on, in the order of the graph."""
         handed_on: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stages)]
         handed_on[-1] = dict.fromkeys(results)
+        given = {**self.params, **self.marked.net.constants}
         parts: list[Subgraph] = []
         for stage in reversed(range(self.marked.stages)):
             wanted = (*handed_on[stage], *self.beside[stage])
-            part = Subgraph(self.marked, wanted, self._is_of(stage), self.given, self.batch)
+            part = Subgraph(self.marked, wanted, self._is_of(stage), given, self.batch)
             for node in part.received:
                 if node not in self.marked.stage_of:
                     raise ValueError(
@@ -243,26 +229,12 @@ class StageGraphs:
         """The stage that hands a value on, and in which of its outputs."""
         return self.marked.stage_of[node], self.port[node]
 
-    @property
     def readers(self) -> dict[str, list[int]]:
         """The stages that read each parameter."""
         return {
             name: [stage for stage, part in enumerate(self.parts) if name in part.params]
             for name in self.params.values()
         }
-
-    @property
-    def owned(self) -> list[list[str]]:
-        """Of each stage the parameters that it is the first to read; those that nobody reads are the first stage's."""
-        first = {name: min(stages, default=0) for name, stages in self.readers.items()}
-        return [[name for name in first if first[name] == stage] for stage in range(self.marked.stages)]
-
-    @property
-    def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """The parameters that several stages read, each as its (stage, name)."""
-        return tuple(
-            tuple((stage, name) for stage in stages) for name, stages in self.readers.items() if len(stages) > 1
-        )
 
     def module(self, stage: int) -> fx.GraphModule:
         """A stage as a graph of its own; one that has something to return beside its output returns both."""

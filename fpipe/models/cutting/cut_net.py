@@ -6,7 +6,7 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -15,10 +15,10 @@ from fpipe.graphs.purity.attributes import Modules
 from fpipe.model import Source
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.buffer_update import BufferUpdate
-from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
+from fpipe.models.cutting.cut_at_marks import StageGraphs, Subgraph, one_or_all
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_state import Written, written_by
+from fpipe.models.cutting.net_state import written_by
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
@@ -57,21 +57,25 @@ class CutNet:
     ) -> None:
         net, self.marked, self.tensors = marked.net, marked, tensors
         leaves, spec = tree.flatten(result)
-        results = [marked.value(node) for node in dict.fromkeys(leaves) if isinstance(node, fx.Node)]
+        leaves = [marked.value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        results = [*dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node))]
         self.written = written_by(marked, net.constants, tensors.buffers, results)
         gone = {node for home in self.written for node in home.ops if not home.held}
         nodes = tree.leaves(inputs)
         places = {leaf: place for place, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
-        beside = [[*home.held] or home.seen() for home in self.written]
-        self.cut = StageGraphs(marked, results, net.params, places, {*gone, *excluded}, net.constants, beside)
-        self.owned, self.ties = self.cut.owned, self.cut.ties
+        beside = [[*home.held] or [*(home.part.received if home.part else ())] for home in self.written]
+        self.cut = StageGraphs(marked, results, places, {*gone, *excluded}, beside)
+        readers = self.cut.readers()
+        first = {name: min(stages, default=0) for name, stages in readers.items()}
+        self.owned = [[name for name in first if first[name] == stage] for stage in range(marked.stages)]
+        self.ties = [[(stage, name) for stage in stages] for name, stages in readers.items() if len(stages) > 1]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
         guard = guard_of(net, nodes, example, "inputs")
         modes = TracedModes(modules, net.who, net.door)
         self.stages = [self._stage(number, guard, modes) for number in range(marked.stages)]
         for stage, own in zip(self.stages, self.owned, strict=True):
             stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
-        self.stages[-1].whole = whole_of(self.cut.outputs[-1][0], [_value(marked, leaf) for leaf in leaves], spec)
+        self.stages[-1].whole = _whole_of(self.cut.outputs[-1][0], leaves, spec)
 
     def _stage(self, number: int, guard: BatchGuard, modes: TracedModes) -> GraphStage:
         """A stage as a function."""
@@ -87,17 +91,16 @@ class CutNet:
             guard=guard if part.batch else None,
             traced_modes=modes if modes.modules and not number else None,
             holds=[*home.held.values()],
-            update=self._update(home) if home.part else None,
+            update=self._update(home.part, home.apart) if home.part else None,
         )
 
-    def _update(self, home: Written) -> BufferUpdate:
+    def _update(self, part: Subgraph, buffers: Mapping[fx.Node, str]) -> BufferUpdate:
         """The update of the buffers of a stage that no output reads."""
-        assert home.part is not None
-        graph = home.part.module(list(home.apart))
+        graph = part.module([*buffers])
         only_update(graph.graph)
         graph.recompile()
-        shapes = {name: tuple(node.meta["val"].shape) for node, name in home.apart.items()}
-        return BufferUpdate(graph, [*home.part.params], [*home.apart.values()], self.tensors, len(home.seen()), shapes)
+        shapes = {name: tuple(node.meta["val"].shape) for node, name in buffers.items()}
+        return BufferUpdate(graph, [*part.params], shapes, self.tensors, len(part.received))
 
 
 def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:
@@ -106,33 +109,30 @@ def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> B
     return BatchGuard(example, word, sizes, net.guards, net.who, net.door)
 
 
-def whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> Whole | None:
+class Whole(NamedTuple):
+    """Puts what a graph returns, a value or a tuple of `several`, into the containers of a net's output.
+
+    Attributes:
+        places: for each leaf of the output which value it is, None for one that is no tensor.
+        leaves, spec: these leaves as they are, and the containers.
+    """
+
+    several: bool
+    places: Sequence[int | None]
+    leaves: Sequence[Any]
+    spec: tree.Spec
+
+    def __call__(self, made: Any) -> Any:
+        """The output of the net."""
+        values = made if self.several else (made,)
+        each = zip(self.places, self.leaves, strict=True)
+        return tree.unflatten(self.spec, [leaf if at is None else values[at] for at, leaf in each])
+
+
+def _whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> Whole | None:
     """The output of a net from what the last stage's graph returns, if that is another: `leaves` in containers."""
     places = [values.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
     plain = spec == tree.flatten(tuple(places) if len(values) > 1 else 0)[1]
     if plain and places == [*range(len(values))]:
         return None
-    return Whole(len(values), places, leaves, spec)
-
-
-class Whole:
-    """Puts what a graph returns, a value or a tuple of `count`, into the containers of a net's output.
-
-    Args:
-        places: for each leaf of the output which value it is, None for one that is no tensor.
-        leaves, spec: these leaves as they are, and the containers.
-    """
-
-    def __init__(self, count: int, places: Sequence[int | None], leaves: Sequence[Any], spec: tree.Spec) -> None:
-        self.count, self.places, self.spec = count, places, spec
-        self.leaves = [leaf if at is None else None for at, leaf in zip(places, leaves, strict=True)]
-
-    def __call__(self, made: Any) -> Any:
-        """The output of the net."""
-        values = made if self.count > 1 else (made,)
-        each = zip(self.places, self.leaves, strict=True)
-        return tree.unflatten(self.spec, [leaf if at is None else values[at] for at, leaf in each])
-
-
-def _value(marked: MarkedGraph, leaf: Any) -> Any:
-    return marked.value(leaf) if isinstance(leaf, fx.Node) else leaf
+    return Whole(len(values) > 1, places, [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec)

@@ -39,11 +39,13 @@ class GraphStage(HoldsGraph, PositionalStage):
         traced_modes: the modes that modules have to be in, if it is the stage that looks.
         holds: the buffers that its forward writes.
         update: what writes the others, as a graph of buffers and constants by name, and of what the forward has seen.
-        whole: the output of the net from what the graph returns, in the last stage.
 
     Attributes:
+        whole: the output of the net from what the graph returns, in the last stage.
         handed_out: the parameters that live in it and are a module's, as they were then.
     """
+
+    whole: Callable[[Any], Any] | None
 
     def __init__(
         self,
@@ -55,21 +57,15 @@ class GraphStage(HoldsGraph, PositionalStage):
         *,
         many: bool,
         tensors: NetTensors,
-        guard: BatchGuard | None = None,
-        traced_modes: TracedModes | None = None,
-        holds: Sequence[str] = (),
-        update: BufferUpdate | None = None,
-        whole: Callable[[Any], Any] | None = None,
+        guard: BatchGuard | None,
+        traced_modes: TracedModes | None,
+        holds: Sequence[str],
+        update: BufferUpdate | None,
     ) -> None:
         self.number, self.graph, self.takes, self.places, self.many = number, graph, reads, places, many
-        self.tensors, self.guard, self.traced_modes, self.whole, self.change = (
-            tensors,
-            guard,
-            traced_modes,
-            whole,
-            update,
-        )
-        self.holds, self.writes = list(holds), [*holds, *(update.buffers if update else ())]
+        self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
+        self.change, self.whole = update, None
+        self.holds, self.writes = list(holds), [*holds, *(update.shapes if update else ())]
         self.reads = [name for name in reads if name in tensors.trains]
         self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
         self.names = tuple((name,) for name in (*self.reads, *unread))

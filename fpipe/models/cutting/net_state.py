@@ -35,10 +35,6 @@ class Written:
     ops: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
     part: Subgraph | None = None
 
-    def seen(self) -> list[fx.Node]:
-        """The values that its forward leaves for its update."""
-        return [] if self.part is None else [*self.part.received]
-
 
 def written_by(
     marked: MarkedGraph, names: Mapping[fx.Node, str], buffers: Collection[str], results: Sequence[fx.Node]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -61,40 +62,30 @@ def copy_nodes(
     own: dict[fx.Node, Any],
     copied: Callable[[fx.Node], Any],
 ) -> None:
-    """Copy nodes behind those of a graph, each in its context.
+    """Copy nodes behind those of a graph, each in its context: nodes that switch stand where one's is not that of the
+    one before.
 
     Args:
         own: the new nodes, by the old ones; those that are copied join them.
         copied: the new node for what an operation reads.
     """
-    writer = _GraphWriter(graph)
+    now, entered = OUTSIDE, list[fx.Node]()
+
+    def switch(context: Context) -> Context:
+        both = zip(now.autocasts, context.autocasts, strict=False)
+        common = len([*takewhile(lambda pair: pair[0] is pair[1], both)])
+        while len(entered) > common:
+            graph.call_function(EXIT_AUTOCAST, (entered.pop(),))
+        entered.extend(graph.node_copy(enter) for enter in context.autocasts[common:])
+        if context.grad != now.grad:
+            graph.call_function(SET_GRAD, (context.grad,))
+        return context
+
     for node in nodes:
         if node not in own:
-            writer.switch(contexts.get(node, writer.context))
+            now = switch(contexts.get(node, now))
             own[node] = graph.node_copy(node, copied)
-    writer.switch(OUTSIDE)
-
-
-class _GraphWriter:
-    """Writes nodes that switch contexts into a new graph, where one operation's is not that of the one before."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.context, self.open = graph, OUTSIDE, list[fx.Node]()
-
-    def switch(self, context: Context) -> None:
-        """Run what is added to the graph next in this context."""
-        common = 0
-        for one, other in zip(self.context.autocasts, context.autocasts, strict=False):
-            if one is not other:
-                break
-            common += 1
-        while len(self.open) > common:
-            self.graph.call_function(EXIT_AUTOCAST, (self.open.pop(),))
-        for enter in context.autocasts[common:]:
-            self.open.append(self.graph.node_copy(enter))
-        if context.grad != self.context.grad:
-            self.graph.call_function(SET_GRAD, (context.grad,))
-        self.context = context
+    switch(OUTSIDE)
 
 
 @contextmanager

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words
@@ -28,7 +27,7 @@ from fpipe.models.modules.batch_norm import tracks
 from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
-from fpipe.models.tracing.traced_graph import NoGenerators, without_checkpoints
+from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
 from fpipe.torch_private.export import quiet_export
 
 
@@ -43,7 +42,9 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         ValueError: what cannot be exported, by module and line.
     """
     refuse_unexportable(net)
-    args, kwargs = tree.tree_map(_at_least_two(inputs), call_of(inputs))
+    leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    single = all(len(leaf) == 1 for leaf in leaves)  # the trace of one row would hold for one row only
+    args, kwargs = call_of(tree.tree_map(_doubled, inputs) if single else inputs)
     signature = _signature(net, args, kwargs)
     shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
@@ -51,8 +52,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     try:
         with (
             torch.enable_grad(),
-            NoGenerators("the net"),
-            _NoDerivatives(),
+            OnlyTraceable("the net", False),
             marking(),
             without_cache(net),
             quiet_export(),
@@ -61,13 +61,15 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             without_checkpoints(),
         ):
             if signature != inspect.signature(net.forward):
-                net.forward = _with_signature(net.forward, signature)
+                forward: Any = partial(net.forward)
+                forward.__signature__ = signature
+                net.forward = forward
             exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
             _name_modules_of_slices(exported, net)
             return exported
     except Exception as error:
-        at_end = isinstance(error, UserWarning) and assigned
-        place = assigned[-1] if at_end else place_of_error(error, net.named_modules())
+        late = isinstance(error, UserWarning) and assigned
+        place = assigned[-1] if late else place_of_error(error, net.named_modules())
         raise ValueError(_reason(net, error, place)) from error
     finally:
         attributes.put_back()
@@ -85,15 +87,6 @@ def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     known = {one.name for one in named if one.kind is not inspect.Parameter.VAR_POSITIONAL}
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
     return signature.replace(parameters=[*named, *more])
-
-
-def _with_signature(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    @wraps(forward)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    called.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return called
 
 
 _SLICE = re.compile(r"slice\(([-\w]+), ([-\w]+), ([-\w]+)\)")
@@ -162,15 +155,8 @@ def refuse_unexportable(net: nn.Module) -> None:
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
 
 
-def _at_least_two(inputs: Any) -> Any:
-    """Doubles the rows of an example of one row: its trace would hold for one row only."""
-    leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    single = all(len(leaf) == 1 for leaf in leaves)
-
-    def doubled(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf]) if single and isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-    return doubled
+def _doubled(leaf: Any) -> Any:
+    return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 def _open_dims(leaf: Any) -> Any:
@@ -208,15 +194,6 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
         yield
     finally:
         nn.Module.__setattr__ = assign
-
-
-class _NoDerivatives(TorchFunctionMode):
-    """Refuses derivatives that the net takes itself, whose operations are below what torch.export sees."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad:
-            raise ValueError("the net calls torch.autograd.grad or torch.func, which only from_functions can trace")
-        return func(*args, **(kwargs or {}))
 
 
 def _reason(net: nn.Module, error: Exception, place: str) -> str:

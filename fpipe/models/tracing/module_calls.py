@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import groupby
+from operator import attrgetter
 
 from torch import fx
 
@@ -68,7 +69,7 @@ def blocks_of(root: Call, least: int) -> list[Call]:
     >>> [call.path for call in blocks_of(Call("", "", 0, 2, children=[Call("net", "", 0, 2, children=chain)]), 2)]
     ['net.0', 'net.1', 'net.2']
     """
-    for inner in (_repeated, _called):
+    for inner in (_repeated, attrgetter("children")):
         found = inner(root) or [root]
         while len(found) < least:
             finer = [one for call in found for one in (inner(call) or [call])]
@@ -82,8 +83,8 @@ def blocks_of(root: Call, least: int) -> list[Call]:
 
 def _repeated(call: Call) -> list[Call]:
     """The outermost blocks inside a call that repeat: children of one list of which two are of one class, and the calls
-    of one module that has parameters. Where a list is one by its names only, as layer1 to layer4 of a ResNet, the
-    blocks are what its Sequentials have inside."""
+    of one module that has parameters. Of a list by names only, as layer1 to layer4 of a ResNet, they are what its
+    Sequentials have inside."""
     lists = Counter((_list_of(child), child.kind) for child in call.children)
     repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
     many = Counter(child.path for child in call.children if child.trains)
@@ -97,11 +98,6 @@ def _repeated(call: Call) -> list[Call]:
 
 
 _SEQUENTIAL = "torch.nn.modules.container.Sequential"
-
-
-def _called(call: Call) -> list[Call]:
-    """The calls that a call makes."""
-    return call.children
 
 
 def _list_of(call: Call) -> str | None:

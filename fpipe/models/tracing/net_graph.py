@@ -126,22 +126,16 @@ def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
     _write_assigned(flat, {node for name, node in first.items() if name in tensors.buffers})
     make_literals_pure(flat.graph)
     inputs, output = call_trees(exported, given, flat.results)
+    sizes = (size for node in given for size in getattr(node.meta.get("val"), "shape", ()))
+    size = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     return NetGraph(
         fx.GraphModule(flat.attributes, flat.graph),
         {node: name for name, node in first.items() if name in tensors.trains},
         {node: name for name, node in first.items() if name not in tensors.trains},
         inputs,
         output,
-        _guards(flat.placeholders),
+        () if size is None else guards_of(environment(size)),
     )
-
-
-def _guards(placeholders: Sequence[fx.Node]) -> tuple[Any, ...]:
-    for node in placeholders:
-        for size in getattr(node.meta.get("val"), "shape", ()):
-            if isinstance(size, torch.SymInt):
-                return guards_of(environment(size))
-    return ()
 
 
 class _Flat:
@@ -156,12 +150,9 @@ class _Flat:
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
         self.grad = self.inside = True  # whether gradients are on in what is written, and in the graph that is copied
-        self.placeholders: list[fx.Node] = []
         source: Any = exported.graph_module
-        own: dict[fx.Node, Any] = {}
-        for node in source.graph.find_nodes(op="placeholder"):
-            own[node] = self.graph.node_copy(node)
-            self.placeholders.append(own[node])
+        own = {node: self.graph.node_copy(node) for node in source.graph.find_nodes(op="placeholder")}
+        self.placeholders = [*own.values()]
         made = self._copied(source, own)
         signature = exported.graph_signature
         by_target = {spec.target: node for spec, node in zip(signature.input_specs, self.placeholders, strict=True)}
@@ -182,14 +173,11 @@ class _Flat:
     def _copied(self, source: Any, own: dict[fx.Node, Any]) -> Any:
         """Copy the nodes of a graph; what it returns, of new nodes."""
 
-        def new(node: fx.Node) -> Any:
-            return own[node]
-
         for node in source.graph.nodes:
             if node in own:
                 continue
             if node.op == "output":
-                return fx.map_arg(node.args[0], new)
+                return fx.map_arg(node.args[0], own.__getitem__)
             if node.op == "get_attr":
                 own[node] = self._constant(node, getattr(source, str(node.target)))
             elif node.target in GRAPH_CALLS:
@@ -204,12 +192,15 @@ class _Flat:
             elif node.target is getitem and isinstance(own[node.args[0]], tuple | list):
                 own[node] = own[node.args[0]][node.args[1]]
             else:
-                self._turn_grad(self.inside and traced_with_grad(node))
-                own[node] = self.graph.node_copy(node, new)
+                on = self.inside and traced_with_grad(node)
+                if on != self.grad:
+                    self.graph.call_function(SET_GRAD, (on,))
+                    self.grad = on
+                own[node] = self.graph.node_copy(node, own.__getitem__)
         return None
 
     def _constant(self, node: fx.Node, value: Any) -> Any:
-        """A graph that is called as it is, anything else as an attribute."""
+        """An attribute; a graph that is called as it is."""
         if isinstance(value, fx.GraphModule):
             return value
         name = f"held_{len(self.attributes)}"
@@ -232,11 +223,6 @@ class _Flat:
         made = self._copied(body, inner)
         self.graph.call_function(EXIT_AUTOCAST, (enter,))
         return made
-
-    def _turn_grad(self, on: bool) -> None:
-        if on != self.grad:
-            self.graph.call_function(SET_GRAD, (on,))
-            self.grad = on
 
 
 def _write_assigned(flat: _Flat, buffers: set[fx.Node]) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,20 +46,19 @@ def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]
     called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
     frames = traceback.extract_tb(error.__traceback__)
-    users = [at for at, one in enumerate(frames) if is_users(one.filename)]
-    if not users:
-        return _words(inside, [])
+    last = max((at for at, one in enumerate(frames) if is_users(one.filename)), default=len(frames))
     home = TORCH / "nn" / "modules"
-    torchs = [one for one in frames[users[-1] :] if one.name == "forward" and Path(one.filename).parent == home]
-    return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in (frames[users[-1]], *torchs[-1:])])
+    torchs = [one for one in frames[last:] if one.name == "forward" and Path(one.filename).parent == home]
+    lines = [*frames[last : last + 1], *torchs[-1:]]
+    return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in lines])
 
 
 def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
     """Where the user's code is now that does something to one of these modules, as a line."""
-    names = _names(modules)
+    found = [name for key, name in _names(modules).items() if key == id(vars(module))]
     frame = _users(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
     lines = [] if frame is None else [line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
-    return _words([names[id(vars(module))]] if id(vars(module)) in names else [], lines)
+    return _words(found, lines)
 
 
 @contextmanager
@@ -125,12 +124,10 @@ def _noting_modules(names: Mapping[nn.Module, str]) -> Generator[None]:
     def note() -> None:
         get_current_meta()["nn_module_stack"] = {str(at): one for at, one in enumerate(stack)}
 
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(enter).remove)
+        hooks.callback(register_module_forward_hook(leave, always_call=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,19 +51,13 @@ class NetFunction:
         calls = Counter[str]()
         wanted = {(call.path, call.number) for call in self.ends}
 
-        def ended(path: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                if (path, calls[path]) in wanted:
-                    next_stage()
-                calls[path] += 1
+        def ended(path: str, *_: Any) -> None:
+            if (path, calls[path]) in wanted:
+                next_stage()
+            calls[path] += 1
 
-            return hook
-
-        hooks = [
-            self.net.get_submodule(path).register_forward_hook(ended(path)) for path in {c.path for c in self.ends}
-        ]
-        try:
+        with ExitStack() as hooks:
+            for path in {call.path for call in self.ends}:
+                hook = self.net.get_submodule(path).register_forward_hook(partial(ended, path))
+                hooks.callback(hook.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()

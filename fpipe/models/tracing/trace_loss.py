@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.keys import seeded
 from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
-from fpipe.models.tracing.traced_graph import NoGenerators, make_literals_pure, without_checkpoints
+from fpipe.models.tracing.traced_graph import OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.torch_private.fx import expression, fake_like, guards_of, is_fake, open_mode
 
 
@@ -38,8 +38,8 @@ def trace_loss(
 ) -> NetGraph:
     """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows.
 
-    torch.export would trace it too, in half as much time again, but of derivatives taken inside and of rows that do not
-    fit its errors say neither the user's line nor whose rows they are, and vmap inside it takes without a word.
+    torch.export would take half as much time again, and a vmap inside without a word; of derivatives taken inside and
+    of rows that do not fit, its errors do not say where.
 
     Args:
         names: of the leaves of `params`.
@@ -65,7 +65,7 @@ def trace_loss(
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with NoGenerators("loss_fn"), marking(), noting_places(modules), without_checkpoints():
+        with OnlyTraceable("loss_fn", True), marking(), noting_places(modules), without_checkpoints():
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
     explained = _explained(given[1], modules)
@@ -75,8 +75,8 @@ def trace_loss(
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
     rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = [expression(size) for size in rows if isinstance(size, torch.SymInt)]
-    if rows and not any(expr.free_symbols for expr in rows):
+    rows = [size for size in rows if isinstance(size, torch.SymInt)]
+    if rows and not any(expression(size).free_symbols for size in rows):
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
             "len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic."

@@ -12,18 +12,21 @@ from torch.overrides import TorchFunctionMode
 from fpipe.torch_private import checkpoint
 
 
-class NoGenerators(TorchFunctionMode):
-    """Refuses random numbers from a generator, which follow from no key.
+class OnlyTraceable(TorchFunctionMode):
+    """Refuses random numbers from a generator, which follow from no key, and what the tracer sees nothing of.
 
     Args:
         who: what errors call the function that is traced.
+        derivatives: whether the tracer sees the operations of derivatives that the function takes itself.
     """
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, derivatives: bool) -> None:
         super().__init__()
-        self.who = who
+        self.who, self.derivatives = who, derivatives
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not self.derivatives:
+            raise ValueError(f"{self.who} calls torch.autograd.grad or torch.func, which only from_functions can trace")
         if (kwargs or {}).get("generator") is not None:
             name = getattr(func, "__name__", "")
             raise ValueError(
@@ -33,9 +36,8 @@ class NoGenerators(TorchFunctionMode):
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
-    """Meanwhile torch.utils.checkpoint calls its function and no more: a program says what recomputes, and of what is
-    in two of them a trace would lose the gradient. The old way is refused: a backward within a backward, which no trace
-    sees."""
+    """Meanwhile torch.utils.checkpoint only calls its function, since a trace would lose gradients of what is in two of
+    them; the old way, a backward within a backward, is refused."""
 
     def refuse() -> Any:
         raise ValueError(
