@@ -127,10 +127,7 @@ class _Custom(torch.autograd.Function):
 
 
 def _like(spec: Any, given: Sequence[Aval | None], gradient: Any, rule: str, what: str) -> list[Any]:
-    """The leaves of a gradient: one for each leaf of what it belongs to, and like it.
-
-    Autograd itself would sum one of a larger shape up, and cast one of another dtype.
-    """
+    """The leaves of a gradient, each like its own; autograd would sum up a larger shape, and cast another dtype."""
     leaves, found = tree.flatten(gradient)
     if found != spec:
         raise ValueError(f"{rule} returns a gradient in the containers of {what}, found {found}.")

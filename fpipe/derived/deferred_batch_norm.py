@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.model import Model, Stage, the_model
-from fpipe.models.modules.batch_norm import (
-    Norms,
-    Notes,
-    count_batch,
-    refuse_other_channels,
-    updated,
-)
+from fpipe.models.modules.batch_norm import Norms, Notes, count_batch, refuse_other_channels, updated
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_private.modules import has_torchs_forward, is_batch_norm
 
@@ -63,14 +58,13 @@ def _deferred(stage: Stage) -> Stage:
                 "each microbatch; only those of a model of from_sequential can be deferred."
             )
         return stage
-    taken = next(((path, owner) for path, owner, _ in run.held if is_batch_norm(owner)), None)
-    if taken is not None:
-        norm = taken[0].rpartition(".")[0]
+    for path, owner, _ in (place for place in run.held if is_batch_norm(place[1])):
+        norm = path.rpartition(".")[0]
         other = next((path for path, owner, _ in run.held if not is_batch_norm(owner)), None)
         if other is None:
-            who = "another module or a hook that asks it" if has_torchs_forward(taken[1]) else "a forward of its own"
+            who = "another module or a hook that asks it" if has_torchs_forward(owner) else "a forward of its own"
             raise ValueError(
-                f"batch norm {norm!r} ({type(taken[1]).__name__}) has {who}, which may read what it writes; only "
+                f"batch norm {norm!r} ({type(owner).__name__}) has {who}, which may read what it writes; only "
                 "torch's own batch norms that nobody asks can be deferred."
             )
         raise ValueError(
@@ -91,11 +85,11 @@ def _updated_at_the_end(
     norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
 ) -> dict[str, Any]:
     """The running statistics: those of all microbatches are merged, and used at the last of them."""
-    noted_by = list(zip(norms, notes, strict=True))
-    now = [(norm, calls) for norm, calls in noted_by if not is_batch_norm(norm[1])]
-    made = updated([norm for norm, _ in now], state, [calls for _, calls in now])
-    for (path, module), calls in noted_by:
-        for call, x in enumerate(calls if is_batch_norm(module) else ()):
+    deferred = [is_batch_norm(norm) for _, norm in norms]
+    now = [not one for one in deferred]
+    made = updated([*compress(norms, now)], state, [*compress(notes, now)])
+    for (path, module), calls in compress(zip(norms, notes, strict=True), deferred):
+        for call, x in enumerate(calls):
             name = f"{path}.gathered.{call}"
             found = statistics(x) if index == 0 else merged(made.pop(name), statistics(x))
             if index < count - 1:

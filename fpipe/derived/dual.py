@@ -75,22 +75,21 @@ def unpack_dual(duals: Any) -> tuple[Any, Any]:
     """
     leaves, containers = tree.flatten(duals, _is_dual)
     pairs = [leaf if isinstance(leaf, Dual) else Dual(leaf, None) for leaf in leaves]
-    primals, tangents = (tree.unflatten(containers, [pair[k] for pair in pairs]) for k in range(2))
-    return primals, tangents
+    return tree.unflatten(containers, [p.primal for p in pairs]), tree.unflatten(containers, [p.tangent for p in pairs])
 
 
 def pushed_forward(call: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
     """Call a function of pytrees on dual numbers, if it is handed any: its first result comes with tangents, of which
     there is a gradient, and its second as it is, without one."""
     leaves, containers = tree.flatten(given, _is_dual)
-    duals = [leaf for leaf in leaves if _is_dual(leaf)]
+    duals = {at: leaf for at, leaf in enumerate(leaves) if _is_dual(leaf)}
     if not duals:
         return call(*given)
-    function = _OfFloats(call, containers, [None if _is_dual(leaf) or _is_float(leaf) else leaf for leaf in leaves])
-    function.duals = [at for at, leaf in enumerate(leaves) if _is_dual(leaf)]
-    function.floats = [at for at, leaf in enumerate(leaves) if _is_float(leaf)]
-    plain = [leaves[at] for at in function.floats]
-    made: Any = _ForwardOverReverse.apply(function, *(d.primal for d in duals), *plain, *(d.tangent for d in duals))
+    plain = {at: leaf for at, leaf in enumerate(leaves) if _is_float(leaf)}
+    others = [None if at in duals or at in plain else leaf for at, leaf in enumerate(leaves)]
+    function = _OfFloats(call, containers, others, [*duals], [*plain])
+    primals, tangents = unpack_dual([*duals.values()])
+    made: Any = _ForwardOverReverse.apply(function, *primals, *plain.values(), *tangents)
     return function.whole(made)
 
 
@@ -110,8 +109,8 @@ class _OfFloats:
     call: Callable[..., tuple[Any, Any]]
     containers: tree.Spec
     leaves: list[Any]
-    duals: list[int] = field(default_factory=list[int])
-    floats: list[int] = field(default_factory=list[int])
+    duals: list[int]
+    floats: list[int]
     made: list[tuple[list[Any], tree.Spec]] = field(default_factory=list[tuple[list[Any], tree.Spec]])
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -119,32 +118,21 @@ class _OfFloats:
         leaves = [*self.leaves]
         for at, tensor in zip((*self.duals, *self.floats), tensors, strict=True):
             leaves[at] = tensor
-        floats: list[Tensor] = []
-        others: list[Tensor] = []
-        self.made = []
-        for which, result in enumerate(self.call(*tree.unflatten(self.containers, leaves))):
-            found, containers = tree.flatten(result)
-            kinds = [_FLOAT if _is_float(leaf) and not which else _OTHER for leaf in found]
-            for leaf, kind in zip(found, kinds, strict=True):
-                if isinstance(leaf, Tensor):
-                    (floats if kind is _FLOAT else others).append(leaf)
-            rest = [k if isinstance(leaf, Tensor) else leaf for leaf, k in zip(found, kinds, strict=True)]
-            self.made.append((rest, containers))
-        return tuple(floats), tuple(others)
+        (first, of), (second, of_second) = map(tree.flatten, self.call(*tree.unflatten(self.containers, leaves)))
+        floats = tuple(leaf for leaf in first if _is_float(leaf))
+        first = [_FLOAT if _is_float(leaf) else leaf for leaf in first]
+        others = tuple(leaf for leaf in (*first, *second) if isinstance(leaf, Tensor))
+        both = (first, of), (second, of_second)
+        self.made = [([_OTHER if isinstance(leaf, Tensor) else leaf for leaf in found], of) for found, of in both]
+        return floats, others
 
     def whole(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Its two results, of the floats with their tangents, one after the other, and then the other tensors."""
         rest = iter(tensors)
-        results: list[Any] = []
-        for leaves, containers in self.made:
-            found = [Dual(next(rest), next(rest)) if leaf is _FLOAT else leaf for leaf in leaves]
-            results.append((found, containers))
-        wholes = (
-            tree.unflatten(containers, [next(rest) if leaf is _OTHER else leaf for leaf in found])
-            for found, containers in results
-        )
-        first, second = wholes
-        return first, second
+        (one, of), (other, of_other) = self.made
+        one = [Dual(next(rest), next(rest)) if leaf is _FLOAT else leaf for leaf in one]
+        first = tree.unflatten(of, [next(rest) if leaf is _OTHER else leaf for leaf in one])
+        return first, tree.unflatten(of_other, [next(rest) if leaf is _OTHER else leaf for leaf in other])
 
 
 class _ForwardOverReverse(torch.autograd.Function):
@@ -180,7 +168,6 @@ class _ForwardOverReverse(torch.autograd.Function):
         wanted = [at for at in range(end) if needed[at] or (at < count and needed[end + at])]
         pairs = 2 * sum(leaf is _FLOAT for leaf in function.made[0][0])
         changes, starts = cotangents[:pairs:2], cotangents[1:pairs:2]
-
         still = map(torch.zeros_like, plain)
 
         def gradients(*given: Tensor) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ def per_example(model: Model) -> Model:
     refuse_rules(model, "per_example")
     for number, stage in enumerate(model.stages):
         _refuse_shared(stage, model.who(number))
-    taken = [(stage, model.inputs[number]) for number, stage in enumerate(model.stages)]
+    taken = [*zip(model.stages, model.inputs, strict=True)]
     ones = [(stage, tuple(one == "batch" for one in x) if isinstance(x, tuple) else x == "batch") for stage, x in taken]
     of_rows = {one: _of_rows(*one) for one in ones}  # equal stages share their traces
     stages, loss = tuple(of_rows[one] for one in ones), _sum_over_rows(model)

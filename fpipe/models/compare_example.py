@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.graphs.tracing.fake import LeakedTensor
+from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.graphs.tracing.trace import partly_python
 from fpipe.model import Model
 from fpipe.models.tracing.boundary import KEY
@@ -35,28 +37,27 @@ def refuse_difference(
     leaves: Mapping[str, Tensor],
     run: Callable[[Mapping[str, Tensor], tuple[Any, Any]], Any],
     who: str,
-    eps: float = 0.0,
+    eps: float,
     state: Sequence[Any] | None = None,
 ) -> None:
-    """A ValueError unless the stages give the function's own loss and gradients on the example: a trace may have lost
-    something, such as the backward of a custom `autograd.Function`.
+    """A ValueError unless the stages give the function's own loss and gradients on the example, if that has data: a
+    trace may have lost something, such as the backward of a custom `autograd.Function`.
 
     Args:
         model, own, state: what the function was cut into, its parameters per stage, and its state.
         batch: the example.
         leaves: the parameters by name.
-        run: the function, of these and of a batch.
-        who: what errors call it.
+        run: the function, of these and of a batch; `who` is what errors call it.
         eps: the machine epsilon of what it computes with, where that is not the parameters'.
     """
+    if any(leaf.is_meta for leaf in tree.leaves((leaves, batch)) if isinstance(leaf, Tensor)):
+        return
     compared = partial(_compared, model, own, leaves, run, who, eps, state)
-    try:
+    with suppress(Exception):  # two rows may be no batch that it takes, or give no number
         few = _two_rows(batch)
-        proven = few is not None and compared(few)
-    except Exception:  # two rows may be no batch that it takes, or give no number
-        proven = False
-    if not proven:
-        compared(batch)
+        if few is not None and compared(few):
+            return
+    compared(batch)
 
 
 def _two_rows(batch: tuple[Any, Any]) -> tuple[Any, Any] | None:
@@ -84,22 +85,17 @@ def _compared(
     """A ValueError if the stages give something else on a batch. Whether no other rows can tell more: each parameter
     has a gradient other than 0, and none of it is Python's or hidden from autograd, which may ask for the data."""
     leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-    trained = {
-        name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf.is_floating_point() or leaf.is_complex()
-    }
+    floats = {name: leaf for name, leaf in leaves.items() if leaf.is_floating_point() or leaf.is_complex()}
+    trained = {name: leaf.requires_grad_() for name, leaf in floats.items()}
     with torch.enable_grad():
         with _BesideAutograd() as beside:
-            loss = _loss_in(model, run(leaves, batch))
+            loss, *_ = split_loss(run(leaves, batch), model.reduction, model.aux)
         if hasattr(loss, "fake_mode"):
             raise LeakedTensor(
                 f"{who} computes with a fake tensor, which it has kept since it was traced (in a cache), "
                 f"so its loss on the example has no data. Clear it there, and let {who} keep no tensors."
             )
-        own_grads = (
-            torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-            if loss.requires_grad
-            else [None] * len(trained)
-        )
+        grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True) if loss.requires_grad else ()
     proves = not (beside.met or partly_python([loss]))
     alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model) if model.loss else None)
     found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
@@ -110,10 +106,10 @@ def _compared(
             f"the stages give the loss {found.loss.item()}, {who} gives {loss.item()} on the same example: it does "
             "something that a trace does not capture, such as values read by .item(), or a seed of its own."
         )
-    right = dict(zip(trained, own_grads, strict=True))
+    right = dict(zip(trained, grads, strict=False))
     by_stages = {name: grad for stage in found.grads for name, grad in stage.items()}
     # What is 0 but for rounding, as the gradient of a key's bias under a softmax, is as wrong as the whole is large.
-    whole = math.hypot(*(float(grad.norm()) for grad in own_grads if grad is not None))
+    whole = math.hypot(*(float(grad.norm()) for grad in grads if grad is not None))
     for name, leaf in leaves.items():
         expected, grad = right.get(name), by_stages[name]
         error = grad if expected is None else grad - expected
@@ -147,14 +143,4 @@ class _BesideAutograd(TorchFunctionMode):
 def _loss_alone(model: Model) -> Callable[[Any, Any], Any]:
     """The loss function of a model, without what it counts and its auxiliary results."""
     whole: Any = model.loss
-
-    def loss(y: Any, target: Any) -> Any:
-        return _loss_in(model, whole(y, target))
-
-    return loss
-
-
-def _loss_in(model: Model, made: Any) -> Any:
-    """A loss without what it counts and its auxiliary results."""
-    made = made[0] if model.aux else made
-    return made[0] if model.reduction == "count" else made
+    return lambda y, target: split_loss(whole(y, target), model.reduction, model.aux)[0]

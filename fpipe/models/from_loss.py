@@ -109,13 +109,12 @@ def from_loss(
     function = LossFunction(partial(_called, loss_fn), eps)
     model = replace(model, stages=stages, whole=(tuple(names), spec), function=function)
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
-    if not any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
 
-        def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:
-            with seeding(), pure(loss_fn, "loss_fn", (params, some)):
-                return loss_fn(tree.unflatten(spec, leaves.values()), some)
+    def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:
+        with seeding(), pure(loss_fn, "loss_fn", (params, some)):
+            return loss_fn(tree.unflatten(spec, leaves.values()), some)
 
-        refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
+    refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
     return model, own
 
 

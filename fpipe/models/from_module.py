@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -113,24 +114,13 @@ def from_module(
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
-        function = NetFunction(net, loss or _own_loss, placed.ends)
+        function = NetFunction(net, loss or _loss_of, placed.ends)
         eps = autocast_eps(graph.module.graph)
         if not any(run.holds for run in cut.stages):
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
-        _compare(function, model, params, batch, state, eps)
+        run = partial(function, key=KEY, microbatch=0)
+        refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
     return model, params, state
-
-
-def _compare(
-    function: NetFunction, model: Model, params: Params, batch: tuple[Any, Any], state: Params, eps: float
-) -> None:
-    """Refuse stages that do something else than the net on the example."""
-    if any(leaf.is_meta for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)):
-        return
-    leaves = {name: leaf for stage in params for name, leaf in stage.items()}
-    refuse_difference(
-        model, params, batch, leaves, lambda own, some: function(own, some, KEY, 0), "the net", eps, state
-    )
 
 
 def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
@@ -183,11 +173,7 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
     return type(inputs)(args) if isinstance(inputs, tuple | list) else args[0]  # pyright: ignore[reportUnknownVariableType]
 
 
-def _own_loss(output: Any, _: Any) -> Any:
-    return _loss_of(output)
-
-
-def _loss_of(output: Any) -> Any:
+def _loss_of(output: Any, target: Any = None) -> Any:
     """The loss among what a net returns."""
     entry: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found: Any = output if entry is None else entry

@@ -18,8 +18,7 @@ def may_depend_on_mode(module: nn.Module) -> bool:
 
 
 def refuse_wrapped(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that runs with no parameters but its own: torch.jit has compiled it, or it is one that
-    `refuse_hooked` refuses."""
+    """A ValueError for a module that runs with no parameters but its own."""
     refuse_hooked(path, module)
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(

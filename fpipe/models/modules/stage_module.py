@@ -47,9 +47,8 @@ Place = tuple[str, nn.Module, str]
 
 
 class StageModule(PositionalStage):
-    """The function of a stage made of modules: they run one after the other, with `params` in place of their own.
-
-    The modules' parameters are swapped while it runs, so threads that run one stage at once take turns.
+    """The function of a stage made of modules: they run one after the other, with `params` in place of their own; so
+    threads that run one stage at once take turns.
 
     Args:
         number: which stage it is.
@@ -94,17 +93,18 @@ class StageModule(PositionalStage):
             odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
             for name in (*(STATISTICS if odd else ()), *(spectral_buffers(module) if module.training else ())):
                 known[module, name] = "ordered"
-        self.norms = [(path, module) for path, module in self.modules if updates_apart(module)]
-        own = {(norm, name) for _, norm in self.norms for name in STATISTICS}
+        norms = [(path, module) for path, module in self.modules if updates_apart(module)]
+        own = {(norm, name) for _, norm in norms for name in STATISTICS}
         self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
-        ordered = "ordered" in known.values()
-        self.held = self.remembered if ordered else []
-        self.updates = [] if ordered else [place for place in self.remembered if place[1:] not in own]
-        self.norms = [] if ordered else self.norms
-        gone = {place[1:] for place in self.held} | (set() if ordered else own)
+        if "ordered" in known.values():
+            self.norms, self.updates, self.held = [], [], self.remembered
+        else:
+            self.norms, self.held = norms, []
+            self.updates = [place for place in self.remembered if place[1:] not in own]
+        gone = {place for place in self.remembered if place not in self.updates}
         trained = {name for leaf in self.names for name in leaf}
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        self.read = [*self.placed(frozen), *(place for place in self.buffers if place[1:] not in gone)]
+        self.read = [*self.placed(frozen), *(place for place in self.buffers if place not in gone)]
         self.fixed, self.homes = [path for path, _, _ in self.read], [place[1:] for place in self.read]
         self.can_fold = not self.updates and all(is_batch_norm(norm) for _, norm in self.norms)
         self.holds = [path for path, _, _ in self.held]
@@ -115,10 +115,7 @@ class StageModule(PositionalStage):
         self.turning = [(path, module, module.training) for path, module in turning]
 
     def placed(self, paths: Iterable[str]) -> list[Place]:
-        """Each place where a tensor is, under the first of its paths.
-
-        A module that stands twice has its tensors under two paths, but they can be swapped, and put back, only once.
-        """
+        """Each place where a tensor is, under the first of its paths: it can be swapped, and put back, only once."""
         first: dict[tuple[nn.Module, str], str] = {}
         for path in paths:
             owner, _, name = path.rpartition(".")
@@ -129,7 +126,7 @@ class StageModule(PositionalStage):
         return StageModule, (self.number, self.children, self.names, self.skips, self.state_of, self.bound)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with updates that are apart, also what they need; with a state, also the new."""
+        """The stage's output; with a state also the new one, with an update also what that needs."""
         own = self._by_path(params)
         if self.held:
             given = state or {}
@@ -169,14 +166,11 @@ class StageModule(PositionalStage):
         return y, new
 
     def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as the backward of the output, while `params` are in the modules' place.
-
-        torch.utils.checkpoint recomputes with whatever parameters the modules hold by then.
-        """
+        """Do something, such as a backward that computes again, while `params` are in place of the modules' own."""
         return self._again(self._by_path(params), what)
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as a backward of a trace, while they are in the modules' place, by position."""
+        """Do something, such as a backward of a trace, while they are in the modules' place."""
         attributes = Attributes(self.modules, self.who)
         try:
             return self._again(self._own(params, constants), what)
@@ -213,11 +207,8 @@ class StageModule(PositionalStage):
 
     @contextmanager
     def _swapping(self) -> Generator[None]:
-        """Tensors are in the place of the modules' own, one thread at a time.
-
-        functional_call leaves behind the weight that pruning or old-style weight norm keeps as an attribute, and an
-        RNN's list of its weights, which would go on computing with another's.
-        """
+        """Tensors are in the place of the modules' own, one thread at a time; functional_call would leave behind what
+        pruning, old-style weight norm and RNNs keep of their weights as attributes."""
         with self.lock:
             self._refuse_changed()
             kept = [cached_weights(module) for module in self.caching]
@@ -272,11 +263,10 @@ class StageModule(PositionalStage):
         return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}
 
     def remembering(self) -> dict[str, Any]:
-        """The arguments of `Stage` that say how it has state: none if it writes no buffer."""
-        said: dict[str, Any] = {"asks": frozenset({"state"} if self.held else ())}
-        if not self.norms and not self.updates:
-            return said
-        return said | {"update": self.update, "notes": True}
+        """The fields of a `Stage` that tell of its state."""
+        if self.norms or self.updates:
+            return {"asks": frozenset(), "update": self.update, "notes": True}
+        return {"asks": frozenset({"state"} if self.held else ())}
 
     def update(self, state: Mapping[str, Any], seen: Any, of_norms: OfNorms = updated) -> dict[str, Any]:
         """The module state after a forward, from the state before and what the forward noted."""
@@ -292,28 +282,29 @@ class StageModule(PositionalStage):
         return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
     def twin(self) -> Any:
-        """Equal for stages that compute the same function of their parameters and constants, in their order.
-
-        A stage that holds on to an object which cannot be compared (a tensor, another module) is like no other.
-        """
+        """Equal for stages that compute the same function of their parameters and constants, in their order; one that
+        holds on to an object which cannot be compared (a tensor, another module) is like no other."""
         place = {name: str(at) for at, name in enumerate(self.children)}
-        short = [tuple(_short(name, place) for name in leaf) for leaf in self.names]
-        fixed = tuple(_short(path, place) for path in self.fixed)
+
+        def short(paths: Iterable[str]) -> tuple[str, ...]:
+            """Leaves by their child's place in the stage instead of the child's name."""
+            each = (path.partition(".") for path in paths)
+            return tuple(place.get(child, child) + dot + rest for child, dot, rest in each)
+
         odd: list[Any] = []
         keys = tuple(module_key(module, odd) for module in self.children.values())
-        written = tuple(tuple(_short(path, place) for path in paths) for paths in (self.holds, self.update_only))
-        return tuple(short), fixed, written, keys, self.skips, Same(self) if odd else None
+        paths = *self.names, self.fixed, self.holds, self.update_only
+        return len(self.names), tuple(map(short, paths)), keys, self.skips, Same(self) if odd else None
 
 
 class _Again:
     """Runs a forward once more for what it writes, on other buffers: what an update needs of a stage under autograd."""
 
     def __init__(self, stage: StageModule, own: Mapping[str, Tensor], x: Any) -> None:
-        self.stage, self.own, self.x = stage, dict(own), tree.tree_map(_detached, x)
-        self.states = random_states()
+        self.stage, self.own, self.x, self.states = stage, dict(own), tree.tree_map(_detached, x), random_states()
 
     def __repr__(self) -> str:
-        return "_Again()"
+        return "_Again()"  # by which it is the same in every step
 
     def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The buffers afterwards."""
@@ -325,12 +316,6 @@ class _Again:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _short(path: str, place: Mapping[str, str]) -> str:
-    """A leaf's name with its child's place in the stage instead of the child's name."""
-    child, dot, rest = path.partition(".")
-    return place.get(child, child) + dot + rest
 
 
 class BoundModules(nn.Module):

@@ -105,14 +105,12 @@ def _observed(
     x: Any,
     followed: Followed | None = None,
 ) -> tuple[tuple[Any, ...], list[str], list[str]]:
-    """The outputs of a stage, the buffers that it writes, and the statistics of norms that it reads, on copies of its
-    buffers; modules stay as they are."""
+    """The outputs of a stage on copies of its buffers, those that it writes, and the statistics that it reads."""
 
     def refuse(tensor: Tensor, op: Any) -> None:
         raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
 
-    attributes, mode = Attributes(stage.modules, stage.who, every=True), OwnMemory(refuse)
-    empty = _empty(stage)
+    attributes, mode, empty = Attributes(stage.modules, stage.who, every=True), OwnMemory(refuse), _empty(stage)
     try:
         with stage.lock, followed or nullcontext(), mode:
             copies = {path: one.clone() for path, one in buffers.items()}
