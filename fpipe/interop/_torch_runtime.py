@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,  # pyright: ignore[reportPrivateUsage]
 )
 
-from fpipe.interop._torch_stages import OURS, TorchStageModule, refuse_model, stages
+from fpipe.interop._torch_stages import OURS, refuse_model, stages
 from fpipe.interop._torch_write import refuse_what_torch_lacks
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, parts_of
@@ -45,8 +45,8 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         super().__init__(own, microbatches, loss_fn=loss, scale_grads=False)
         self.stages = own
         self.microbatches = microbatches
-        self.pipeline_order = dict(enumerate(_actions(compute)))
-        self._prepare_schedule_with_comms(dict(enumerate(_actions(comms))), format="compute_comms")
+        self.pipeline_order = _actions(compute)
+        self._prepare_schedule_with_comms(_actions(comms), format="compute_comms")
 
     def step(self, *inputs: Tensor, target: Tensor | None = None, **given: Any) -> Any:
         """Torch's step. Inputs that are a tuple are spread, those that are a dict are keywords."""
@@ -75,13 +75,8 @@ def runtime(
     """Torch's runtime with the program's tables, that of computation and that with transfers."""
     own = stages(model, params, placement(program), group, device)
     weight = 1 / program.microbatches if model.reduction == "mean" else 1.0
-    loss = model.loss
-    assert loss is not None
-
-    def weighted(y: Any, target: Any) -> Tensor:
-        return loss(y, target) * weight
-
-    return ProgramRuntime(own, program.microbatches, weighted, *tables)
+    loss: Any = model.loss
+    return ProgramRuntime(own, program.microbatches, lambda y, target: loss(y, target) * weight, *tables)
 
 
 def placement(program: Program) -> list[int]:
@@ -147,18 +142,14 @@ def refuse(program: Program, model: Model) -> None:
         )
 
 
-def _actions(table: str) -> list[list[Any]]:
-    return [[_Action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(table))]
+def _actions(table: str) -> dict[int, list[Any]]:
+    return {rank: [*map(_Action.from_str, row)] for rank, row in enumerate(csv.reader(io.StringIO(table)))}
 
 
 def grads(found: Sequence[PipelineStage]) -> tuple[Any, ...]:
     """The summed gradients of this process's stages, None for those of others."""
-    modules = {stage.stage_index: stage.submod for stage in found}
-    made: list[Any] = [None] * found[0].num_stages
-    for number, module in modules.items():
-        assert isinstance(module, TorchStageModule)
-        made[number] = module.grads()
-    return tuple(made)
+    modules: dict[int, Any] = {stage.stage_index: stage.submod for stage in found}
+    return tuple(modules[at].grads() if at in modules else None for at in range(found[0].num_stages))
 
 
 def _refuse_loss(model: Model) -> None:

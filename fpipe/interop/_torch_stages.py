@@ -51,7 +51,7 @@ class TorchStageModule(nn.Module):
         return tree.unflatten(self._containers, self._leaves)
 
     def grads(self) -> Any:
-        """The gradients that autograd accumulated, in the containers of the params; None for a leaf without."""
+        """The gradients that autograd added up, in the containers of the params; None for a leaf without."""
         return tree.unflatten(self._containers, [getattr(leaf, "grad", None) for leaf in self._leaves])
 
     def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
@@ -94,7 +94,6 @@ def stages(
     model: Model, params: Sequence[Any], placement: Sequence[int], group: ProcessGroup | None, device: Any
 ) -> list[PipelineStage]:
     """The stages of this process, in order."""
-    refuse_model(model)
     rank = _rank_in(group, 1 + max(placement))
     here = [number for number, home in enumerate(placement) if home == rank]
     own = _own(model, params, here)
@@ -122,8 +121,7 @@ def refuse_model(model: Model) -> None:
                 "before it returns, and the first the batch. Let the stages between hand on what a later one reads, "
                 f"in a tuple, {OURS}"
             )
-    for uses in model.tied_uses:
-        one, other = uses[0], uses[1]
+    for one, other, *_ in model.tied_uses:
         raise ValueError(
             f"leaf {one.name!r} of stage {one.stage} is tied to {other.name!r} of stage {other.stage}; torch's runtime "
             f"adds up no gradients of two stages. Cut the model so that one stage has both uses, {OURS}"

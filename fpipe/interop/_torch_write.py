@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from fpipe.interop._torch_actions import weight_actions, with_waits
 from fpipe.interop._torch_read import COMPUTE, Action
-from fpipe.interop._torch_waits import with_waits
-from fpipe.interop._torch_weights import weight_actions
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.timing.costs import Ticks
 from fpipe.timing.simulate import simulate
@@ -34,9 +33,11 @@ def refuse_what_torch_lacks(program: Program) -> None:
         )
 
 
-def cell(op: Op) -> str:
-    """An op of computation as torch writes it."""
-    return f"{op.cell}OVERLAP_F_B" if op.parts else op.cell
+def _text(item: Op | Action) -> str:
+    """An op of computation as torch writes it, or an action."""
+    if isinstance(item, Action):
+        return str(item)
+    return f"{item.cell}OVERLAP_F_B" if item.parts else item.cell
 
 
 def ticks(program: Program) -> list[list[str]]:
@@ -45,7 +46,7 @@ def ticks(program: Program) -> list[list[str]]:
     columns = round(max((event.end for event in events), default=0))
     rows = [[""] * columns for _ in range(program.ranks)]
     for op, start, _ in events:
-        rows[op.rank][round(start)] = cell(op)
+        rows[op.rank][round(start)] = _text(op)
     return rows
 
 
@@ -62,20 +63,25 @@ def with_transfers(program: Program, waits: bool) -> list[list[str]]:
         if op.parts or op.kind in COMPUTE:
             rows[op.rank].append(op)
     gaps = [weight_actions(row, waits) for row in rows]
-    if not any(op.kind == "SEND" for op in program.ops):
-        lowered = _lowered(program, rows, gaps, sends)
-        return [with_waits(row) for row in lowered] if waits else lowered
-    placed: list[list[Op | Action]] = [[] for _ in range(program.ranks)]
+    if any(op.kind == "SEND" for op in program.ops):
+        complete = [*map(_with_weights, _placed(program, sends), gaps)]
+    else:
+        complete = _lowered(program, rows, gaps, sends)
+    return [*map(with_waits, complete)] if waits else complete
+
+
+def _placed(program: Program, sends: dict[Value, Action]) -> list[list[Op | Action]]:
+    """The ops of each rank, and its transfers where the program has them."""
+    rows: list[list[Op | Action]] = [[] for _ in range(program.ranks)]
     for op in program.ops:
         if op.kind == "SEND":
-            placed[op.rank].append(sends[op.reads[0]])
+            rows[op.rank].append(sends[op.reads[0]])
         elif op.kind == "RECV":
-            placed[op.rank].append(received(sends[_sent(program, op)]))
+            rows[op.rank].append(received(sends[_sent(program, op)]))
         elif op.kind not in _SILENT:
-            placed[op.rank].append(op)
-    _in_one_order(placed, [rank for rank in program.placement if isinstance(rank, int)])
-    complete = [_with_weights(row, actions) for row, actions in zip(placed, gaps, strict=True)]
-    return [with_waits(row) for row in complete] if waits else complete
+            rows[op.rank].append(op)
+    _in_one_order(rows, [rank for rank in program.placement if isinstance(rank, int)])
+    return rows
 
 
 def _lowered(
@@ -91,7 +97,7 @@ def _lowered(
         for rank, head in heads.items():
             if head is None or (isinstance(head, Op) and any(v in sends and v not in in_flight for v in head.reads)):
                 continue
-            done[rank].append(cell(head) if isinstance(head, Op) else str(head))
+            done[rank].append(_text(head))
             for value in head.writes if isinstance(head, Op) else ():
                 in_flight.add(value)
                 if value in sends:
@@ -117,7 +123,7 @@ def _with_weights(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]
         if isinstance(item, Op) or item.kind in ("RECV_F", "RECV_B"):
             done += map(str, due)
             due = []
-        done.append(cell(item) if isinstance(item, Op) else str(item))
+        done.append(_text(item))
         if isinstance(item, Op):
             due = next(todo)
     return [*done, *map(str, due)]

@@ -28,12 +28,11 @@ def to_json(program: Program) -> str:
     """
     the_program(program)
     sizes = {"stages": program.stages, "microbatches": program.microbatches, "ranks": program.ranks}
+    outputs = [{"name": str(one.name), "value": str(one.value), "homes": list(one.homes)} for one in program.outputs]
     lists = {
-        "inputs": [{"value": str(end.value), "homes": list(end.homes)} for end in program.inputs],
+        "inputs": [{"value": str(one.value), "homes": list(one.homes)} for one in program.inputs],
         "ops": [{"rank": op.rank, **_said(op)} for op in program.ops],
-        "outputs": [
-            {"name": str(end.name), "value": str(end.value), "homes": list(end.homes)} for end in program.outputs
-        ],
+        "outputs": outputs,
     }
     lines = [f'"{name}": {json.dumps(value)}' for name, value in {"format": FORMAT, "version": 1, **sizes}.items()]
     for name, items in lists.items():
@@ -76,12 +75,10 @@ def from_json(text: str) -> Program:
         raise ProgramError(f"this is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ProgramError(f'this JSON is not a program: it says "format": "{FORMAT}" at the top.')
-    lines = [f"{_word(end, 'value')} @ {_homes(end)}" for end in _list(found, "inputs", "the program")]
-    lines += [f"{_equation(op)} @ {_number(op, 'rank')}" for op in _list(found, "ops", "the program")]
-    lines += [
-        f"{_word(end, 'name')} = {_word(end, 'value')} @ {_homes(end)}"
-        for end in _list(found, "outputs", "the program")
-    ]
+    inputs, ops, outputs = (_list(found, name, "the program") for name in ("inputs", "ops", "outputs"))
+    lines = [f"{_word(end, 'value')} @ {_homes(end)}" for end in inputs]
+    lines += [f"{_equation(op)} @ {_number(op, 'rank')}" for op in ops]
+    lines += [f"{_word(end, 'name')} = {_word(end, 'value')} @ {_homes(end)}" for end in outputs]
     return Program.parse("\n".join(lines))
 
 

@@ -115,7 +115,9 @@ def _taken(graph: fx.Graph) -> Iterator[Taken]:
     """The inputs of each stage, in order."""
     calls = {node: number for number, node in enumerate(node for node in graph.nodes if node.op == "call_module")}
     leaves = [node for node in graph.nodes if node.op == "placeholder"]
-    root = tuple((str(node.target), _shape(node.meta.get("val"))) for node in leaves)
+    values = [node.meta.get("val") for node in leaves]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in values]
+    root = tuple((str(node.target), shape) for node, shape in zip(leaves, shapes, strict=True))
 
     def source(node: fx.Node) -> tuple[Source, int | None]:
         if node in leaves:
@@ -138,10 +140,6 @@ def _taken(graph: fx.Graph) -> Iterator[Taken]:
                 f"the net returns {node.name!r}, which it {made}; the outputs of a pipeline are those of its last "
                 f"stage, {last}. Return it no more, or split the net behind it."
             )
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 class _Own(BoundModules):

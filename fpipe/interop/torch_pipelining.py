@@ -98,16 +98,11 @@ def _ordered(rows: list[list[Cell]], format: Format | None) -> Transform:
         sent = communicate()(ordered)
         names = _names(sent)
         _agree(rows, names)
-        placed = [
-            [_of_ours(cell, names) for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows
-        ]
+        kept = [[cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows]
+        placed = [[cell.compute or names[cell.actions[0]] for cell in row] for row in kept]
         return by_table(sent, placed, move=False) if names else sent
 
     return transform
-
-
-def _of_ours(cell: Cell, names: dict[Action, str]) -> str:
-    return cell.compute or names[cell.actions[0]]
 
 
 def _names(program: Program) -> dict[Action, str]:
@@ -168,17 +163,14 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
     if format == "compute_only":
         rows = write.ticks(program)
     else:
-        rows = write.with_transfers(program, _torch_waits() if waits is None else waits)
+        if waits is None:
+            from torch.torch_version import TorchVersion, __version__
+
+            waits = TorchVersion(__version__) >= "2.15"
+        rows = write.with_transfers(program, waits)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _torch_waits() -> bool:
-    import torch
-    from torch.torch_version import TorchVersion
-
-    return TorchVersion(torch.__version__) >= "2.15"
 
 
 def runtime(

@@ -3,14 +3,12 @@
     Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
 
 The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
-parameters, and buffers that no stage mutates, are constants: a stage reads the module's own at each call. Torch's norms
-are known by class; what else a net mutates is found by running it on an example. What would make a stage impure
-(weights that it mutates, hooks that nobody would run) is refused by name.
+parameters, and buffers that no stage mutates, are constants: a stage reads the module's own at each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -79,41 +77,36 @@ def from_sequential(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
     _refuse(net)
-    children = list(_children(net))
+    children = [*vars(net)["_modules"].items()]  # one that stands in several places as often as it does
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     stage_of = {name: number for number, group in enumerate(groups) for name in group}
-    found: dict[Tensor, list[str]] = {}  # the names of one trainable parameter
+    found: dict[Tensor, Leaf] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            found.setdefault(parameter, []).append(name)
-    _refuse_shared_storage({names[0]: parameter for parameter, names in found.items()}, stage_of)
-    leaves = [(_by_stage(names, stage_of), parameter) for parameter, names in found.items()]
+            leaf, number = found.setdefault(parameter, {}), stage_of[name.split(".")[0]]
+            leaf[number] = (*leaf.get(number, ()), name)
+    _refuse_shared_storage(found)
+    leaves = [(leaf, parameter) for parameter, leaf in found.items()]
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
     each = zip(groups, names_of([leaf for leaf, _ in leaves], len(groups)), skips, strict=True)
-    said = _checked_state(net, state)
-    runs = [StageModule(number, *parts, state=said) for number, parts in enumerate(each)]
+    _check_state(net, state or {})
+    runs = [StageModule(number, *parts, state=state) for number, parts in enumerate(each)]
     called = [", ".join(group) for group in groups]
     return of_modules(runs, called, leaves, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
 
 
-def _checked_state(net: nn.Module, state: Mapping[str, How] | None) -> dict[str, How]:
-    """The caller's words on buffers, refused if it names anything else."""
+def _check_state(net: nn.Module, state: Mapping[str, How]) -> None:
+    """A ValueError if the caller's words on buffers are of anything else."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
-    for name, how in (state or {}).items():
+    for name, how in state.items():
         if name not in buffers:
             raise ValueError(
                 f"state= names {name!r}, which is no buffer of the net; these are: {', '.join(sorted(buffers))}."
             )
         if how not in ("update", "ordered"):
             raise ValueError(f"state= says 'update' or 'ordered' of a buffer, found {how!r} for {name!r}.")
-    return dict(state or {})
-
-
-def _children(net: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
-    """The children by name, one that stands in several places as often as it does."""
-    return vars(net)["_modules"].items()
 
 
 def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
@@ -175,21 +168,12 @@ def _refuse(net: Any) -> None:
             )
 
 
-def _by_stage(names: Sequence[str], stage_of: Mapping[str, int]) -> Leaf:
-    """The names of one parameter in each stage that has it."""
-    found: Leaf = {}
-    for name in names:
-        number = stage_of[name.split(".")[0]]
-        found[number] = (*found.get(number, ()), name)
-    return found
-
-
-def _refuse_shared_storage(tensors: Mapping[str, Tensor], stage_of: Mapping[str, int]) -> None:
+def _refuse_shared_storage(found: Mapping[Tensor, Leaf]) -> None:
     """A ValueError for a storage that two stages train as two parameters."""
-    homes: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        first = homes.setdefault(memory(tensor), name)
-        here, there = stage_of[name.split(".")[0]], stage_of[first.split(".")[0]]
+    homes: dict[Any, tuple[int, str]] = {}
+    for tensor, leaf in found.items():
+        here, (name, *_) = next(iter(leaf.items()))
+        there, first = homes.setdefault(memory(tensor), (here, name))
         if here != there:
             raise ValueError(
                 f"{first!r} in stage {there} and {name!r} in stage {here} share a storage, but are two parameters; "

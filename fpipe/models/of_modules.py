@@ -67,11 +67,7 @@ def of_modules(
 
 
 def _share_locks(runs: Sequence[StageModule]) -> None:
-    """Stages that have a module in common take turns, since its parameters are swapped while one of them runs.
-
-    Raises:
-        ValueError: that module has state, which would be in two stages; or one buffer has two homes.
-    """
+    """Let stages with a module in common take turns, unless it has state, which would be in two stages."""
     homes: dict[int, StageModule] = {}
     written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
     for path, owner, name in (place for run in runs for place in (*run.remembered, *run.read)):
