@@ -11,6 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PositionalStage(ABC):
     def twin(self) -> Any:
         """Equal for stages that compute the same function of what they take by position."""
 
-    @property
+    @cached_property
     def pieces(self) -> Sequence[Any]:
         """The parts that it runs one after the other, each to be traced alone; none where it is traced as a whole."""
         return ()

@@ -41,7 +41,7 @@ models/tracing <- root torch_private graphs/purity graphs/language graphs/tracin
 runtimes/processes <- root torch_private transforms graphs/purity graphs/language graphs/tracing single_device
     runtimes/definition runtimes/lowering runtimes/faults
 models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
-    models/tracing
+    models/modules models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/tracing single_device models/parameters models/modules
     models/tracing models/cutting

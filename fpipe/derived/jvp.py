@@ -2,10 +2,9 @@
 
     y = f(params, x)        --> jvp -->        (y, dy) = f'((params, dparams), (x, dx))
 
-Each stage runs on dual numbers: what has a tangent goes in as `Dual(primal, tangent)`, and so does what comes out of
-it. The gradient of the new loss is the gradient of the old one (for the tangents) and the Hessian times the direction
-(for the primals). The cotangents that travel are those of forward-over-reverse: of `dy` the gradient, of `y` its own
-tangent. So every program, runtime and reading is as it was, and nothing else is needed for a Hessian-vector product.
+Each stage runs on dual numbers. The gradient of the new loss is the gradient of the old one (for the tangents) and the
+Hessian times the direction (for the primals); the cotangents that travel are those of forward-over-reverse. So every
+program, runtime and reading is as it was, and nothing else is needed for a Hessian-vector product.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -98,8 +98,7 @@ def actions_of(rows: Sequence[Sequence[Cell]], kinds: Sequence[str]) -> Iterator
 
 def _lines(table: Table) -> list[list[str]]:
     if isinstance(table, Mapping):
-        rows = [table[rank] for rank in sorted(table)]
-        return [["" if action is None else str(action) for action in row] for row in rows]
+        return [["" if action is None else str(action) for action in table[rank]] for rank in sorted(table)]
     if isinstance(table, Path):
         table = text_of(table)
     if not isinstance(table, str):
@@ -157,16 +156,13 @@ def _each_once(rows: list[list[Cell]]) -> None:
 
 def _without_gaps(rows: list[list[Cell]]) -> None:
     """A stray number would make a table of many stages or microbatches with nothing in them."""
-    forwards = {action for _, action in actions_of(rows, ("F",))}
     for word, field in (("stage", 0), ("microbatch", 2)):
-        known = {action[field] for action in forwards}
+        known = {action[field] for _, action in actions_of(rows, ("F",))}
+        first = next(number for number in count() if number not in known)
         for cell, action in actions_of(rows, (*COMPUTE, *TRANSFERS, *WEIGHTS, *WAITS)):
             number = action[field]
-            if not isinstance(number, int):
-                continue
-            missing = next((other for other in range(number + 1) if other not in known), None)
-            if missing is not None:
+            if isinstance(number, int) and number >= first:
                 raise ProgramError(
-                    f"{cell.place}: {action} names {word} {number}, but the table has no forward of {word} {missing}; "
-                    f"it names all of 0..n-1."
+                    f"{cell.place}: {action} names {word} {number}, but the table has no forward of {word} "
+                    f"{first}; it names all of 0..n-1."
                 )

@@ -76,21 +76,15 @@ def from_pipe(
     together = _together(pipe)
     _refuse_lost_ties(modules, together)
     leaves = _leaves(modules, together)
-    each = enumerate(zip(modules, taken, names_of(leaves, len(modules)), strict=True))
+    each = zip(modules, taken, names_of(leaves, len(modules)), strict=True)
     runs = [
         StageModule(number, {one.called: _Call(module, one)}, names, bound=_Own(module))
-        for number, (module, one, names) in each
+        for number, (module, one, names) in enumerate(each)
     ]
-    return of_modules(
-        runs,
-        [one.called for one in taken],
-        [(leaf, modules[min(leaf)].get_parameter(leaf[min(leaf)][0])) for leaf in leaves],
-        loss=loss,
-        inputs=[one.sources if one.many else one.sources[0] for one in taken],
-        reduction=reduction,
-        aux=aux,
-        example=example,
-    )
+    called = [one.called for one in taken]
+    inputs: list[Source | tuple[Source, ...]] = [one.sources if one.many else one.sources[0] for one in taken]
+    owned = [(leaf, modules[min(leaf)].get_parameter(leaf[min(leaf)][0])) for leaf in leaves]
+    return of_modules(runs, called, owned, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
 
 
 class Taken(NamedTuple):
@@ -134,8 +128,9 @@ def _taken(graph: fx.Graph) -> Iterator[Taken]:
     last = len(calls) - 1
     for node in graph.output_node().all_input_nodes:
         home, _ = source(node)
-        if (home[0] if isinstance(home, tuple) else home) != last:
-            made = "is handed" if home == "batch" else f"makes in stage {home[0] if isinstance(home, tuple) else home}"
+        home = home[0] if isinstance(home, tuple) else home
+        if home != last:
+            made = "is handed" if home == "batch" else f"makes in stage {home}"
             raise ValueError(
                 f"the net returns {node.name!r}, which it {made}; the outputs of a pipeline are those of its last "
                 f"stage, {last}. Return it no more, or split the net behind it."
@@ -200,9 +195,8 @@ def _leaves(modules: Sequence[nn.Module], together: Mapping[tuple[int, str], int
     """The parameters that train and that some graph reads."""
     found: dict[Any, Leaf] = {}
     for number, module in enumerate(modules):
-        read = _read(module)
-        for name, one in module.named_parameters(remove_duplicate=False):
-            if one.requires_grad and name in read:
+        for name, one in _read(module).items():
+            if one.requires_grad:
                 leaf = found.setdefault(together.get((number, name), one), {})
                 leaf[number] = (*leaf.get(number, ()), name)
     return [*found.values()]
@@ -222,10 +216,10 @@ def _refuse_lost_ties(modules: Sequence[nn.Module], together: Mapping[tuple[int,
     """A ValueError where torch has copied a parameter under one of the two names that a stage reads it by."""
     for stage, copied in together:
         one = modules[stage].get_parameter(copied)
-        for name, other in modules[stage].named_parameters(remove_duplicate=False):
-            if (stage, name) in together or name not in _read(modules[stage]) or one.is_meta:
+        for name, other in _read(modules[stage]).items():
+            if (stage, name) in together or one.is_meta or one.shape != other.shape or one.numel() < 2:
                 continue
-            if one.shape == other.shape and torch.equal(one, other) and one.numel() > 1 and one.unique().numel() > 1:
+            if torch.equal(one, other) and one.unique().numel() > 1:
                 raise ValueError(
                     f"{copied!r} and {name!r} of stage {stage} have the same numbers: torch's pipeline() copies a "
                     "parameter that several stages read, and one that a stage reads by two names it makes two. Read it "
@@ -233,11 +227,12 @@ def _refuse_lost_ties(modules: Sequence[nn.Module], together: Mapping[tuple[int,
                 )
 
 
-def _read(module: nn.Module) -> set[str]:
-    """The attributes that the graphs of a stage read; torch leaves others behind."""
-    return {
+def _read(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the graphs of a stage read; torch leaves others behind."""
+    read = {
         f"{path}.{node.target}" if path else str(node.target)
         for path, one in module.named_modules(remove_duplicate=False)
         if isinstance(graph := getattr(one, "graph", None), fx.Graph)
         for node in graph.find_nodes(op="get_attr")
     }
+    return {name: one for name, one in module.named_parameters(remove_duplicate=False) if name in read}

@@ -5,9 +5,8 @@
 
 `2SEND_F0` sends the output of stage 2, which `3RECV_F0` receives; `2SEND_B0` sends the gradient of its input, which
 `1RECV_B0` receives. UNSHARD and RESHARD gather and drop the weights of a stage that FSDP has sharded; REDUCE_GRAD
-reduces its gradients. Torch's `_PipelineScheduleRuntime._load_csv` loads both kinds. From torch 2.15 on the second
-also says when a rank waits for what it has sent or reduces: `2WAIT_SEND_F0`, `2WAIT_SEND_B0`, `2WAIT_REDUCE_GRAD`.
-Until torch 2.5 a B was the input gradient where its W stood in the table too (the old `zb1p` tables): it is read so.
+reduces its gradients. From torch 2.15 on a table with transfers also says when a rank waits for what it has sent or
+reduces: `2WAIT_SEND_F0`, `2WAIT_SEND_B0`, `2WAIT_REDUCE_GRAD`.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
         raise ValueError(f"{who} takes ({found}); a stage is f(params, x), its x one pytree and never spread.")
     given = getattr(fn, "keywords", {})  # what functools.partial has filled in
     asked = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
-    for name in asked:
-        if name not in MAY_ASK and asked[name].default is inspect.Parameter.empty:
+    for name, parameter in asked.items():
+        if name not in MAY_ASK and parameter.default is parameter.empty:
             words = "state, key, microbatch and carry"
             raise ValueError(f"{who} asks for {name!r}; a stage can ask for {words}, and nothing else.")
     return frozenset(asked) & MAY_ASK
@@ -108,14 +108,14 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
     shape = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
     if not isinstance(ties, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"{shape}; found {type(ties).__name__}.")
-    for group in ties:
-        if not isinstance(group, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
-            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in group
-        ):
-            raise ValueError(f"{shape}; found the group {group!r}.")
-    groups = tuple(tuple((stage, leaf) for stage, leaf in group) for group in ties)
+    groups: list[tuple[tuple[int, str], ...]] = []
     seen: set[tuple[int, str]] = set()
-    for group in groups:
+    for found in ties:
+        if not isinstance(found, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
+            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in found
+        ):
+            raise ValueError(f"{shape}; found the group {found!r}.")
+        group = tuple((stage, leaf) for stage, leaf in found)
         stages = [stage for stage, _ in group]
         if len(group) < 2:
             raise ValueError(f"a tie is between leaves of at least two stages, found {group}.")
@@ -135,4 +135,5 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
                 f"the tie {group} names stage {stages[0]} first; the leaf lives in the earliest, {min(stages)}."
             )
         seen.update(group)
-    return groups
+        groups.append(group)
+    return tuple(groups)

@@ -38,8 +38,7 @@ from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors
-from fpipe.models.tracing.trace_loss import trace_loss
-from fpipe.models.tracing.traced_modes import called_modules
+from fpipe.models.tracing.trace_loss import called_modules, trace_loss
 from fpipe.single_device.batches import check_batch
 
 

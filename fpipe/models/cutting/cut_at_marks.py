@@ -237,9 +237,9 @@ class StageGraphs:
         }
 
     def module(self, stage: int) -> fx.GraphModule:
-        """A stage as a graph of its own; one that has something to return beside its output returns both."""
+        """A stage as a graph of its own that returns its output, and a list of what it returns beside."""
         output = _one_or_all([_one_or_all(group) for group in self.outputs[stage]])
-        return self.parts[stage].module((output, list(self.beside[stage])) if self.beside[stage] else output)
+        return self.parts[stage].module((output, [*self.beside[stage]]))
 
     def places(self, stage: int) -> list[tuple[int, int]]:
         """For each tensor that the graph of a stage takes beside parameters, which of its inputs it is in, and at which

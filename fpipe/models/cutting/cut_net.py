@@ -14,16 +14,16 @@ from fpipe import tree
 from fpipe.graphs.purity.attributes import Modules
 from fpipe.model import Source
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.buffer_update import BufferUpdate
-from fpipe.models.cutting.cut_at_marks import StageGraphs, Subgraph, one_or_all
+from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.net_state import written_by
+from fpipe.models.modules.known_modules import may_depend_on_mode
+from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
-from fpipe.models.tracing.split_norms import only_update
-from fpipe.models.tracing.traced_modes import TracedModes
+from fpipe.models.tracing.split_norms import without_normalising
 
 
 class CutNet:
@@ -71,13 +71,14 @@ class CutNet:
         self.ties = [[(stage, name) for stage in stages] for name, stages in readers.items() if len(stages) > 1]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
         guard = guard_of(net, nodes, example, "inputs")
-        modes = TracedModes(modules, net.who, net.door)
+        why = f"the trace goes on as it was. Call {net.door} again in this mode."
+        modes = Modes([one for one in modules if may_depend_on_mode(one[1])], f"{net.who} was traced", why)
         self.stages = [self._stage(number, guard, modes) for number in range(marked.stages)]
         for stage, own in zip(self.stages, self.owned, strict=True):
             stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
         self.stages[-1].whole = _whole_of(self.cut.outputs[-1][0], leaves, spec)
 
-    def _stage(self, number: int, guard: BatchGuard, modes: TracedModes) -> GraphStage:
+    def _stage(self, number: int, guard: BatchGuard, modes: Modes) -> GraphStage:
         """A stage as a function."""
         part, home = self.cut.parts[number], self.written[number]
         return GraphStage(
@@ -91,16 +92,10 @@ class CutNet:
             guard=guard if part.batch else None,
             traced_modes=modes if modes.modules and not number else None,
             holds=[*home.held.values()],
-            update=self._update(home.part, home.apart) if home.part else None,
+            update=without_normalising(home.part.module([*home.apart])) if home.part else None,
+            taken=[*home.part.params] if home.part else [],
+            shapes={name: tuple(node.meta["val"].shape) for node, name in home.apart.items()},
         )
-
-    def _update(self, part: Subgraph, buffers: Mapping[fx.Node, str]) -> BufferUpdate:
-        """The update of the buffers of a stage that no output reads."""
-        graph = part.module([*buffers])
-        only_update(graph.graph)
-        graph.recompile()
-        shapes = {name: tuple(node.meta["val"].shape) for node, name in buffers.items()}
-        return BufferUpdate(graph, [*part.params], shapes, self.tensors, len(part.received))
 
 
 def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -54,9 +53,9 @@ class CutReport:
         taken = [f"{_shape(node)} ({_size(_bytes(node))}) of stage {marked.stage_of[node]}" for node in part.received]
         yield f"    takes {', '.join((*batch, *taken))}"
         earlier = {node for before in range(stage) for node in self._computed(before)}
-        again = [node for node in self._computed(stage) if node in earlier and _bytes(node)]
+        again = sum(node in earlier and _bytes(node) > 0 for node in self._computed(stage))
         if again:
-            yield f"    makes {len(again)} tensors again, which follow from sizes and constants"
+            yield f"    makes {again} tensors again, which follow from sizes and constants"
 
     def _computed(self, stage: int) -> Iterable[fx.Node]:
         """The operations that a stage runs."""
@@ -64,19 +63,15 @@ class CutReport:
         return (node for node in part.nodes if node.op == "call_function" and node not in part.received)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
 def _shape(node: fx.Node) -> str:
     """The dtype and the sizes that a value has in the example."""
-    value = _value(node)
+    value = node.meta["val"]
     return f"{str(value.dtype).removeprefix('torch.')}{[*map(example_number, value.shape)]}"
 
 
 def _bytes(node: fx.Node) -> int:
     """Those of a tensor; 0 of anything else."""
-    value = _value(node)
+    value = node.meta.get("val")
     return math.prod(map(example_number, value.shape)) * value.element_size() if isinstance(value, Tensor) else 0
 
 

@@ -15,17 +15,16 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graphs.purity.alike import Same
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.buffer_update import BufferUpdate
-from fpipe.models.cutting.graph_copy import HoldsGraph
+from fpipe.models.cutting.graph_copy import HoldsGraphs
 from fpipe.models.cutting.pieces import GraphPiece, operations, pieces_of
+from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
 from fpipe.models.tracing.net_graph import NetTensors
-from fpipe.models.tracing.traced_modes import TracedModes
 from fpipe.positional_stage import PositionalStage
 
 
-class GraphStage(HoldsGraph, PositionalStage):
+class GraphStage(HoldsGraphs, PositionalStage):
     """A stage as a graph, whose placeholders are what it reads of the net, and then what it takes.
 
     Args:
@@ -38,7 +37,9 @@ class GraphStage(HoldsGraph, PositionalStage):
         guard: what the batch has to be, if it takes the batch.
         traced_modes: the modes that modules have to be in, if it is the stage that looks.
         holds: the buffers that its forward writes.
-        update: what writes the others, as a graph of buffers and constants by name, and of what the forward has seen.
+        update: what writes others, a graph of buffers and constants, and of what the forward has seen.
+        taken: the names of the first.
+        shapes: those of the buffers that it writes, by name, in the order in which it returns them.
 
     Attributes:
         whole: the output of the net from what the graph returns, in the last stage.
@@ -58,14 +59,16 @@ class GraphStage(HoldsGraph, PositionalStage):
         many: bool,
         tensors: NetTensors,
         guard: BatchGuard | None,
-        traced_modes: TracedModes | None,
+        traced_modes: Modes | None,
         holds: Sequence[str],
-        update: BufferUpdate | None,
+        update: fx.GraphModule | None,
+        taken: Sequence[str],
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.number, self.graph, self.takes, self.places, self.many = number, graph, reads, places, many
         self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
-        self.change, self.whole = update, None
-        self.holds, self.writes = list(holds), [*holds, *(update.shapes if update else ())]
+        self.change, self.taken, self.shapes, self.whole = update, taken, shapes, None
+        self.holds, self.writes = list(holds), [*holds, *shapes]
         self.reads = [name for name in reads if name in tensors.trains]
         self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
         self.names = tuple((name,) for name in (*self.reads, *unread))
@@ -84,8 +87,7 @@ class GraphStage(HoldsGraph, PositionalStage):
     ) -> tuple[Any, dict[str, Any]]:
         """The output, and by name what the stage gives beside: its state, or what its update needs."""
         with restored_on_error():
-            made = self.graph.forward(*self.arguments(params, constants, x, buffers))
-        y, beside = made if self.holds or (self.change and self.change.count) else (made, [])
+            y, beside = self.graph.forward(*self.arguments(params, constants, x, buffers))
         y = self.whole(y) if self.whole else y
         if self.holds:
             return y, {"state": beside}
@@ -104,21 +106,17 @@ class GraphStage(HoldsGraph, PositionalStage):
         """The leaves of each of its inputs; a ValueError if the trace is not for them."""
         if self.traced_modes is not None:
             self.traced_modes.check()
-        each = x if self.many else (x,)
-        if self.guard is None:
-            return [tree.leaves(one) for one in each]
-        first, *rest = each
-        found = [tree.leaves(self.guard.ordered(first)), *map(tree.leaves, rest)]
-        self.guard.check(found[0])
-        return found
-
-    @property
-    def pieces(self) -> list[GraphPiece]:
-        """Its blocks and what is between them; none where it has module state."""
-        return [] if self.writes else self._pieces
+        first, *rest = x if self.many else (x,)
+        found = tree.leaves(first if self.guard is None else self.guard.ordered(first))
+        if self.guard is not None:
+            self.guard.check(found)
+        return [found, *map(tree.leaves, rest)]
 
     @cached_property
-    def _pieces(self) -> list[GraphPiece]:
+    def pieces(self) -> list[GraphPiece]:
+        """Its blocks and what is between them; none where it has module state."""
+        if self.writes:
+            return []
         words = ["params" if name in self.tensors.trains else "const" for name in self.takes]
         each = zip(self._placeholders, [*words, *("x" for _ in self.places)], strict=True)
         return pieces_of(self.graph.graph, dict(each))
@@ -129,14 +127,22 @@ class GraphStage(HoldsGraph, PositionalStage):
 
     def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
         """The arguments of its graph, by placeholder, and its output with nodes of the graph for tensors."""
-        made: Any = self.graph.graph.output_node().args[0]
+        made, _ = self.graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
         taken = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
         return taken, self.whole(made) if self.whole else made
 
     def update(self, state: Mapping[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The buffers after a forward, from those before and what the forward has seen."""
+        """The buffers after a forward, from those before, which stay as they are, and what the forward has seen."""
+        for name, shape in self.shapes.items():
+            if tuple(state[name].shape) != shape:
+                raise ValueError(
+                    f"state {name!r} has shape {shape} in the net, found {tuple(state[name].shape)}. Hand in the state "
+                    "that from_module gave, or Result.state."
+                )
         assert self.change is not None
-        return self.change(state, seen)
+        copies = {name: state[name].clone() for name in self.shapes}
+        own = [copies[name] if name in copies else self.tensors.now(name) for name in self.taken]
+        return {**state, **dict(zip(self.shapes, self.change.forward(*own, *seen), strict=True))}
 
     def remembering(self) -> dict[str, Any]:
         """The fields of a `Stage` that tell of its state."""

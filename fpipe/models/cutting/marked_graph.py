@@ -85,7 +85,7 @@ def draws_random(node: fx.Node) -> bool:
 def _marked_values(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each output of a mark the value that was marked, be it by several marks in a row."""
     found: dict[fx.Node, fx.Node] = {}
-    for mark in (node for node in graph.nodes if node.target is MARK):
+    for mark in graph.find_nodes(op="call_function", target=MARK):
         values = [found.get(one, one) for one in mark.args[0]]
         found |= {output: values[output.args[1]] for output in mark.users}
     return found

@@ -40,8 +40,7 @@ class GraphPiece:
         own = {*nodes}
         read = dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in own)
         self.takes = {node: labels.get(node, "x") for node in read}
-        self.makes = list(makes)
-        self.nodes, self.contexts = nodes, contexts
+        self.nodes, self.makes, self.contexts = nodes, makes, contexts
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -99,10 +98,8 @@ def pieces_of(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> list[GraphPiece
     found: list[GraphPiece] = []
     for number in sorted({*home.values()}):
         own = [node for node in nodes if home[node] == number]
-        makes = [
-            node for node in own if node in results or any(home.get(user, number) != number for user in node.users)
-        ]
-        found.append(GraphPiece(own, makes, labels, contexts))
+        made = [one for one in own if one in results or any(home.get(user, number) != number for user in one.users)]
+        found.append(GraphPiece(own, made, labels, contexts))
     return found
 
 
@@ -111,13 +108,10 @@ def _differentiable(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> set[fx.No
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        floats = (
-            value.is_floating_point() or value.is_complex()
-            if isinstance(value, Tensor)
-            else isinstance(value, tuple | list)
-        )
+        one = isinstance(value, Tensor)
+        floats = value.is_floating_point() or value.is_complex() if one else isinstance(value, tuple | list)
         came = node.op == "placeholder" and labels[node] != "const"
-        if floats and (came or any(one in found for one in node.all_input_nodes)):
+        if floats and (came or not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -126,8 +120,8 @@ def _before_all(nodes: Iterable[fx.Node], trained: set[fx.Node]) -> set[fx.Node]
     """Sizes, masks, tables: what needs no value with a gradient and draws nothing, and so may come first."""
     found: set[fx.Node] = set()
     for node in nodes:
-        early = (one.op == "placeholder" or one in found for one in node.all_input_nodes)
-        if node not in trained and not draws_random(node) and all(early):
+        early = all(one.op == "placeholder" or one in found for one in node.all_input_nodes)
+        if early and node not in trained and not draws_random(node):
             found.add(node)
     return found
 

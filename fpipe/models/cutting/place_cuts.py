@@ -85,13 +85,10 @@ def _balanced(
         raise ValueError(f"the net has {len(blocks)} modules to cut after, which make as many stages; found {stages=}.")
     ends = [*(call.end + 1 for call in blocks[:-1]), len(nodes)]
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    if costs is None:
-        # Bytes of parameters count where operations do not.
-        sizes = [_bytes(nodes[part], params) for part in parts]
-        operations = costs_of(nodes)
-        row: list[float] = [
-            sum(operations[part]) * (1 + sum(sizes)) + size for part, size in zip(parts, sizes, strict=True)
-        ]
+    row: Sequence[float]
+    if costs is None:  # bytes of parameters count where operations do not
+        sizes, each = [_bytes(nodes[part], params) for part in parts], costs_of(nodes)
+        row = [sum(each[part]) * (1 + sum(sizes)) + size for part, size in zip(parts, sizes, strict=True)]
     elif isinstance(costs, Costs):
         row = _measured(costs, len(blocks))
     else:

@@ -64,10 +64,6 @@ class Pop(nn.Module):
         """The name."""
         return repr(self.name)
 
-    def joined(self, x: Any, value: Any) -> Any:
-        """The value that goes on."""
-        return (x, value) if self.join is None else self.join(x, value)
-
     def forward(self, x: Any) -> Any:
         """Only a stage has the value."""
         raise RuntimeError(
@@ -100,7 +96,7 @@ def run_children(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any
             continue
         x = keep(x) if at else x  # what enters a layer
         if isinstance(child, Pop):
-            x = child.joined(x, aside[child.name])
+            x = (x, aside[child.name]) if child.join is None else child.join(x, aside[child.name])
         elif keywords:
             x, keywords = child(**_by_name(child, x)), False
         else:
@@ -145,17 +141,16 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
                 elif all(isinstance(other, Stash) for other in modules[at:]):
                     sources[child.name] = number
             elif isinstance(child, Pop):
-                if child.name not in homes:
-                    raise ValueError(
-                        f"Pop({child.name!r}) takes up what no Stash({child.name!r}) before it puts aside."
-                    )
-                unread.pop(child.name, None)
-                home = homes[child.name]
-                if home != number and child.name not in sources:
-                    gives[home].append(child.name)
-                    sources[child.name] = home, len(gives[home])
+                name = child.name
+                if name not in homes:
+                    raise ValueError(f"Pop({name!r}) takes up what no Stash({name!r}) before it puts aside.")
+                unread.pop(name, None)
+                home = homes[name]
+                if home != number and name not in sources:
+                    gives[home].append(name)
+                    sources[name] = home, len(gives[home])
                 if home != number:
-                    takes[child.name] = sources[child.name]
+                    takes[name] = sources[name]
         further: dict[str, Source] = {name: source for name, source in takes.items() if source != before}
         skips.append(Skips(tuple(further), tuple(name for name in takes if name not in further)))
         inputs.append((before, *further.values()) if further else before)
@@ -167,6 +162,5 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
 def _refuse_inside(path: str, child: nn.Module) -> None:
     for name, module in child.named_modules():
         if name and isinstance(module, Stash | Pop):
-            raise ValueError(
-                f"{module} is inside {path!r} as {name!r}; it stands among the children of the Sequential itself."
-            )
+            place = f"{path!r} as {name!r}"
+            raise ValueError(f"{module} is inside {place}; it stands among the children of the Sequential itself.")

@@ -32,6 +32,7 @@ from fpipe.models.modules.batch_norm import (
     updates_apart,
 )
 from fpipe.models.modules.known_modules import draws_random, refuse_impure
+from fpipe.models.modules.modes import Modes
 from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
@@ -112,7 +113,8 @@ class StageModule(PositionalStage):
         self.writes = [path for path, _, _ in self.remembered]
         # What is written may depend on the mode of any module.
         turning = self.modules if self.held or self.updates else [one for one in self.modules if has_statistics(one[1])]
-        self.turning = [(path, module, module.training) for path, module in turning]
+        why = "what it remembers is part of the program. Call from_sequential again."
+        self.turning = Modes(turning, "the net was cut into stages", why)
 
     def placed(self, paths: Iterable[str]) -> list[Place]:
         """Each place where a tensor is, under the first of its paths: it can be swapped, and put back, only once."""
@@ -210,7 +212,9 @@ class StageModule(PositionalStage):
         """Tensors are in the place of the modules' own, one thread at a time; functional_call would leave behind what
         pruning, old-style weight norm and RNNs keep of their weights as attributes."""
         with self.lock:
-            self._refuse_changed()
+            self.turning.check()
+            for path, module in self.turning.modules:
+                refuse_impure(path, module)
             kept = [cached_weights(module) for module in self.caching]
             try:
                 yield
@@ -228,17 +232,6 @@ class StageModule(PositionalStage):
                     f"{self.who} left buffers {other!r} and {name!r} in one storage; module state is a tensor of its "
                     "own for each: assign a .clone()."
                 )
-
-    def _refuse_changed(self) -> None:
-        """The mode may have changed since the stage was made."""
-        for path, module, training in self.turning:
-            if module.training != training:
-                was, now = ("training", "eval") if training else ("eval", "training")
-                raise ValueError(
-                    f"module {path!r} ({type(module).__name__}) was in {was} when the net was cut into stages and is "
-                    f"in {now} now: what it remembers is part of the program. Call from_sequential again."
-                )
-            refuse_impure(path, module)
 
     def moved(self) -> Mapping[str, int]:
         """The parameters that its modules have elsewhere than when they were handed out."""

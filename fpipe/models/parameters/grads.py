@@ -50,9 +50,9 @@ def assign_grads(params: Any, grads: Any) -> None:
             f"params and grads differ in structure: only one of them has a leaf at {place or 'the top'}. Gradients are "
             "Result.grads of a merged program."
         )
-    pairs = list(zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True))
+    pairs = [*zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True)]
     for (place, param), grad in pairs:
-        if getattr(param, "shape", None) != getattr(grad, "shape", None) and grad is not None:
+        if grad is not None and getattr(param, "shape", None) != getattr(grad, "shape", None):
             raise ValueError(
                 f"the gradient at {place} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
             )
@@ -99,14 +99,13 @@ def add_grads(one: Any, other: Any) -> Any:
     for (place, a), b in zip(tree.paths(one), tree.leaves(other), strict=True):
         shapes = [tuple(leaf.shape) for leaf in (a, b) if isinstance(leaf, Tensor)]
         if len({*shapes}) > 1:
-            raise ValueError(
-                f"gradients of two models: at {place or 'the top'} they are of shapes {shapes[0]} and {shapes[1]}."
-            )
+            where = place or "the top"
+            raise ValueError(f"gradients of two models: at {where} they are of shapes {shapes[0]} and {shapes[1]}.")
+    return tree.tree_map(_added, one, other)
 
-    def added(a: Any, b: Any) -> Any:
-        return b if a is None else a if b is None else a + b
 
-    return tree.tree_map(added, one, other)
+def _added(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
 
 
 def _is_grad(leaf: object) -> bool:
@@ -139,11 +138,8 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
         if not isinstance(leaf, Tensor) and (leaf is not None or not place):
             hint = " Hand in result.grads." if isinstance(leaf, Result) else ""
             hint = " Hand in a list of them." if isinstance(leaf, Iterator) else hint
-            where = f" at {place}" if place else ""
-            raise TypeError(
-                f"global_norm takes a pytree of gradients, each a tensor or None; found {type(leaf).__name__}{where}."
-                f"{hint}"
-            )
+            found = type(leaf).__name__ + (f" at {place}" if place else "")
+            raise TypeError(f"global_norm takes a pytree of gradients, each a tensor or None; found {found}.{hint}")
     if mesh is None:
         found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
         return torch.nn.utils.get_total_norm(found, norm_type)

@@ -26,11 +26,8 @@ class HandedOut:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
-        homes = {
-            id(one): (vars(module)["_parameters"], key)
-            for module in modules
-            for key, one in vars(module)["_parameters"].items()
-        }
+        held = [vars(module)["_parameters"] for module in modules]
+        homes = {id(one): (own, key) for own in held for key, one in own.items()}
         known = {
             name: (homes[id(one)], address)
             for name, one in parameters.items()

@@ -132,11 +132,9 @@ def _by_first_reader(model: Model, whole: Any) -> tuple[Any, ...]:
 
 def _stays(model: Model, name: Any, leaf: Any) -> bool:
     """Whether a leaf is a tensor that stays with the modules of a stage, as they have it now."""
-    for stage in (one.forward for one in model.stages):
-        own = dict(stage.named_tensors()).get(name) if isinstance(stage, PositionalStage) else None
-        if own is not None and isinstance(leaf, Tensor) and leaf.is_set_to(own):
-            return True
-    return False
+    runs = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    own = (held for run in runs for other, held in run.named_tensors() if other == name)
+    return isinstance(leaf, Tensor) and any(map(leaf.is_set_to, own))
 
 
 def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:

@@ -27,8 +27,10 @@ def split_norms(graph: fx.Graph) -> None:
             norm.args = (x, weight, bias, None, None, training, *rest)
 
 
-def only_update(graph: fx.Graph) -> None:
-    """Let the updates of batch norms write their statistics and normalise nothing."""
-    for update in graph.find_nodes(op="call_function", target=_BATCH_NORM):
+def without_normalising(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of updates, whose batch norms write their statistics and normalise nothing from here on."""
+    for update in module.graph.find_nodes(op="call_function", target=_BATCH_NORM):
         x, _, _, mean, var, _, momentum, *_ = update.args
         update.target, update.args = torch.batch_norm_update_stats, (x, mean, var, momentum)
+    module.recompile()
+    return module

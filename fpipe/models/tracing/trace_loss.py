@@ -8,6 +8,7 @@ symbolic. What a graph cannot represent is refused: branches on data, gradients 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words, symbols_in
@@ -124,3 +126,20 @@ def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Gene
         for symbol in sorted(symbols_in(str(error)) & rows.keys()):
             error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
         raise
+
+
+@contextmanager
+def called_modules() -> Generator[dict[nn.Module, str]]:
+    """The modules that this thread calls meanwhile, wherever a function has them from, each with its class's name."""
+    found: dict[nn.Module, str] = {}
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread:
+            found.setdefault(module, type(module).__name__)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
