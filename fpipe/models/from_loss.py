@@ -9,7 +9,6 @@
 The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
 before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
 their own; a parameter read in two stages is tied. The number of rows stays symbolic, other sizes are the example's.
-Random numbers are drawn in the stage of the operation that draws them, and follow from the key as in any stage.
 """
 
 from __future__ import annotations
@@ -176,11 +175,9 @@ def _names(params: Any) -> list[str]:
     places = tree.paths(params)
     for place, leaf in places:
         if not isinstance(leaf, Tensor):
-            kind = type(leaf).__name__
+            who = f"params{place} is a {type(leaf).__name__}"
             hint = " Of a module, hand in dict(net.named_parameters())." if isinstance(leaf, nn.Module) else ""
-            raise ValueError(
-                f"params{place} is a {kind}; parameters are tensors, and what else there is, close over.{hint}"
-            )
+            raise ValueError(f"{who}; parameters are tensors, and what else there is, close over.{hint}")
         if is_sharded(leaf):
             raise ValueError(
                 f"params{place} is a DTensor, of which no loss function is traced whole. from_sequential and "

@@ -102,15 +102,10 @@ def from_module(
     leaves = {name: tensors.now(name) for name in graph.params.values()}
     cut = CutNet(MarkedGraph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    each = zip(model.stages, cut.stages, placed.words, strict=True)
-    model = replace(
-        model,
-        stages=tuple(
-            replace(stage, name=name, names=tuple(tensors.names(*leaf) for leaf in run.names), **run.remembering())
-            for stage, run, name in each
-        ),
-        report=CutReport(cut, placed.words),
-    )
+    named = (tuple(tensors.names(*leaf) for leaf in run.names) for run in cut.stages)
+    each = zip(model.stages, cut.stages, placed.words, named, strict=True)
+    stages_of = (replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each)
+    model = replace(model, stages=tuple(stages_of), report=CutReport(cut, placed.words))
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
@@ -136,9 +131,8 @@ def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
     if cuts is not None and not (listed and all(isinstance(path, str) for path in cuts)):
         raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
     if costs is not None and not isinstance(costs, Mapping | Costs):
-        raise ValueError(
-            f"costs has a number for each block by its path, or is fpipe.Costs; found {type(costs).__name__}."
-        )
+        found = type(costs).__name__
+        raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {found}.")
     if costs is not None and cuts is not None:
         raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
 

@@ -14,11 +14,10 @@ from operator import index
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model, Reduction
-from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
+from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
@@ -147,9 +146,7 @@ def _refuse(net: Any) -> None:
         raise ValueError(
             f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {way}"
         )
-    for path, module in net.named_modules():
-        refuse_wrapped(path, module)
-        refuse_impure(path, module)
+    refuse_net(net)
     if has_hooks(net):
         raise ValueError(
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
@@ -158,9 +155,7 @@ def _refuse(net: Any) -> None:
     own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
     if own:
         raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
+    for name, tensor in net.named_parameters():
         if tensor.requires_grad and has_gradient_hooks(tensor):
             raise ValueError(
                 f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "

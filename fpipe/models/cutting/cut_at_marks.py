@@ -8,7 +8,7 @@ dataflow; what is computed from no tensor that was given (a mask, a size) each s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import floordiv
 from typing import Any
 
@@ -33,7 +33,7 @@ class Subgraph:
     Args:
         marked: the whole graph.
         results: what the part hands on.
-        is_own: whether an operation may run in this part.
+        own: the operations that may run in this part.
         params: the parameters that it may read, by placeholder their names.
         batch: the leaves of the batch that it may read, by placeholder their places.
 
@@ -48,7 +48,7 @@ class Subgraph:
         self,
         marked: MarkedGraph,
         results: Iterable[fx.Node],
-        is_own: Callable[[fx.Node], bool],
+        own: Collection[fx.Node],
         params: Mapping[fx.Node, str],
         batch: Mapping[fx.Node, int],
     ) -> None:
@@ -58,7 +58,7 @@ class Subgraph:
         self.received: dict[fx.Node, None] = {}
         self.sizes: dict[fx.Node, None] = {}
         found: set[fx.Node] = set()
-        todo = [*results, *(node for node in marked.stage_of if is_own(node) and has_effect(node))]
+        todo = [*results, *(node for node in marked.stage_of if node in own and has_effect(node))]
         while todo or (todo := self._uncomputed()):
             node = todo.pop()
             if node in found:
@@ -70,7 +70,7 @@ class Subgraph:
                 self.params[params[node]] = node
             elif node in batch:
                 self.batch[node] = batch[node]
-            elif node in marked.replicated or is_own(node):
+            elif node in marked.replicated or node in own:
                 todo += marked.reads(node)
             else:
                 self.received[node] = None
@@ -149,6 +149,8 @@ class StageGraphs:
     Attributes:
         parts: of each stage what it runs and reads.
         outputs: of each stage its outputs, each the values that the same stages read.
+        home: of each value that is handed on the stage that does, and which of its outputs it is in.
+        inputs: those of each stage.
     """
 
     def __init__(
@@ -163,13 +165,14 @@ class StageGraphs:
         self.params = marked.net.params
         self.parts, handed_on = self._parts(results)
         self.outputs = [*(self._by_readers(values) for values in handed_on[:-1]), [handed_on[-1]]]
-        self.port = {
-            node: port
+        self.home = {
+            node: (stage, port)
             for stage, groups in enumerate(self.outputs)
             for port, group in enumerate(groups)
             for node in group
             if marked.stage_of.get(node) == stage  # the last stage hands on values of earlier ones too
         }
+        self.inputs = [*map(self._inputs_of, self.parts)]
 
     def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Subgraph], list[list[fx.Node]]]:
         """The stages, found from the last one back, since an earlier one hands on what a later one receives; and what
@@ -179,8 +182,9 @@ class StageGraphs:
         given = {**self.params, **self.marked.net.constants}
         parts: list[Subgraph] = []
         for stage in reversed(range(self.marked.stages)):
+            own = {node for node, home in self.marked.stage_of.items() if home == stage and node not in self.excluded}
             wanted = (*handed_on[stage], *self.beside[stage])
-            part = Subgraph(self.marked, wanted, self._is_of(stage), given, self.batch)
+            part = Subgraph(self.marked, wanted, own, given, self.batch)
             for node in part.received:
                 if node not in self.marked.stage_of:
                     raise ValueError(
@@ -203,10 +207,6 @@ class StageGraphs:
                 f"{place_of(mutator)}"
             )
 
-    def _is_of(self, stage: int) -> Callable[[fx.Node], bool]:
-        """Whether an operation runs in a stage."""
-        return lambda node: self.marked.stage_of.get(node) == stage and node not in self.excluded
-
     def _by_readers(self, values: Sequence[fx.Node]) -> list[list[fx.Node]]:
         """Values that a stage hands on, grouped by the stages that read them; those of the next one come first."""
         groups: dict[tuple[int, ...], list[fx.Node]] = {}
@@ -215,19 +215,11 @@ class StageGraphs:
             groups.setdefault(readers, []).append(node)
         return [groups[readers] for readers in sorted(groups)]
 
-    @property
-    def inputs(self) -> tuple[tuple[Source, ...], ...]:
-        """The inputs of each stage: the batch, and outputs of earlier stages."""
-        return tuple(map(self._inputs_of, self.parts))
-
-    def _inputs_of(self, part: Subgraph) -> tuple[Source, ...]:
-        earlier = sorted({self._output_of(node) for node in part.received})
+    def _inputs_of(self, part: Subgraph) -> list[Source]:
+        """The inputs of a stage: the batch, and outputs of earlier stages."""
+        earlier = sorted({self.home[node] for node in part.received})
         batch: list[Source] = ["batch"] if part.batch or not earlier else []
-        return (*batch, *((stage, port) if port else stage for stage, port in earlier))
-
-    def _output_of(self, node: fx.Node) -> tuple[int, int]:
-        """The stage that hands a value on, and in which of its outputs."""
-        return self.marked.stage_of[node], self.port[node]
+        return [*batch, *((stage, port) if port else stage for stage, port in earlier)]
 
     def readers(self) -> dict[str, list[int]]:
         """The stages that read each parameter."""
@@ -242,14 +234,12 @@ class StageGraphs:
         return self.parts[stage].module((output, [*self.beside[stage]]))
 
     def places(self, stage: int) -> list[tuple[int, int]]:
-        """For each tensor that the graph of a stage takes beside parameters, which of its inputs it is in, and at which
-        leaf."""
-        part = self.parts[stage]
-        inputs = self._inputs_of(part)
-        found = [(0, leaf) for leaf in part.batch.values()]
-        for node in part.received:
-            home, port = self._output_of(node)
-            found.append((inputs.index((home, port) if port else home), self.outputs[home][port].index(node)))
+        """For each tensor that a stage takes beside parameters, which of its inputs it is in, and at which leaf."""
+        found = [(0, leaf) for leaf in self.parts[stage].batch.values()]
+        for node in self.parts[stage].received:
+            home, port = self.home[node]
+            place = self.inputs[stage].index((home, port) if port else home)
+            found.append((place, self.outputs[home][port].index(node)))
         return found
 
 

@@ -55,8 +55,8 @@ class LossPart:
         return found
 
     def _is_of_loss(self, node: fx.Node) -> bool:
-        """Whether the loss computes it: what is computed from the target, and how many there are of something, which no
-        stage hands on, since the counts of two microbatches do not join as outputs do."""
+        """Whether the loss computes it: from the target, or as a count, since those of microbatches join as no output
+        does."""
         if node in self.judging:
             return True
         value = node.meta.get("val")
@@ -106,7 +106,8 @@ class LossPart:
     def _part(self) -> Subgraph:
         """The operations of the loss; what it receives is what the last stage hands on."""
         results = [self.marked.value(node) for node in self.marked.graph.output_node().all_input_nodes]
-        part = Subgraph(self.marked, results, self._is_of_loss, {}, self.target)
+        own = {node for node in self.marked.graph.nodes if self._is_of_loss(node)}
+        part = Subgraph(self.marked, results, own, {}, self.target)
         if not part.received:
             raise ValueError("the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.")
         return part

@@ -78,7 +78,7 @@ def written_by(
             home.held |= home.apart
             home.apart, home.ops = {}, {}
         elif home.apart:
-            home.part = Subgraph(marked, home.ops, home.ops.__contains__, names, {})
+            home.part = Subgraph(marked, home.ops, home.ops, names, {})
     return found
 
 

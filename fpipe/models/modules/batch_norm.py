@@ -76,8 +76,7 @@ def noted(norms: Norms, who: str = "a forward") -> Generator[list[tuple[Any, ...
 
 def _is_saved(module: Any, x: Tensor) -> bool:
     """Whether autograd saves the input of a norm, and so refuses that it is mutated. Instance norms may save a copy."""
-    leaves = (x, module.weight, module.bias)
-    trained = any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    trained = any(leaf is not None and leaf.requires_grad for leaf in (x, module.weight, module.bias))
     return trained and torch.is_grad_enabled() and is_batch_norm(module)
 
 
@@ -100,9 +99,8 @@ def updated(norms: Norms, state: Mapping[str, Any], notes: Notes) -> dict[str, A
 def refuse_other_channels(path: str, held: tuple[Any, Any], channels: int) -> None:
     """A ValueError for statistics of other channels: torch's own update of a batch norm writes past their end."""
     for name, found in zip(STATISTICS, held, strict=False):
-        shape = tuple(found.shape) if isinstance(found, Tensor) else None
-        if shape != (channels,):
-            what = type(found).__name__ if shape is None else f"shape {shape}"
+        if not isinstance(found, Tensor) or found.shape != (channels,):
+            what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(
                 f"state '{path}.{name}' has a number for each of the {channels} channels, found {what}. Hand in the "
                 "state that from_sequential gave, or Result.state."

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.parameter import is_lazy
 
 from fpipe.torch_private.modules import has_own_samples, is_dropout, is_norm
 
@@ -15,6 +16,16 @@ def may_depend_on_mode(module: nn.Module) -> bool:
     """Whether a module may do something else in training than in eval: one of those, or not one of torch's own."""
     known = isinstance(module, nn.RReLU | nn.MultiheadAttention | nn.RNNBase) or is_dropout(module) or is_norm(module)
     return known or not type(module).__module__.startswith("torch.")
+
+
+def refuse_net(net: nn.Module) -> None:
+    """A ValueError for a net with a module that cannot be part of a pure stage, or a tensor that is not there yet."""
+    for path, module in net.named_modules():
+        refuse_wrapped(path, module)
+        refuse_impure(path, module)
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
 
 
 def refuse_wrapped(path: str, module: nn.Module) -> None:
@@ -31,24 +42,22 @@ def refuse_hooked(path: str, module: nn.Module) -> None:
     """A ValueError for a module whose hooks gather its parameters and reduce their gradients, or that copies itself."""
     sharded: Any = sys.modules.get("torch.distributed.fsdp")
     by_hooks = {"DistributedDataParallel": nn.parallel.DistributedDataParallel}
-    by_hooks |= {name: getattr(sharded, name) for name in _BY_HOOKS if sharded is not None}
+    if sharded is not None:
+        by_hooks |= {"fully_shard": sharded.FSDPModule, "FullyShardedDataParallel": sharded.FullyShardedDataParallel}
     for name, kind in by_hooks.items():
         if isinstance(module, kind):
             raise ValueError(
-                f"module {path!r} ({type(module).__name__}) is wrapped by {_BY_HOOKS.get(name, name)}, whose hooks "
-                "gather the module's own parameters and reduce their gradients; a stage computes with those that it is "
-                "handed, and no hook would run. Take the module without it: fpipe.data_parallel adds gradients up over "
-                "replicas, and inside a stage parameters are sharded by parallelize_module, or by a parametrization "
-                "that gathers them (docs/running.md)."
+                f"module {path!r} ({type(module).__name__}) is wrapped by {name}, whose hooks gather the module's own "
+                "parameters and reduce their gradients; a stage computes with those that it is handed, and no hook "
+                "would run. Take the module without it: fpipe.data_parallel adds gradients up over replicas, and "
+                "inside a stage parameters are sharded by parallelize_module, or by a parametrization that gathers "
+                "them (docs/running.md)."
             )
     if isinstance(module, nn.DataParallel):
         raise ValueError(
             f"module {path!r} (DataParallel) makes copies of its module as it runs; a stage computes with parameters "
             "that it is handed. Take its .module: fpipe.data_parallel makes replicas of a program."
         )
-
-
-_BY_HOOKS = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel"}
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:
@@ -71,9 +80,8 @@ def draws_random(module: nn.Module) -> bool:
         return module.training and module.lower != module.upper
     if isinstance(module, nn.RNNBase):
         return module.training and module.dropout > 0 and module.num_layers > 1
-    return module.training and (
-        (is_dropout(module) and module.p > 0) or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
-    )
+    drops = module.dropout if isinstance(module, nn.MultiheadAttention) else module.p if is_dropout(module) else 0
+    return module.training and drops > 0
 
 
 def _processes(module: nn.SyncBatchNorm) -> int:

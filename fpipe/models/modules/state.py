@@ -142,8 +142,8 @@ def _buffers(stage: StageModule) -> dict[str, Tensor]:
 
 def _empty(stage: StageModule) -> set[str]:
     """The buffers that are None."""
-    buffers = ((path, name, one) for path, module in stage.modules for name, one in vars(module)["_buffers"].items())
-    return {f"{path}.{name}" for path, name, one in buffers if one is None}
+    own = ((path, vars(module)["_buffers"]) for path, module in stage.modules)
+    return {f"{path}.{name}" for path, buffers in own for name, one in buffers.items() if one is None}
 
 
 def _at_home(leaf: Tensor) -> Aval:

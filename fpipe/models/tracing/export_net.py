@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.nn.parameter import is_lazy
 
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.attributes import Attributes
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.models.modules.batch_norm import tracks
-from fpipe.models.modules.known_modules import refuse_impure, refuse_wrapped
+from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
@@ -41,7 +40,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     Raises:
         ValueError: what cannot be exported, by module and line.
     """
-    refuse_unexportable(net)
+    _refuse_unexportable(net)
     leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     single = all(len(leaf) == 1 for leaf in leaves)  # the trace of one row would hold for one row only
     args, kwargs = call_of(tree.tree_map(_doubled, inputs) if single else inputs)
@@ -94,10 +93,10 @@ _SLICE = re.compile(r"slice\(([-\w]+), ([-\w]+), ([-\w]+)\)")
 
 def _name_modules_of_slices(exported: ExportedProgram, net: nn.Module) -> None:
     """A module that is called out of a part of a list, as in `self.layers[:n]`, has its own path, without the slice."""
-    for graph in (one for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
-        for node in graph.graph.nodes:
-            stack: dict[str, tuple[str, str]] = node.meta.get("nn_module_stack") or {}
-            node.meta["nn_module_stack"] = {key: (_path_in(net, path), kind) for key, (path, kind) in stack.items()}
+    graphs = [one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        stack: dict[str, tuple[str, str]] = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: (_path_in(net, path), kind) for key, (path, kind) in stack.items()}
 
 
 def _path_in(net: nn.Module, path: str) -> str:
@@ -135,11 +134,10 @@ def without_cache(net: nn.Module) -> Generator[None]:
             config.use_cache = True
 
 
-def refuse_unexportable(net: nn.Module) -> None:
+def _refuse_unexportable(net: nn.Module) -> None:
     """A ValueError for a module whose graph would not be what it does."""
+    refuse_net(net)
     for path, module in net.named_modules():
-        refuse_wrapped(path, module)
-        refuse_impure(path, module)
         if tracks(module) and getattr(module, "momentum", None) is None:
             raise ValueError(
                 f"module {path!r} ({type(module).__name__}) weighs batches by how many there were (momentum=None), a "
@@ -151,8 +149,6 @@ def refuse_unexportable(net: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is a DTensor, which torch.export does not take. from_sequential and from_functions do."
             )
-        if is_lazy(tensor):
-            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
 
 
 def _doubled(leaf: Any) -> Any:

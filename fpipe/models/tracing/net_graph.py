@@ -81,9 +81,8 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
     if isinstance(net, nn.Module):
         params = dict(net.named_parameters(remove_duplicate=False))
         buffers = dict(net.named_buffers(remove_duplicate=False))
-        places = {name: name.rpartition(".") for name in (*params, *buffers)}
-        homes = {name: (net.get_submodule(path), attribute) for name, (path, _, attribute) in places.items()}
-        home = partial(_attribute, homes)
+        places = ((name, name.rpartition(".")) for name in (*params, *buffers))
+        home = partial(_attribute, {name: (net.get_submodule(path), own) for name, (path, _, own) in places})
     else:
         tensors: dict[str, Any] = {**constants, **net.state_dict}
         params = {name: tensors[name] for name in net.graph_signature.parameters}
@@ -107,18 +106,15 @@ def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
     Raises:
         ValueError: it takes something that is no tensor and no plain value, or mutates its inputs.
     """
-    flat = _Flat(exported)
-    first: dict[str, fx.Node] = {}
-    given: list[fx.Node] = []
+    flat, first, given = _Flat(exported), dict[str, fx.Node](), list[fx.Node]()
     for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True):
         name = tensors.first.get(spec.target or "", spec.target or "")
         if spec.kind == InputKind.USER_INPUT:
             given.append(node)
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            odd = f"{name!r}, an object that is no tensor"
             place = next((place_of(user) for user in node.users), "")
-            raise ValueError(
-                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
-            )
+            raise ValueError(f"the net computes with {odd}, which no graph can hold.{place}")
         elif name in first:
             node.replace_all_uses_with(first[name])
         else:
@@ -164,10 +160,8 @@ class _Flat:
             elif spec.kind == OutputKind.USER_OUTPUT:
                 self.results.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
             else:
-                raise ValueError(
-                    f"the net writes its input {spec.target!r}; a stage is a pure function. Work on a copy."
-                    f"{place_of(value)}"
-                )
+                who = f"the net writes its input {spec.target!r}"
+                raise ValueError(f"{who}; a stage is a pure function. Work on a copy.{place_of(value)}")
         self.graph.output(tuple(one for one in self.results if isinstance(one, fx.Node)))
 
     def _copied(self, source: Any, own: dict[fx.Node, Any]) -> Any:
@@ -229,8 +223,9 @@ def _write_assigned(flat: _Flat, buffers: set[fx.Node]) -> None:
     """Write what is assigned to a buffer right behind who reads its old value last, so in the stage that does."""
     order = {node: at for at, node in enumerate(flat.graph.nodes)}
     for node in flat.graph.find_nodes(op="call_function", target=_COPY):
-        if node.args[0] in buffers and not node.users and isinstance(node.args[1], fx.Node):
-            flat.assigned.append((node.args[0], node.args[1]))
+        buffer, value, *_ = node.args
+        if buffer in buffers and not node.users and isinstance(value, fx.Node):
+            flat.assigned.append((buffer, value))
             flat.graph.erase_node(node)
     for buffer, value in flat.assigned:
         if buffer in mutated_by(value) or value is buffer:
