@@ -258,11 +258,7 @@ def the_model(found: object, wanted: str = "a Model is wanted, as from_functions
 
 
 def check_params(model: Model, params: Any) -> Sequence[Any]:
-    """Parameters are one pytree per stage, and a dict where a leaf is tied.
-
-    Raises:
-        ValueError: they are not; the stage is named.
-    """
+    """Parameters are one pytree per stage, and a dict where a leaf is tied; else a ValueError names the stage."""
     if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
         found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
         raise ValueError(

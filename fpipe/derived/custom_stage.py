@@ -1,8 +1,6 @@
 """A stage with rules of its own: the user says what its gradients are, in two halves.
 
-    forward(params, x) -> y, res        backward_input(params, res, dy) -> dx, wres        backward_weight(params, wres)
-
-The rules are what every reading uses: a step, split or not, `reference` and `verify`.
+forward(params, x) -> y, res        backward_input(params, res, dy) -> dx, wres        backward_weight(params, wres)
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     y = f(x)        --> pushed_forward -->        Dual(y, dy) = Dual(f(x), f'(x) dx)
 
-The gradient of this is taken by differentiating `torch.func.vjp` in the direction of the tangents. Autograd over
-forward mode would give the same in theory; but there torch leaves out, without a word, what goes by way of the mean
-that a layer norm hands to its own derivative.
+The gradient of this is `torch.func.vjp` differentiated in the direction of the tangents. In autograd over forward mode
+torch leaves out, without a word, what goes by way of the mean that a layer norm hands to its own derivative.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def unpack_dual(duals: Any) -> tuple[Any, Any]:
 
 
 def pushed_forward(call: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
-    """Call a function of pytrees on dual numbers, if it is handed any: its first result comes with tangents, of which
-    there is a gradient, and its second as it is, without one."""
+    """Call a function of pytrees on dual numbers: its first result comes with tangents, its second has no gradient."""
     leaves, containers = tree.flatten(given, _is_dual)
     duals = {at: leaf for at, leaf in enumerate(leaves) if _is_dual(leaf)}
     if not duals:
@@ -138,7 +136,6 @@ class _OfFloats:
 class _ForwardOverReverse(torch.autograd.Function):
     """A function on dual numbers as one node of autograd's graph, whose backward is on dual numbers too.
 
-    The cotangent of a tangent is the gradient that reverse mode has there, and that of its primal this one's tangent.
     What has no tangent is given zeros: some of torch's rules (of mse_loss_backward, of group_norm) need one there.
     """
 

@@ -1,8 +1,6 @@
 """Freeze parameters: they stay in `params`, and nothing is computed for a gradient of theirs.
 
-    g[0,0] = B ..        --> freeze(model, 0) -->        no cotangent goes into stage 0, Result.grads[0] has None leaves
-
-Whether a tensor that is handed in has `requires_grad` says nothing: front ends hand out detached aliases.
+g[0,0] = B ..        --> freeze(model, 0) -->        no cotangent goes into stage 0, Result.grads[0] has None leaves
 """
 
 from __future__ import annotations

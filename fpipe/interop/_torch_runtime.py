@@ -92,12 +92,7 @@ def refuse_order(program: Program, model: Model) -> None:
 
 
 def refuse(program: Program, model: Model) -> None:
-    """Refuse programs that torch's runtime could not carry out, or would carry out otherwise.
-
-    Raises:
-        ProgramError: an op, an order or a result that it has not.
-        ValueError: a program that is not one of this model, or a model that asks for more than it hands to stages.
-    """
+    """Refuse programs that torch's runtime could not carry out, or would carry out otherwise."""
     refuse_order(program, model)
     _refuse_loss(model)
     for end in program.inputs:

@@ -1,8 +1,6 @@
 """A stage of a model as torch's pipeline runtime runs it: a module whose forward is the pure stage function.
 
-    f({"1.weight": w}, x)    -->    module.get_parameter("1.weight") is w,    module(x) = f({"1.weight": w}, x)
-
-What such a module cannot be told, or what nobody would carry from one to the next, is refused before there is one.
+f({"1.weight": w}, x)    -->    module.get_parameter("1.weight") is w,    module(x) = f({"1.weight": w}, x)
 """
 
 from __future__ import annotations
@@ -108,11 +106,7 @@ def stages(
 
 
 def refuse_model(model: Model) -> None:
-    """Torch's modules are handed tensors of the stage before, and nothing else.
-
-    Raises:
-        ValueError: a model that asks for more, by stage.
-    """
+    """A ValueError for a stage that asks for more than a tensor of the stage before, or a tuple of them."""
     for number in range(len(model.stages)):
         wanted = number - 1 if number else "batch"
         if model.inputs[number] != wanted:

@@ -51,12 +51,8 @@ def ticks(program: Program) -> list[list[str]]:
 
 
 def with_transfers(program: Program, waits: bool) -> list[list[str]]:
-    """The actions of each rank, with transfers, care of the weights, and waits if wanted.
-
-    Where the program has its transfers, they stand as it has them. Else it is torch's own lowering: ranks take turns, a
-    value is sent as soon as it is there, and its receive is posted at that moment, behind whatever its rank has begun.
-    Torch matches the messages between two ranks by their order, and so both sides have the same.
-    """
+    """The actions of each rank, with care of the weights, waits if wanted, and transfers: those of the program, or as
+    torch itself lowers it."""
     sends = transfers(program)
     rows: list[list[Op]] = [[] for _ in range(program.ranks)]
     for op in program.ops:
@@ -87,7 +83,8 @@ def _placed(program: Program, sends: dict[Value, Action]) -> list[list[Op | Acti
 def _lowered(
     program: Program, rows: list[list[Op]], gaps: list[list[list[Action]]], sends: dict[Value, Action]
 ) -> list[list[str]]:
-    """Ranks in turn do one thing each, if what it reads from elsewhere has been posted."""
+    """Ranks in turn do one thing each, if what it reads from elsewhere has been posted: a value is sent and received as
+    soon as it is there, since torch matches the messages between two ranks by their order."""
     readers = {value: op.rank for op in program.ops if op.kind not in _SILENT for value in op.reads}
     todo: list[Iterator[Op | Action]] = [_marked(*pair) for pair in zip(rows, gaps, strict=True)]
     heads = {rank: next(items, None) for rank, items in enumerate(todo)}
@@ -130,11 +127,7 @@ def _with_weights(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]
 
 
 def transfers(program: Program) -> dict[Value, Action]:
-    """Each value that another rank reads, with torch's name of its SEND.
-
-    Raises:
-        ProgramError: a value goes elsewhere than to the stage next to its own.
-    """
+    """Each value that another rank reads, with torch's name of its SEND; refused but to the stage next to its own."""
     origin = {op.writes[0]: _sent(program, op) for op in program.ops if op.kind == "RECV"}
     writer = {value: op for op in program.ops for value in op.writes}
     found: dict[Value, Action] = {}

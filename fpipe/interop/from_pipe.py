@@ -3,8 +3,7 @@
     submod_pp_0(ids)    submod_pp_1(y0[0], mask)    -->    f0(params, ids)    f1(params, ((ids, mask), y0[0]))
 
 Torch has traced the net on a microbatch of one shape, with the mode that its modules had: a stage takes no other, and
-`train()` and `eval()` change nothing. Parameters have the names of the net's state_dict; one that torch has copied into
-several stages is tied again.
+`train()` and `eval()` change nothing.
 """
 
 from __future__ import annotations
@@ -165,11 +164,7 @@ class _Call(nn.Module):
 
 
 def leaf_of(source: Any, leaf: int | None, taken: Taken) -> Any:
-    """An argument: all of what a stage gives, or a leaf of the batch, as torch has traced it.
-
-    Raises:
-        ValueError: a batch of other leaves, or another shape.
-    """
+    """An argument: all of what a stage gives, or a leaf of the batch, refused if torch has traced another."""
     if leaf is None:
         return source
     name, shape = taken.root[leaf]

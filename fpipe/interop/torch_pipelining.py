@@ -45,13 +45,12 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
         format: "compute_only" or "compute_comms", as torch's `_load_csv` calls them; by default whichever it is.
 
     Returns:
-        A program. Of a table with transfers it has SEND and RECV in the table's places. What the table says of
-        sharded weights (UNSHARD, RESHARD, REDUCE_GRAD) and of waits is not in it: `to_csv` writes that anew.
+        A program, with SEND and RECV in the places of the table's transfers. What the table says of sharded weights
+        and of waits is not in it: `to_csv` writes that anew.
 
     Raises:
         ProgramError: an unrecognised cell, by line and column; an op or a transfer that is missing or stands twice;
             orders that wait for each other for ever.
-        FileNotFoundError: there is no such file.
 
     Source: torch.distributed.pipelining, `_Action.from_str`.
 
@@ -182,9 +181,8 @@ def runtime(
 ) -> ProgramRuntime:
     """A program on torch's own `_PipelineScheduleRuntime`: its table, and stages made of the same model.
 
-    Every process calls `runtime.step(inputs, target=target)`; inputs that are a tuple are spread, `step(*inputs)`, and
-    a dict goes as keywords. `runtime.stages` are this process's, and `grads(runtime.stages)` what they have added up.
-    As ever in torch, gradients add up over steps until somebody sets them to None.
+    Every process calls `runtime.step(inputs, target=target)`; inputs that are a tuple are spread, a dict goes as
+    keywords. `grads(runtime.stages)` is what this process's stages have added up, until somebody sets it to None.
 
     Args:
         program: an order that torch has cells for, merged: one rank a stage, equal microbatches of rows.
@@ -194,10 +192,9 @@ def runtime(
         device: where the stages run; by default where their parameters are.
 
     Returns:
-        Torch's runtime. Its loss is the model's, times the microbatch's weight 1/m where that is a mean, and
-        `scale_grads` is False, so gradients are those of `fpipe.build`. They are bitwise these where each stage's B or
-        W come in ascending microbatches: torch adds a gradient as soon as it is there, so another order of them, or a
-        parameter that a W reaches on several ways, rounds otherwise. `losses=` gets the weighted losses.
+        Torch's runtime. Its loss is the model's, times the microbatch's weight 1/m where that is a mean, so gradients
+        are those of `fpipe.build`, bitwise where each stage's B or W come in ascending microbatches: torch adds a
+        gradient as soon as it is there. `losses=` gets the weighted losses.
 
     Raises:
         ProgramError: an op, an order or a result that torch's runtime has not, by its cell.
@@ -218,8 +215,6 @@ def runtime(
     >>> ours = fpipe.build(program, model)(params, batch)
     >>> all(torch.equal(grad, ours.grads[0][name]) for name, grad in grads(torchs.stages)[0].items())
     True
-    >>> [name for stage in torchs.stages for name, _ in stage.submod.named_parameters()]
-    ['0.weight', '0.bias', '2.weight', '2.bias']
     >>> dist.destroy_process_group()
     """
     from fpipe.interop import _torch_runtime

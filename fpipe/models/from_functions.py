@@ -63,7 +63,12 @@ def from_functions(
         Stage(fn, _asks(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
         for number, fn in enumerate(fns)
     )
-    _refuse_hooked(fns)
+    if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
+        from fpipe.graphs.purity.closure import modules_of
+        from fpipe.models.modules.known_modules import refuse_hooked
+
+        for path, module in (one for fn in fns for one in modules_of(fn)):
+            refuse_hooked(path, module)
     return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux)
 
 
@@ -90,17 +95,6 @@ def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
             words = "state, key, microbatch and carry"
             raise ValueError(f"{who} asks for {name!r}; a stage can ask for {words}, and nothing else.")
     return frozenset(asked) & MAY_ASK
-
-
-def _refuse_hooked(fns: Sequence[Callable[..., Any]]) -> None:
-    """No stage calls a module that computes with parameters of its own, by hooks."""
-    # Imported when first needed: whoever has such a module has torch.
-    if "torch.nn" in sys.modules:
-        from fpipe.graphs.purity.closure import modules_of
-        from fpipe.models.modules.known_modules import refuse_hooked
-
-        for path, module in (one for fn in fns for one in modules_of(fn)):
-            refuse_hooked(path, module)
 
 
 def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:

@@ -95,7 +95,7 @@ def from_loss(
     marked = MarkedGraph(graph)
     behind = LossPart(marked)
     run_by = [(path, module) for module, path in modules.items()]
-    tensors = NetTensors(_no_tensor, frozenset(names))
+    tensors = NetTensors({}.__getitem__, frozenset(names))
     cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
     loss = behind.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
@@ -157,11 +157,6 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
         return made
 
     return checked
-
-
-def _no_tensor(name: str) -> Tensor:
-    """A function has no tensors of its own by name: parameters are handed in."""
-    raise KeyError(name)
 
 
 def _called(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, key: int | None, microbatch: int) -> Any:

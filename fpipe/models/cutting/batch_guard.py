@@ -50,8 +50,7 @@ class BatchGuard:
         return tree.like(self.whole, found)
 
     def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
-        """A ValueError unless all dtypes, and all sizes but the rows, are the example's, and all that was decided by
-        rows holds."""
+        """A ValueError unless dtypes, and sizes but the rows, are the example's, and what was decided by rows holds."""
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
         if shapes in self.known:
             return

@@ -96,8 +96,7 @@ class Subgraph:
         return found
 
     def module(self, results: Any) -> fx.GraphModule:
-        """The part as a graph of its own that returns a pytree of nodes: its placeholders are the parameters, then the
-        leaves of the batch, then what it receives."""
+        """The part as a graph of parameters, then of leaves of the batch, then of what it receives."""
         graph = fx.Graph()
         given = (*self.params.values(), *self.batch, *self.received)
         own: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in given}
@@ -109,17 +108,14 @@ class Subgraph:
         def copied(node: fx.Node) -> fx.Node:
             return own[self.marked.value(node)]
 
-        for node in self._mutated():  # what another stage has made stays as it is
-            own[node] = graph.call_function(_CLONE, (own[node],))
+        ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
+        mutated = {value for one in ops for value in self.marked.viewed_by(one)}
+        for node in self.received:
+            if node in mutated:  # what another stage has made stays as it is
+                own[node] = graph.call_function(_CLONE, (own[node],))
         copy_nodes(graph, self.nodes, self.marked.contexts, own, copied)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
-
-    def _mutated(self) -> list[fx.Node]:
-        """The received values that it mutates."""
-        ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
-        found = {value for one in ops for value in self.marked.viewed_by(one)}
-        return [node for node in self.received if node in found]
 
     def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
         """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
@@ -175,8 +171,7 @@ class StageGraphs:
         self.inputs = [*map(self._inputs_of, self.parts)]
 
     def _parts(self, results: Iterable[fx.Node]) -> tuple[list[Subgraph], list[list[fx.Node]]]:
-        """The stages, found from the last one back, since an earlier one hands on what a later one receives; and what
-        each hands on, in the order of the graph."""
+        """The stages, found from the last one back, and what each hands on, in the order of the graph."""
         handed_on: list[dict[fx.Node, None]] = [{} for _ in range(self.marked.stages)]
         handed_on[-1] = dict.fromkeys(results)
         given = {**self.params, **self.marked.net.constants}

@@ -15,16 +15,16 @@ from torch import Tensor, fx
 from fpipe import tree
 from fpipe.graphs.purity.alike import Same
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.graph_copy import HoldsGraphs
 from fpipe.models.cutting.pieces import GraphPiece, operations, pieces_of
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
 from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.positional_stage import PositionalStage
+from fpipe.torch_private.fx import dump_graph, load_graph
 
 
-class GraphStage(HoldsGraphs, PositionalStage):
+class GraphStage(PositionalStage):
     """A stage as a graph, whose placeholders are what it reads of the net, and then what it takes.
 
     Args:
@@ -73,6 +73,16 @@ class GraphStage(HoldsGraphs, PositionalStage):
         self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
         self.names = tuple((name,) for name in (*self.reads, *unread))
         self.handed_out = HandedOut({}, ())
+
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """All but what was found out of the graphs, and these: a model made in one process is handed to others."""
+        kept = {name: one for name, one in vars(self).items() if name not in ("pieces", "_placeholders")}
+        graphs = {name: dump_graph(one) for name, one in kept.items() if isinstance(one, fx.GraphModule)}
+        return {name: one for name, one in kept.items() if name not in graphs}, graphs
+
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, bytes]]) -> None:
+        plain, graphs = state
+        vars(self).update(plain | {name: load_graph(one) for name, one in graphs.items()})
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with a state also the new one, with an update also what that needs."""

@@ -39,8 +39,7 @@ class LossPart:
         self.target = {leaf: place for place, leaf in leaves if isinstance(leaf, fx.Node)}
         self.judging = self._judging()
         self._refuse_mutated_constants()
-        self._refuse_target_in_stages()
-        self._refuse_parameters_in_loss()
+        self._refuse_other_readers()
         self._refuse_random_numbers_after_loss()
         self.part = self._part()
         self.received = [node for node in marked.graph.nodes if node in self.part.received]
@@ -55,8 +54,7 @@ class LossPart:
         return found
 
     def _is_of_loss(self, node: fx.Node) -> bool:
-        """Whether the loss computes it: from the target, or as a count, since those of microbatches join as no output
-        does."""
+        """Whether the loss computes it: from the target, or as a count, which does not join as outputs do."""
         if node in self.judging:
             return True
         value = node.meta.get("val")
@@ -65,8 +63,7 @@ class LossPart:
         return own and counts and not any(one in self.params for one in self.marked.reads(node))
 
     def _refuse_mutated_constants(self) -> None:
-        """The views of a tensor that the function closes over are fake, with a storage of their own: who looks at
-        storages while it runs takes them for its own."""
+        """Refuse writes to what the function closes over: its views are fake, with a storage that nobody knows."""
         for constant, node in self.marked.mutators.items():
             if constant.op == "get_attr":
                 shape = tuple(getattr(self.marked.module, str(constant.target)).shape)
@@ -75,20 +72,18 @@ class LossPart:
                     f"and a loss are pure functions. Hand it in, among params, or mutate a clone.{place_of(node)}"
                 )
 
-    def _refuse_target_in_stages(self) -> None:
-        """Only what comes after the last mark may read the target."""
+    def _refuse_other_readers(self) -> None:
+        """Only what comes after the last mark may read the target, and with it no parameter."""
         for node, stage in self.marked.stage_of.items():
-            if node in self.judging and stage < self.marked.stages - 1:
+            if node not in self.judging:
+                continue
+            if stage < self.marked.stages - 1:
                 raise ValueError(
                     f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may. What "
                     f"a stage reads of the batch is one of its inputs.{place_of(node)}"
                 )
-
-    def _refuse_parameters_in_loss(self) -> None:
-        """Refuse a parameter that something reads which is computed from the target."""
-        for node in self.marked.stage_of:
             name = next((self.params[one] for one in self.marked.reads(node) if one in self.params), None)
-            if node in self.judging and name is not None:
+            if name is not None:
                 raise ValueError(
                     f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
                     f"Compute what needs them before the target comes in.{place_of(node)}"

@@ -59,8 +59,7 @@ class MarkedGraph:
         return found
 
     def _replicated(self) -> set[fx.Node]:
-        """Sizes, masks, literals: what is computed from no tensor that was given, is not mutated and not random. A
-        stage that handed one on would have an output more, and random numbers would be others in another stage."""
+        """Sizes, masks, literals: what is computed from no tensor that was given, is not mutated and not random."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             literal = node.op == "get_attr" or node in self.net.constants
@@ -72,8 +71,7 @@ class MarkedGraph:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether an operation does more than compute its result: it mutates a tensor, or draws random numbers, so that
-    those drawn later are others without it."""
+    """Whether an operation mutates a tensor, or draws random numbers, so that those drawn later are others without."""
     return bool(mutated_by(node)) or draws_random(node)
 
 

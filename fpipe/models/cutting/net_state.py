@@ -61,7 +61,8 @@ def written_by(
                 f"buffer of its own; a stage is a pure function. Work on a copy.{place_of(mutator)}"
             )
         touched = _touched(marked, node)
-        ordered = any(one in behind or draws_random(one) or _spills(one, touched, names) for one in touched)
+        apart = {*touched, *names}  # what an update may write
+        ordered = any(one in behind or draws_random(one) or not apart.issuperset(mutated_by(one)) for one in touched)
         near = [one for one in touched if not ordered or any(node in marked.viewed_by(x) for x in marked.reads(one))]
         homes = {marked.stage_of[one]: one for one in (*near, *node.users) if one in marked.stage_of}
         if len(homes) > 1:
@@ -90,11 +91,6 @@ def _touched(marked: MarkedGraph, buffer: fx.Node) -> dict[fx.Node, None]:
             found[node] = None
     del found[buffer]
     return found
-
-
-def _spills(node: fx.Node, touched: Collection[fx.Node], names: Collection[fx.Node]) -> bool:
-    """Whether an operation writes something that is no buffer with what it reads of one."""
-    return any(one not in touched and one not in names for one in mutated_by(node))
 
 
 def _behind(marked: MarkedGraph, results: Sequence[fx.Node]) -> set[fx.Node]:

@@ -28,7 +28,7 @@ def _cost(node: fx.Node, known: dict[Any, int]) -> int:
     if not isinstance(op, OpOverload) or op.namespace != "aten" or len(tensors) < 2 or torch.Tag.pointwise in op.tags:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
-    key = op, repr(fx.map_arg((node.args, dict(node.kwargs)), _signature))
+    key = op, repr((args, kwargs))
     if key not in known:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             op(*args, **kwargs)
@@ -40,14 +40,6 @@ def _abstract(node: fx.Node) -> Any:
     """A tensor without data that stands for a value, a number for an open size."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return torch.empty_strided(_numbers(value.shape), _numbers(value.stride()), dtype=value.dtype, device="meta")
+        shape, strides = (tuple(map(example_number, sizes)) for sizes in (value.shape, value.stride()))
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
     return example_number(value) if isinstance(value, torch.SymInt) else value
-
-
-def _signature(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    return (_numbers(value.shape), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(map(example_number, sizes))

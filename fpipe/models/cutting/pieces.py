@@ -127,8 +127,7 @@ def _before_all(nodes: Iterable[fx.Node], trained: set[fx.Node]) -> set[fx.Node]
 
 
 def _torn(home: Mapping[fx.Node, int], trained: set[fx.Node], results: set[fx.Node]) -> Iterator[tuple[int, int]]:
-    """The first and the last of pieces that are one: several read a value with a gradient that none of them makes, or
-    take parts of what an op returns."""
+    """The first and the last of pieces that are one: they read one value with a gradient, or parts of one op's."""
     for value in trained:
         many = isinstance(value.meta["val"], tuple | list)
         readers = {home[user] for user in value.users if many or user in trained} - {home.get(value)}

@@ -54,7 +54,10 @@ def place_cuts(
     own = [at for at, node in enumerate(nodes) if node.target is MARK]
     if cuts is not None or own:
         ends = ends_of(root, cuts or ())
-        _check_count(stages, len(ends) + len(own), cuts)
+        count = len(ends) + len(own) + 1
+        if stages not in (None, count):
+            what = "the boundaries in forward" if cuts is None else "cuts= and the boundaries in forward"
+            raise ValueError(f"stages={stages}, but {what} make {count} stages; leave one of the two out.")
     else:
         ends = _balanced(nodes, params, root, stages or 1, costs)
     ends.sort(key=lambda call: call.end)
@@ -64,12 +67,6 @@ def place_cuts(
     bounds = sorted([*(call.end + 1 for call in ends), *own])
     parts = zip([0, *bounds], [*bounds, len(nodes)], strict=True)
     return Placed(ends, [in_words(root, start, end - 1) for start, end in parts])
-
-
-def _check_count(stages: int | None, marks: int, cuts: Sequence[str] | None) -> None:
-    if stages not in (None, marks + 1):
-        what = "cuts= and the boundaries in forward" if cuts is not None else "the boundaries in forward"
-        raise ValueError(f"stages={stages}, but {what} make {marks + 1} stages; leave one of the two out.")
 
 
 def _balanced(

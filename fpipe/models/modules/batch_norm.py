@@ -2,8 +2,7 @@
 
     y = norm(x), buffers mutated        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
 
-The output of a batch norm in training does not read its running statistics, so forwards may come in any order; the
-updates are ops of their own, one microbatch after the other.
+The output of a batch norm in training does not read its running statistics, so forwards may come in any order.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     Sequential(down, Stash("a"), inner, Pop("a", join), up)        -->        a goes from its stage to Pop's, past inner
 
 `from_sequential` makes the value an output of its stage, which only the stages that take it up read. So it travels
-once, from its rank to theirs. Nothing is kept on the side: the modules hold their names, and no value.
+once, from its rank to theirs.
 """
 
 from __future__ import annotations
@@ -115,11 +115,7 @@ def _by_name(child: nn.Module, x: Any) -> Mapping[str, Any]:
 
 
 def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
-    """The skips of each stage, and what each stage takes.
-
-    Raises:
-        ValueError: a value that is put aside twice, taken up before that, or never; or a module inside another.
-    """
+    """The skips of each stage, and what each takes; a ValueError for names that are not put aside, then taken up."""
     homes: dict[str, int] = {}  # the stage that puts it aside
     sources: dict[str, Source] = {}  # where other stages find it
     gives: list[list[str]] = [[] for _ in groups]
@@ -131,7 +127,11 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
         before: Source = number - 1 if number else "batch"
         takes: dict[str, Source] = {}
         for at, (path, child) in enumerate(children.items()):
-            _refuse_inside(path, child)
+            inside = [(name, one) for name, one in child.named_modules() if name and isinstance(one, Stash | Pop)]
+            for name, one in inside:
+                raise ValueError(
+                    f"{one} is inside {path!r} as {name!r}; it stands among the children of the Sequential itself."
+                )
             if isinstance(child, Stash):
                 if child.name in homes:
                     raise ValueError(f"Stash({child.name!r}) stands twice; a name is put aside once.")
@@ -157,10 +157,3 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
     for name in unread:
         raise ValueError(f"nobody takes up what Stash({name!r}) puts aside; leave it out, or add Pop({name!r}).")
     return [skip._replace(gives=tuple(own)) for skip, own in zip(skips, gives, strict=True)], inputs
-
-
-def _refuse_inside(path: str, child: nn.Module) -> None:
-    for name, module in child.named_modules():
-        if name and isinstance(module, Stash | Pop):
-            place = f"{path!r} as {name!r}"
-            raise ValueError(f"{module} is inside {place}; it stands among the children of the Sequential itself.")

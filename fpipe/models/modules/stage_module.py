@@ -275,8 +275,7 @@ class StageModule(PositionalStage):
         return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
     def twin(self) -> Any:
-        """Equal for stages that compute the same function of their parameters and constants, in their order; one that
-        holds on to an object which cannot be compared (a tensor, another module) is like no other."""
+        """Equal for stages that compute the same function of parameters and constants, as far as one can tell."""
         place = {name: str(at) for at, name in enumerate(self.children)}
 
         def short(paths: Iterable[str]) -> tuple[str, ...]:

@@ -89,9 +89,9 @@ def add_grads(one: Any, other: Any) -> Any:
     >>> add_grads(({"w": torch.ones(2), "frozen": None},), ({"w": torch.ones(2), "frozen": None},))
     ({'w': tensor([2., 2.]), 'frozen': None},)
     """
-    odd = next((leaf for grads in (one, other) for leaf in tree.leaves(grads) if not _is_grad(leaf)), None)
-    if odd is not None:
-        raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(odd).__name__}.")
+    for leaf in tree.leaves((one, other)):
+        if leaf is not None and not isinstance(leaf, Tensor | int | float):
+            raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(leaf).__name__}.")
     place = tree.difference(one, other)
     if place is not None:
         raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
@@ -106,10 +106,6 @@ def add_grads(one: Any, other: Any) -> Any:
 
 def _added(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else a + b
-
-
-def _is_grad(leaf: object) -> bool:
-    return leaf is None or isinstance(leaf, Tensor | int | float)
 
 
 def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None = None) -> Tensor:
@@ -152,8 +148,7 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
 
 
 def _numbers(grad: Any, norm_type: float) -> Tensor:
-    """The numbers of a gradient: of a sparse one those that are not zero, of a nested one those of its parts; of a
-    DTensor, whose numbers are on several processes, its norm."""
+    """The numbers of a gradient, dense, sparse or nested; of a DTensor, which has them on many processes, its norm."""
     if is_sharded(grad):
         return torch.linalg.vector_norm(grad, norm_type).full_tensor()
     if grad.is_nested:

@@ -38,8 +38,7 @@ class HandedOut:
         self.addresses = [address for _, address in known.values()]
 
     def moved(self) -> dict[str, int]:
-        """Those that the net has elsewhere by now, with the address of what was handed out: an address of memory that
-        is gone means nothing, and nobody can hand it in."""
+        """Those that the net has elsewhere by now, with the address of what was handed out."""
         now = [own.get(key) for own, key in self.homes]
         with suppress(TypeError):  # one may be None by now
             if [*map(Tensor.data_ptr, now)] == self.addresses:  # pyright: ignore[reportArgumentType]

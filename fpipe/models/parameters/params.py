@@ -63,7 +63,11 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
     """
     the_model(model)
     if model.whole is not None:
-        return _by_first_reader(model, whole)
+        names, containers = model.whole
+        if tree.flatten(whole)[1] != containers:
+            raise ValueError("the whole has another structure than the params that the model was made with.")
+        leaves = dict(zip(names, tree.leaves(whole), strict=True))
+        return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
     said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
     if not isinstance(whole, Mapping):
         raise ValueError(f"the whole is a dict, as net.state_dict() is one; found {type(whole).__name__}.")
@@ -118,16 +122,6 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
         raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")
     here = {end.value.stage for end in program.inputs if end.value.name == "params" and rank in end.homes}
     return tuple(one if stage in here else None for stage, one in enumerate(per_stage))
-
-
-def _by_first_reader(model: Model, whole: Any) -> tuple[Any, ...]:
-    """The leaves of one pytree, each in the first stage that reads it."""
-    assert model.whole is not None
-    names, containers = model.whole
-    if tree.flatten(whole)[1] != containers:
-        raise ValueError("the whole has another structure than the params that the model was made with.")
-    leaves = dict(zip(names, tree.leaves(whole), strict=True))
-    return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
 
 
 def _stays(model: Model, name: Any, leaf: Any) -> bool:

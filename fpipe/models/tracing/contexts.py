@@ -90,8 +90,7 @@ def copy_nodes(
 
 @contextmanager
 def restored_on_error() -> Generator[None]:
-    """After an error in a graph gradients and autocast are as before: else all that follows would run in the contexts
-    that it left open."""
+    """After an error in a graph gradients and autocast are as before, and not in the contexts that it left open."""
     before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     cached, grad, depth = torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), _depth()
     try:

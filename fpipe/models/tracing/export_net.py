@@ -75,8 +75,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 
 
 def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """The signature of a net, a parameter for each keyword that it takes by **kwargs: torch.export takes no open sizes
-    of such a dict."""
+    """The signature of a net, a parameter for each keyword that it takes by **kwargs, which have no open sizes."""
     signature = inspect.signature(net.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -165,8 +164,7 @@ def _open_dims(leaf: Any) -> Any:
 
 @contextmanager
 def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
-    """Meanwhile note where a tensor is assigned to a plain attribute of a module, and refuse a new module or
-    parameter: what the net computes the next time is not what it does now."""
+    """Meanwhile note where a tensor is assigned to a plain attribute, and refuse a new module or parameter."""
     assign: Any = nn.Module.__setattr__
     own = {id(vars(module)) for module in net.modules()}
 

@@ -101,8 +101,7 @@ _SEQUENTIAL = "torch.nn.modules.container.Sequential"
 
 
 def _list_of(call: Call) -> str | None:
-    """The list that a module is in: its name is a number, or ends in one, or in one and a letter, and the module calls
-    others, as encoder_layer_3 and inception4b do and conv3 does not."""
+    """The list that a module is in, by its name (3, encoder_layer_3, inception4b); conv3, which calls none, is not."""
     above, _, name = call.path.rpartition(".")
     word = _NUMBER.sub("", name)
     return f"{above}.{word}" if word != name and (not word or call.children) else None
@@ -112,11 +111,7 @@ _NUMBER = re.compile(r"\d+[a-z]?$")
 
 
 def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
-    """The last call of each of these modules, or in one of these lists of modules.
-
-    Raises:
-        ValueError: no module of that path is called; close ones are named.
-    """
+    """The last call of each of these modules, or in one of these lists of modules; a ValueError names close ones."""
     calls = [call for call in root.all() if call.path]
     found: list[Call] = []
     for path in paths:

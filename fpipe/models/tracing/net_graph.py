@@ -101,11 +101,7 @@ def _attribute(homes: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
 
 
 def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
-    """The flat graph of an exported program.
-
-    Raises:
-        ValueError: it takes something that is no tensor and no plain value, or mutates its inputs.
-    """
+    """The flat graph of an exported program; a ValueError if it takes odd objects, or mutates its inputs."""
     flat, first, given = _Flat(exported), dict[str, fx.Node](), list[fx.Node]()
     for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True):
         name = tensors.first.get(spec.target or "", spec.target or "")

@@ -39,9 +39,8 @@ def place_of(node: fx.Node) -> str:
 
 
 def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
-    """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, by
-    their paths, and the innermost line of the user's code. Where that calls a module of torch's, a line of that too,
-    for what it takes, such as the word `tgt_is_causal` beside a mask."""
+    """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, the
+    innermost line of the user's code, and of the module of torch's that it calls."""
     names = _names(modules)
     called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
@@ -63,8 +62,7 @@ def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]])
 
 @contextmanager
 def noting_places(modules: Mapping[nn.Module, str] | None = None) -> Generator[None]:
-    """Meanwhile the nodes that are traced say which line of the user's code they are from, and which of these modules,
-    with their paths; without modules that is left to the tracer."""
+    """Meanwhile nodes that are traced say which line of the user's code they are from, and which of these modules."""
     with preserve_node_meta(), _Lines(), nullcontext() if modules is None else _noting_modules(modules):
         yield
 

@@ -1,8 +1,6 @@
 """Split the norms that track statistics: normalising by the batch's own is one operation, updating them another.
 
 y = norm(x, w, b, mean, var)        -->        y = norm(x, w, b);  norm(x, mean, var)
-
-Whatever cuts such a graph treats statistics as any buffer that is written in place.
 """
 
 from __future__ import annotations

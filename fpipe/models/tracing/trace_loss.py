@@ -2,8 +2,8 @@
 
 loss_fn(params, batch)      -->      embed  MARK  block  MARK  head  loss
 
-The function is called once on fake tensors. The operations are those above autograd, and the number of rows stays
-symbolic. What a graph cannot represent is refused: branches on data, gradients taken inside, sizes that are compared.
+The function is called once on fake tensors; the number of rows stays symbolic. Refused is what no graph can represent:
+branches on data, gradients taken inside, sizes that are compared.
 """
 
 from __future__ import annotations
