@@ -37,21 +37,13 @@ class LossPart:
         self.net, self.marked, self.params = marked.net, marked, marked.net.params
         leaves = enumerate(tree.leaves(self.net.inputs[1]))
         self.target = {leaf: place for place, leaf in leaves if isinstance(leaf, fx.Node)}
-        self.judging = self._judging()
+        self.judging = {*self.target, *marked.computed_from(self.target, marked.replicated)}
         self._refuse_mutated_constants()
         self._refuse_other_readers()
         self._refuse_random_numbers_after_loss()
         self.part = self._part()
         self.received = [node for node in marked.graph.nodes if node in self.part.received]
         self.result = tuple(self.received) if len(self.received) > 1 else self.received[0]
-
-    def _judging(self) -> set[fx.Node]:
-        """The target, and all that is computed from it."""
-        found = {*self.target}
-        for node in self.marked.stage_of:
-            if node not in self.marked.replicated and not found.isdisjoint(self.marked.reads(node)):
-                found.add(node)
-        return found
 
     def _is_of_loss(self, node: fx.Node) -> bool:
         """Whether the loss computes it: from the target, or as a count, which does not join as outputs do."""

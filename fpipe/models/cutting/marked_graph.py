@@ -5,6 +5,7 @@ embed  MARK  block  MARK  head        -->        stage_of = {embed: 0, block: 1,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ class MarkedGraph:
     def reads(self, node: fx.Node) -> list[fx.Node]:
         """The values that an operation reads, seen through the marks."""
         return [self.value(one) for one in node.all_input_nodes]
+
+    def computed_from(self, values: Collection[fx.Node], but: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
+        """The operations that read these values, or what is computed from them, `but` some."""
+        found: dict[fx.Node, None] = {}
+        for node in self.stage_of:
+            if node not in but and any(one in found or one in values for one in self.reads(node)):
+                found[node] = None
+        return found
 
     def viewed_by(self, node: fx.Node) -> list[fx.Node]:
         """A value, and all that it is a view of."""

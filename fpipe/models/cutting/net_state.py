@@ -60,7 +60,7 @@ def written_by(
                 f"the net writes {names.get(node, node.name)!r} in place ({mutator.target}), which is no "
                 f"buffer of its own; a stage is a pure function. Work on a copy.{place_of(mutator)}"
             )
-        touched = _touched(marked, node)
+        touched = marked.computed_from([node])
         apart = {*touched, *names}  # what an update may write
         ordered = any(one in behind or draws_random(one) or not apart.issuperset(mutated_by(one)) for one in touched)
         near = [one for one in touched if not ordered or any(node in marked.viewed_by(x) for x in marked.reads(one))]
@@ -80,16 +80,6 @@ def written_by(
             home.apart, home.ops = {}, {}
         elif home.apart:
             home.part = Subgraph(marked, home.ops, home.ops, names, {})
-    return found
-
-
-def _touched(marked: MarkedGraph, buffer: fx.Node) -> dict[fx.Node, None]:
-    """The operations that read a buffer, or what is computed from it."""
-    found: dict[fx.Node, None] = {buffer: None}
-    for node in marked.stage_of:
-        if any(one in found for one in marked.reads(node)):
-            found[node] = None
-    del found[buffer]
     return found
 
 

@@ -45,12 +45,14 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
     """
     found: list[dict[str, How]] = []
     real: list[tuple[Any, ...]] = []  # the outputs of stages that ran on the example itself
+    held = {"params": _params, "buffers": _buffers}
 
     def go_on(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         batch, outputs = tree.unflatten(containers, given["x"])
         for stage in stages[len(found) :]:
-            params = dict(zip(_params(stage), given[f"params:{stage.number}"], strict=True))
-            buffers = dict(zip(_buffers(stage), given[f"buffers:{stage.number}"], strict=True))
+            params, buffers = (
+                dict(zip(own(stage), given[f"{word}:{stage.number}"], strict=True)) for word, own in held.items()
+            )
             x = _taken(model, stage.number, batch, outputs)
             ports, written, stale = _observed(model, stage, params, buffers, x)
             how: dict[str, How] = dict.fromkeys(stale, "ordered")
@@ -66,8 +68,7 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
         leaves, containers = tree.flatten((example, real))
         reads = {"x": [_at_home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]}
         for stage in stages[len(found) :]:
-            reads[f"params:{stage.number}"] = [*map(aval, _params(stage).values())]
-            reads[f"buffers:{stage.number}"] = [*map(aval, _buffers(stage).values())]
+            reads |= {f"{word}:{stage.number}": [*map(aval, own(stage).values())] for word, own in held.items()}
         try:
             with suppress(LeakedTensor):
                 outline(go_on, reads)
@@ -90,11 +91,9 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
 
 def _taken(model: Model, number: int, batch: Any, outputs: Sequence[tuple[Any, ...]]) -> Any:
     """The input of a stage: of the batch, and of stages before."""
-    found: list[Any] = []
-    for source in model.sources(number):
-        stage, port = source if isinstance(source, tuple) else (source, 0)
-        found.append(batch if stage == "batch" else outputs[stage][port])
-    return tuple(found) if isinstance(model.inputs[number], tuple) else found[0]
+    sources = [source if isinstance(source, tuple) else (source, 0) for source in model.sources(number)]
+    found = tuple(batch if stage == "batch" else outputs[stage][port] for stage, port in sources)
+    return found if isinstance(model.inputs[number], tuple) else found[0]
 
 
 def _observed(
