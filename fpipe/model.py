@@ -155,8 +155,7 @@ class Model:
         return None if self.report is None else Made(how, self.report)
 
     def __post_init__(self) -> None:
-        odd = next((stage for stage in self.stages if not isinstance(stage, Stage)), None)
-        if odd is not None:
+        for odd in (stage for stage in self.stages if not isinstance(stage, Stage)):
             raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
         if self.loss is not None and not callable(self.loss):
             raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
@@ -221,6 +220,12 @@ class Model:
     def owned(self, stage: int) -> tuple[TiedLeaf, ...]:
         """The tied leaves that live in a stage, port after port."""
         return tuple(uses[0] for uses in self.tied_uses if uses[0].owner == stage)
+
+
+def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
+    """The inputs of a stage as a model has them, where one of several outputs of a stage is a tuple."""
+    first, *others = sources
+    return tuple(sources) if others or isinstance(first, tuple) else first
 
 
 def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -342,8 +347,7 @@ def check_state(
         wanted = stage.writes if isinstance(stage, PositionalStage) else ()
         if wanted and not isinstance(own, Mapping):
             raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
-        missing = next((name for name in wanted if name not in own), None)
-        if missing is not None:
+        for missing in (name for name in wanted if name not in own):
             raise ValueError(f"state of stage {number} must have {missing!r}, which is missing.")
 
 
@@ -444,8 +448,7 @@ def same_keys(
     found: Mapping[Any, Any], expected: Sequence[Any], who: str, what: str = "a parameter of it that trains"
 ) -> None:
     """A dict has exactly the expected keys."""
-    missing = next((name for name in expected if name not in found), None)
-    if missing is not None:
+    for missing in (name for name in expected if name not in found):
         raise ValueError(f"{who} must have {missing!r}, which is missing.")
     if len(found) != len(expected):
         extra = next(name for name in found if name not in expected)

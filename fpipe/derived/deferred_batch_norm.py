@@ -51,8 +51,7 @@ def deferred_batch_norm(model: Model) -> Model:
 def _deferred(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule):
-        norm = next((name for name in getattr(run, "writes", ()) if name.endswith(".running_var")), None)
-        if norm is not None:
+        for norm in (name for name in getattr(run, "writes", ()) if name.endswith(".running_var")):
             raise ValueError(
                 f"batch norm {norm.rpartition('.')[0]!r} is in the graph of a net, which updates its statistics after "
                 "each microbatch; only those of a model of from_sequential can be deferred."

@@ -68,8 +68,7 @@ def read(table: Table, format: Format | None) -> list[list[Cell]]:
     rows = [list(_row(number, line, format)) for number, line in enumerate(_lines(table), 1)]
     if not any(rows):
         raise ProgramError("the table is empty; give one line of cells for each rank.")
-    empty = next((number for number, row in enumerate(rows, 1) if not row), None)
-    if empty is not None:
+    for empty in (number for number, row in enumerate(rows, 1) if not row):
         raise ProgramError(f"line {empty} has no cells: ranks are 0..n-1, and each has a row.")
     rows = _of_now(rows)
     _each_once(rows)

@@ -104,8 +104,7 @@ def refuse(program: Program, model: Model) -> None:
             )
     for op in program.ops:
         said = dict(op.how)
-        if op.kind == "SPLIT" and said.keys() - {"index", "count"}:
-            word = next(iter(said.keys() - {"index", "count"}))
+        for word in said.keys() - {"index", "count"} if op.kind == "SPLIT" else ():
             raise ProgramError(
                 f"{op.cell} has {word}={said[word]!r}; torch's runtime cuts rows of dim 0 into equal microbatches. "
                 f"Say fpipe.split({program.microbatches}) and no more, {OURS}"
@@ -122,15 +121,13 @@ def refuse(program: Program, model: Model) -> None:
             "this program does not add its gradients up over microbatches, as torch's runtime does; put fpipe.merge() "
             "behind the schedule."
         )
-    odd = next((name for name in names if name.name not in ("loss", "outputs", "grads", "losses")), None)
-    if odd is not None:
+    for odd in (name for name in names if name.name not in ("loss", "outputs", "grads", "losses")):
         raise ProgramError(
             f"this program also gives {odd}; torch's runtime gives losses, outputs and gradients. Write it without, "
             f"{OURS}"
         )
     last = [op.microbatch or 0 for op in parts_of(program.ops) if op.kind == "F" and op.stage == program.stages - 1]
-    if last != sorted(last):
-        late = next(second for first, second in pairwise(last) if second < first)
+    for late in (second for first, second in pairwise(last) if second < first):
         raise ProgramError(
             f"{program.stages - 1}F{late} comes after a later microbatch's; torch's runtime takes the losses of the "
             f"last stage for those of microbatches 0, 1, 2. Put its forwards in this order, {OURS}"

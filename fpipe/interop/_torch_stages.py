@@ -25,8 +25,7 @@ class TorchStageModule(nn.Module):
     """One stage with its parameters, registered by their names.
 
     Args:
-        stage: what it runs.
-        who: how errors call it.
+        stage: what it runs, and `who`, how errors call it.
         params: its parameters, a pytree; the module has aliases of them.
         trains: for each leaf whether it has a gradient.
         first: whether it takes the batch.
@@ -157,8 +156,7 @@ def _rank_in(group: ProcessGroup | None, ranks: int) -> int:
 def _own(model: Model, params: Any, here: Sequence[int]) -> Sequence[Any]:
     """The parameters, checked as far as they are this process's."""
     if isinstance(params, tuple | list) and len(params) == len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
-        missing = next((number for number in here if params[number] is None), None)
-        if missing is not None:
+        for missing in (number for number in here if params[number] is None):
             raise ValueError(f"params of stage {missing} is None, and this process runs the stage: hand them in.")
         params = tuple({} if one is None else one for one in params)  # pyright: ignore[reportUnknownVariableType]
         model = replace(model, frozen=frozenset(leaf for leaf in model.frozen if leaf[0] in here))

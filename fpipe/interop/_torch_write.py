@@ -26,11 +26,9 @@ def refuse_what_torch_lacks(program: Program) -> None:
             raise ProgramError(f"{op.cell}: torch's tables have no {op.kind}; they know F, B, I, W and transfers.")
         if op.slice is not None:
             raise ProgramError(f"{op.cell} is of a sequence slice; torch's tables have microbatches only.")
-    several = next((stage for stage, ranks in enumerate(program.placement) if isinstance(ranks, tuple)), None)
-    if several is not None:
-        raise ProgramError(
-            f"stage {several} is on ranks {program.placement[several]}; torch's runtime has each stage on one rank."
-        )
+    for stage, ranks in enumerate(program.placement):
+        if isinstance(ranks, tuple):
+            raise ProgramError(f"stage {stage} is on ranks {ranks}; torch's runtime has each stage on one rank.")
 
 
 def _text(item: Op | Action) -> str:

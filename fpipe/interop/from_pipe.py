@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe
 
-from fpipe.model import Model, Reduction, Source, same_keys
+from fpipe.model import Model, Reduction, Source, one_or_all, same_keys
 from fpipe.models.modules.stage_module import BoundModules, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.torch_private.modules import generated_code
@@ -62,9 +62,8 @@ def from_pipe(
     True
     """
     if not isinstance(pipe, Pipe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"from_pipe takes what torch.distributed.pipelining.pipeline returns, found {type(pipe).__name__}."
-        )
+        found = type(pipe).__name__
+        raise TypeError(f"from_pipe takes what torch.distributed.pipelining.pipeline returns, found {found}.")
     if pipe.has_loss_and_backward:
         raise ValueError(
             "this Pipe has a loss and its backward in its graph (output_loss_value_spec=); split the net without, and "
@@ -81,7 +80,7 @@ def from_pipe(
         for number, (module, one, names) in enumerate(each)
     ]
     called = [one.called for one in taken]
-    inputs: list[Source | tuple[Source, ...]] = [one.sources if one.many else one.sources[0] for one in taken]
+    inputs: list[Source | tuple[Source, ...]] = [one.inputs for one in taken]
     owned = [(leaf, modules[min(leaf)].get_parameter(leaf[min(leaf)][0])) for leaf in leaves]
     return of_modules(runs, called, owned, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
 
@@ -91,15 +90,13 @@ class Taken(NamedTuple):
 
     Attributes:
         called: its name in torch's graph.
-        sources: where its arguments come from, each source once.
-        many: whether x is a tuple of what these give; one of several outputs alone is in one, too.
+        inputs: where its arguments come from, each source once.
         places: for each argument which of the sources it is, and for the batch which of its leaves.
         root: for each leaf of the batch its name and the shape that torch has traced.
     """
 
     called: str
-    sources: tuple[Source, ...]
-    many: bool
+    inputs: Source | tuple[Source, ...]
     places: tuple[tuple[int, int | None], ...]
     root: tuple[tuple[str, tuple[int, ...] | None], ...]
 
@@ -121,9 +118,9 @@ def _taken(graph: fx.Graph) -> Iterator[Taken]:
 
     for node in calls:
         found = [source(arg) for arg in node.all_input_nodes]
-        sources: tuple[Source, ...] = tuple(dict.fromkeys(one for one, _ in found))
-        many = len(sources) != 1 or isinstance(sources[0], tuple)
-        yield Taken(str(node.target), sources, many, tuple((sources.index(one), leaf) for one, leaf in found), root)
+        sources: list[Source] = [*dict.fromkeys([one for one, _ in found])]
+        places = tuple((sources.index(one), leaf) for one, leaf in found)
+        yield Taken(str(node.target), one_or_all(sources), places, root)
     last = len(calls) - 1
     for node in graph.output_node().all_input_nodes:
         home, _ = source(node)
@@ -157,7 +154,7 @@ class _Call(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Its output."""
-        sources = x if self.taken.many else (x,)
+        sources = x if isinstance(self.taken.inputs, tuple) else (x,)
         found = [leaf_of(sources[at], leaf, self.taken) for at, leaf in self.taken.places]
         with generated_code(self.module):
             return self.module(*found)

@@ -124,8 +124,7 @@ def _agree(rows: list[list[Cell]], names: dict[Action, str]) -> None:
                 f"{cell.place}: {action} moves nothing: no other rank reads that value, or there is none. Leave the "
                 "cell out."
             )
-    missing = next((action for action in names if action not in named), None)
-    if missing is not None:
+    for missing in (action for action in names if action not in named):
         raise ProgramError(f"the table has no {missing}, though the value is read on another rank. Add the cell.")
 
 

@@ -54,8 +54,7 @@ def from_functions(
     taken = normalise_inputs(inputs, len(fns))
     if not isinstance(aux_losses, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"aux_losses lists stages, as in [1]; found {type(aux_losses).__name__}.")
-    odd = next((stage for stage in aux_losses if stage not in range(len(fns))), None)
-    if odd is not None:
+    for odd in (stage for stage in aux_losses if stage not in range(len(fns))):
         raise ValueError(f"aux_losses names stage {odd!r}; the stages are 0 to {len(fns) - 1}.")
     if aux and loss is None:
         raise ValueError("aux=True says what loss= returns, which is missing.")

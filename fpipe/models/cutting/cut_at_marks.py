@@ -32,15 +32,12 @@ class Subgraph:
 
     Args:
         marked: the whole graph.
-        results: what the part hands on.
-        own: the operations that may run in this part.
-        params: the parameters that it may read, by placeholder their names.
-        batch: the leaves of the batch that it may read, by placeholder their places.
+        results: what the part hands on, and `own`, the operations that may run in it.
+        params, batch: the parameters and leaves of the batch that it may read, by placeholder their names and places.
 
     Attributes:
-        nodes: what it runs, in order.
+        nodes: what it runs, in order, and `received`, what it reads of other parts.
         params: by name the placeholders that it reads, and `batch`, by placeholder the place.
-        received: what it reads of other parts.
         sizes: those that it computes from the sizes of what it reads.
     """
 
@@ -136,17 +133,15 @@ class StageGraphs:
     """A marked graph, cut: each stage as a graph of its own, and who reads what of whom.
 
     Args:
-        marked: the whole graph.
+        marked: the whole graph, and `batch`, the leaves of the batch, by placeholder their places.
         results: what the last stage hands on, values of earlier stages among them.
-        batch: the leaves of the batch, by placeholder their places.
         excluded: operations of no stage, such as those of a loss behind the last.
         beside: of each stage what it returns beside what it hands on.
 
     Attributes:
-        parts: of each stage what it runs and reads.
+        parts, inputs: of each stage what it runs and reads, and its inputs.
         outputs: of each stage its outputs, each the values that the same stages read.
         home: of each value that is handed on the stage that does, and which of its outputs it is in.
-        inputs: those of each stage.
     """
 
     def __init__(
@@ -236,12 +231,6 @@ class StageGraphs:
             place = self.inputs[stage].index((home, port) if port else home)
             found.append((place, self.outputs[home][port].index(node)))
         return found
-
-
-def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
-    """The inputs of a stage as `from_functions` has them, where one of several outputs of a stage is a tuple."""
-    first, *others = sources
-    return tuple(sources) if others or isinstance(first, tuple) else first
 
 
 def _one_or_all(values: Sequence[Any]) -> Any:

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.graphs.purity.attributes import Modules
-from fpipe.model import Source
+from fpipe.model import Source, one_or_all
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.cut_at_marks import StageGraphs, one_or_all
+from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.net_state import written_by

@@ -34,11 +34,10 @@ class GraphStage(PositionalStage):
         places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
         many: whether x is a tuple of several inputs.
         tensors: those of the net.
-        guard: what the batch has to be, if it takes the batch.
-        traced_modes: the modes that modules have to be in, if it is the stage that looks.
+        guard, traced_modes: what the batch, and the modes of modules, have to be, if it is the stage that looks.
         holds: the buffers that its forward writes.
-        update: what writes others, a graph of buffers and constants, and of what the forward has seen.
-        taken: the names of the first.
+        update: what writes others, a graph of buffers and constants, whose names are `taken`, and of what the forward
+            has seen.
         shapes: those of the buffers that it writes, by name, in the order in which it returns them.
 
     Attributes:

@@ -74,8 +74,7 @@ class LossPart:
                     f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may. What "
                     f"a stage reads of the batch is one of its inputs.{place_of(node)}"
                 )
-            name = next((self.params[one] for one in self.marked.reads(node) if one in self.params), None)
-            if name is not None:
+            for name in (self.params[one] for one in self.marked.reads(node) if one in self.params):
                 raise ValueError(
                     f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
                     f"Compute what needs them before the target comes in.{place_of(node)}"

@@ -43,8 +43,7 @@ def written_by(
 
     Args:
         marked: the whole graph, whose norms are split.
-        names: what is no parameter and no input, by placeholder.
-        buffers: which of these are buffers.
+        names: what is no parameter and no input, by placeholder, and `buffers`, which of these are buffers.
         results: what the net returns.
 
     Raises:

@@ -37,14 +37,9 @@ def place_cuts(
     """Put marks into a graph that may have some, and say of its nodes which block they are in.
 
     Args:
-        graph: of a net.
-        params: its parameters, by placeholder.
-        stages: how many stages.
-        cuts: instead, the paths of the modules after which stages end.
+        graph: of a net, and `params`, its parameters, by placeholder.
+        stages: how many stages; `cuts`: instead, the paths of the modules after which stages end.
         costs: of blocks by path, or measured with a stage for each block, instead of floating-point operations.
-
-    Raises:
-        ValueError: no such stages, modules or blocks.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     root = calls_of(nodes, params.values())

@@ -65,8 +65,7 @@ def noted(norms: Norms, who: str = "a forward") -> Generator[list[tuple[Any, ...
         for place, (_, norm) in enumerate(norms):
             stack.enter_context(without_statistics(norm, partial(note_input, place)))
         yield notes
-        changed = next((path for path, x, version in versions if version_of(x) != version), None)
-        if changed is not None:
+        for changed in (path for path, x, version in versions if version_of(x) != version):
             raise RuntimeError(
                 f"{who} changed the input of norm {changed!r} in place after the norm ran, whose backward or update of "
                 "running statistics reads it. Change a copy."

@@ -53,8 +53,7 @@ class StageModule(PositionalStage):
 
     Args:
         number: which stage it is.
-        children: its modules by their names in the net.
-        names: what its parameters are called.
+        children: its modules by their names in the net, and `names`, those of its parameters.
         skips: what it takes of earlier stages, and puts aside for later ones.
         state: the buffers that its modules write, besides those of torch's norms, which are known by class.
         bound: what has the parameters and buffers by their names, if it is not the children.
@@ -201,8 +200,7 @@ class StageModule(PositionalStage):
         with self._swapping(), noted(self.norms, self.who) as notes:
             # A copy, since functional_call notes in it what is bound anew.
             y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
-        odd = next((path for path in self.writes if path in own and not isinstance(new[path], Tensor)), None)
-        if odd is not None:
+        for odd in (path for path in self.writes if path in own and not isinstance(new[path], Tensor)):
             raise Impure(f"{self.who} left no tensor in buffer {odd!r}, which is its module state.")
         self._refuse_one_memory({path: new[path] for path in self.writes if path in own})
         return y, notes, new

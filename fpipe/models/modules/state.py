@@ -36,8 +36,7 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
     """For each stage the buffers that it writes, and how, besides the running statistics of torch's norms.
 
     Args:
-        stages: as they are without them.
-        model: says what each takes.
+        stages: as they are without them, and `model`, which says what each takes.
         example: the inputs of a batch; tensors may be on the meta device.
 
     Raises:
@@ -91,7 +90,8 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
 
 def _taken(model: Model, number: int, batch: Any, outputs: Sequence[tuple[Any, ...]]) -> Any:
     """The input of a stage: of the batch, and of stages before."""
-    sources = [source if isinstance(source, tuple) else (source, 0) for source in model.sources(number)]
+    each = model.sources(number)
+    sources: list[tuple[Any, int]] = [source if isinstance(source, tuple) else (source, 0) for source in each]
     found = tuple(batch if stage == "batch" else outputs[stage][port] for stage, port in sources)
     return found if isinstance(model.inputs[number], tuple) else found[0]
 

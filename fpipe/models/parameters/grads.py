@@ -70,8 +70,7 @@ def _of_net(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, An
         )
     named = {str(name): grad for stage in grads for name, grad in stage.items()}
     own = dict(net.named_parameters(remove_duplicate=False))
-    odd = next((name for name in named if name not in own), None)
-    if odd is not None:
+    for odd in (name for name in named if name not in own):
         raise ValueError(f"there is a gradient of {odd!r}, which is no parameter of this {type(net).__name__}.")
     return {name: own[name] for name in named}, named
 

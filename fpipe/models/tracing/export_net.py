@@ -34,11 +34,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     """The module as an exported program, in the mode that it is in; it stays as it is.
 
     Args:
-        net: any module that torch.export takes.
+        net: any module that torch.export takes; of others a ValueError says why, and in which line.
         inputs: an example: a dict of keywords, a tuple or list of arguments, or the one argument.
-
-    Raises:
-        ValueError: what cannot be exported, by module and line.
     """
     _refuse_unexportable(net)
     leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]

@@ -57,8 +57,7 @@ class NetGraph(NamedTuple):
 
     Attributes:
         module: the graph, without calls of other graphs.
-        params: by placeholder the first names of the parameters that train.
-        constants: the same of frozen parameters, of buffers, and of literal tensors.
+        params, constants: by placeholder the first names of the parameters that train, and of other tensors.
         inputs: the arguments and keywords of the call, or the batch, of placeholders.
         output: what the net returns, of nodes.
         guards: what was decided by open sizes.
