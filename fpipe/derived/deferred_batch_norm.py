@@ -21,8 +21,7 @@ def deferred_batch_norm(model: Model) -> Model:
     """The model with batch norms that update their running statistics once a step, with those of the whole batch.
 
     In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. Its
-    running statistics need not: a deferred one merges mean and squared deviations of the microbatches, in float64, and
-    updates at the last of them, as it would on a batch that is not cut.
+    running statistics need not: they are merged over the microbatches, in float64, as of a batch that is not cut.
 
     Args:
         model: made by `from_sequential`; it stays as it is.

@@ -2,9 +2,8 @@
 
     y = f(params, x)        --> jvp -->        (y, dy) = f'((params, dparams), (x, dx))
 
-Each stage runs on dual numbers. The gradient of the new loss is the gradient of the old one (for the tangents) and the
-Hessian times the direction (for the primals); the cotangents that travel are those of forward-over-reverse. So every
-program, runtime and reading is as it was, and nothing else is needed for a Hessian-vector product.
+Each stage runs on dual numbers, and the cotangents that travel are those of forward-over-reverse. So every program,
+runtime and reading is as it was, and nothing else is needed for a Hessian-vector product.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from fpipe.torch_private.modules import load_forward_mode
 def jvp(model: Model) -> Model:
     """The model of a directional derivative: each of its stages on dual numbers.
 
-    Its loss is the derivative of the model's loss in the direction of the tangents, which is what `torch.func.jvp` of
-    the whole gives, and `aux` has the loss itself. A forward-only program of it is no more than that. In a program
-    with backwards the gradient of a leaf `Dual(p, v)` is `Dual(Hv, g)`: the gradient g of the model's loss, and the
-    Hessian's product with the direction v. Programs are made as for any model, and `verify` and every runtime take
-    them.
+    Its loss is the derivative of the model's loss in the direction of the tangents, as `torch.func.jvp` of the whole
+    gives it, and `aux` has the loss itself. In a program with backwards the gradient of a leaf `Dual(p, v)` is
+    `Dual(Hv, g)`: the gradient g of the model's loss, and the Hessian's product with the direction v.
 
     Args:
         model: it stays as it is.

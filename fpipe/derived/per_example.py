@@ -3,7 +3,6 @@
     g: float32[4, 8], summed over 32 rows        --> per_example -->        g: float32[32, 4, 8], one for each row
 
 Each row is handed parameters of its own, views of the same memory, and each stage is `torch.func.vmap` of what it was.
-So a backward, or its W, gives one gradient for each row, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from fpipe.model import Model, Stage, the_model
 def per_example(model: Model) -> Model:
     """The model whose gradients come row by row, as for DP-SGD: each is what the row would give as a batch of one.
 
-    That is what `torch.func.vmap` of `torch.func.grad` gives on one device. Programs are made as for any model, under
-    any schedule, and end in `merge(grads="rows")`, or in no merge for one tuple of gradients for each microbatch.
+    That is what `torch.func.vmap` of `torch.func.grad` gives on one device. Programs, under any schedule, end in
+    `merge(grads="rows")`, or in no merge for one tuple of gradients for each microbatch.
 
     Args:
         model: it stays as it is.
@@ -71,10 +70,9 @@ def per_example(model: Model) -> Model:
 
 def _refuse_shared(stage: Stage, who: str) -> None:
     """A ValueError for a stage with something that is no single row's."""
+    asks = {*stage.asks, *(("state",) if stage.update is not None else ())}
     asked = {"state": "module state", "key": "a key", "carry": "a carry"}
-    found = next((what for word, what in asked.items() if word in stage.asks), None)
-    found = asked["state"] if stage.update is not None else found
-    if found is not None:
+    for found in (what for word, what in asked.items() if word in asks):
         raise ValueError(
             f"{who} has {found}, which is no single row's: per_example takes stages that each row passes alone. Of "
             "norms take those that look at one row, such as LayerNorm or GroupNorm, or eval mode."

@@ -71,16 +71,16 @@ class CutNet:
         self.ties = [[(stage, name) for stage in stages] for name, stages in readers.items() if len(stages) > 1]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
         guard = guard_of(net, nodes, example, "inputs")
-        why = f"the trace goes on as it was. Call {net.door} again in this mode."
-        modes = Modes([one for one in modules if may_depend_on_mode(one[1])], f"{net.who} was traced", why)
-        self.stages = [self._stage(number, guard, modes) for number in range(marked.stages)]
+        turning = [one for one in modules if may_depend_on_mode(one[1])]
+        self.stages = [self._stage(number, guard, () if number else turning) for number in range(marked.stages)]
         for stage, own in zip(self.stages, self.owned, strict=True):
             stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
         self.stages[-1].whole = _whole_of(self.cut.outputs[-1][0], leaves, spec)
 
-    def _stage(self, number: int, guard: BatchGuard, modes: Modes) -> GraphStage:
+    def _stage(self, number: int, guard: BatchGuard, turning: Modules) -> GraphStage:
         """A stage as a function."""
-        part, home = self.cut.parts[number], self.written[number]
+        part, home, net = self.cut.parts[number], self.written[number], self.marked.net
+        why = f"the trace goes on as it was. Call {net.door} again in this mode."
         return GraphStage(
             number,
             self.cut.module(number),
@@ -90,7 +90,7 @@ class CutNet:
             many=isinstance(self.inputs[number], tuple),
             tensors=self.tensors,
             guard=guard if part.batch else None,
-            traced_modes=modes if modes.modules and not number else None,
+            traced_modes=Modes(turning, f"{net.who} was traced", why),
             holds=[*home.held.values()],
             update=without_normalising(home.part.module([*home.apart])) if home.part else None,
             taken=[*home.part.params] if home.part else [],

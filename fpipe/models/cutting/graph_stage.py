@@ -58,7 +58,7 @@ class GraphStage(PositionalStage):
         many: bool,
         tensors: NetTensors,
         guard: BatchGuard | None,
-        traced_modes: Modes | None,
+        traced_modes: Modes,
         holds: Sequence[str],
         update: fx.GraphModule | None,
         taken: Sequence[str],
@@ -113,8 +113,7 @@ class GraphStage(PositionalStage):
 
     def _given_leaves(self, x: Any) -> list[list[Any]]:
         """The leaves of each of its inputs; a ValueError if the trace is not for them."""
-        if self.traced_modes is not None:
-            self.traced_modes.check()
+        self.traced_modes.check()
         first, *rest = x if self.many else (x,)
         found = tree.leaves(first if self.guard is None else self.guard.ordered(first))
         if self.guard is not None:
@@ -182,12 +181,12 @@ class GraphStage(PositionalStage):
 
     def modes(self) -> tuple[Any, ...]:
         """The modes of modules as they are now: a step in others is not the one that was traced."""
-        return () if self.traced_modes is None else self.traced_modes.now()
+        return self.traced_modes.now()
 
     def twin(self) -> Any:
         """Equal for graphs of the same operations that read the same kinds of things in the same order; one that takes
         the batch, or looks at modes, equals no other."""
-        odd: list[Any] = [] if self.guard is None and self.traced_modes is None else [self]
+        odd: list[Any] = [self] if self.guard or self.traced_modes.modules else []
         nodes = operations(self.graph.graph, odd, self.graph)
         kinds = [{name: at for at, name in enumerate(names)} for names in (self.reads, self.fixed, self.holds)]
         takes = tuple(tuple(kind.get(name) for kind in kinds) for name in self.takes)

@@ -2,7 +2,8 @@
 
     y = norm(x), buffers mutated        -->        F: y, seen = norm(x), x        U: state' = update(state, seen)
 
-The output of a batch norm in training does not read its running statistics, so forwards may come in any order.
+The output of a batch norm in training does not read its running statistics, so forwards may come in any order. Modules
+are split as they run, which is also done without a trace; the graph of a net is split by `split_norms`.
 """
 
 from __future__ import annotations
