@@ -157,11 +157,11 @@ class Model:
     def __post_init__(self) -> None:
         for odd in (stage for stage in self.stages if not isinstance(stage, Stage)):
             raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
-        if self.loss is not None and not callable(self.loss):
-            raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
-        if isinstance(self.loss, type):
-            raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
         if self.loss is not None:
+            if not callable(self.loss):
+                raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
+            if isinstance(self.loss, type):
+                raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
             taken = odd_signature(self.loss)
             if taken is not None:
                 raise ValueError(f"loss is a function loss(y, target), found one of {taken}.")
@@ -179,8 +179,7 @@ class Model:
 
     @cached_property
     def _ports(self) -> dict[int, int]:
-        taken: list[Source] = [source for stage in range(len(self.inputs)) for source in self.sources(stage)]
-        return _ports_of(taken)
+        return _ports_of(source for stage in range(len(self.inputs)) for source in self.sources(stage))
 
     def ports(self, stage: int) -> int:
         """How many outputs a stage has: one, or as many as others take of it."""

@@ -37,7 +37,7 @@ from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors
-from fpipe.models.tracing.trace_loss import called_modules, trace_loss
+from fpipe.models.tracing.trace_loss import trace_loss
 from fpipe.single_device.batches import check_batch
 
 
@@ -88,9 +88,9 @@ def from_loss(
     for path, module in named:
         refuse_wrapped(path, module)
     names, spec = _names(params), tree.flatten(params)[1]
-    with called_modules() as called:
-        graph = trace_loss(_checked(loss_fn, reduction, aux), params, names, batch, {one: path for path, one in named})
-    modules = called | {module: path for path, module in named}
+    paths, called = {module: path for path, module in named}, dict[nn.Module, str]()
+    graph = trace_loss(_checked(loss_fn, reduction, aux), params, names, batch, paths, called)
+    modules = called | paths
     leaves = dict(zip(names, tree.leaves(params), strict=True))
     marked = MarkedGraph(graph)
     behind = LossPart(marked)

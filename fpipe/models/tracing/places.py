@@ -61,9 +61,13 @@ def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]])
 
 
 @contextmanager
-def noting_places(modules: Mapping[nn.Module, str] | None = None) -> Generator[None]:
-    """Meanwhile nodes that are traced say which line of the user's code they are from, and which of these modules."""
-    with preserve_node_meta(), _Lines(), nullcontext() if modules is None else _noting_modules(modules):
+def noting_places(
+    modules: Mapping[nn.Module, str] | None = None, called: dict[nn.Module, str] | None = None
+) -> Generator[None]:
+    """Meanwhile nodes that are traced say which line of the user's code they are from, and which of these modules, with
+    their paths; `called` takes all modules that this thread calls, each with its class's name."""
+    noting = nullcontext() if modules is None or called is None else _noting_modules(modules, called)
+    with preserve_node_meta(), _Lines(), noting:
         yield
 
 
@@ -105,12 +109,13 @@ def _users(frame: FrameType | None, outermost: FrameType | None = None) -> Frame
 
 
 @contextmanager
-def _noting_modules(names: Mapping[nn.Module, str]) -> Generator[None]:
+def _noting_modules(names: Mapping[nn.Module, str], called: dict[nn.Module, str]) -> Generator[None]:
     stack: list[tuple[str, str]] = []
     thread = threading.get_ident()
 
     def enter(module: nn.Module, _: Any) -> None:
         if threading.get_ident() == thread:
+            called.setdefault(module, type(module).__name__)
             stack.append((names.get(module, ""), type(module).__name__))
             note()
 

@@ -8,7 +8,6 @@ branches on data, gradients taken inside, sizes that are compared.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words, symbols_in
@@ -37,6 +35,7 @@ def trace_loss(
     names: Sequence[str],
     batch: tuple[Any, Any],
     modules: Mapping[nn.Module, str],
+    called: dict[nn.Module, str],
 ) -> NetGraph:
     """The function as a graph of torch's operations, above autograd, on fake tensors with a symbolic number of rows.
 
@@ -46,6 +45,7 @@ def trace_loss(
     Args:
         names: of the leaves of `params`.
         modules: those that errors name, with their paths.
+        called: takes the modules that it calls, wherever it has them from, each with its class's name.
     """
     # Imported when first needed: it would take a third of the time that importing fpipe takes.
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -67,7 +67,7 @@ def trace_loss(
 
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with OnlyTraceable("loss_fn", True), marking(), noting_places(modules), without_checkpoints():
+        with OnlyTraceable("loss_fn", True), marking(), noting_places(modules, called), without_checkpoints():
             return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
 
     explained = _explained(given[1], modules)
@@ -126,20 +126,3 @@ def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Gene
         for symbol in sorted(symbols_in(str(error)) & rows.keys()):
             error.add_note(f"{symbol} is the number of rows of {rows[symbol]}, which from_loss keeps symbolic.")
         raise
-
-
-@contextmanager
-def called_modules() -> Generator[dict[nn.Module, str]]:
-    """The modules that this thread calls meanwhile, wherever a function has them from, each with its class's name."""
-    found: dict[nn.Module, str] = {}
-    thread = threading.get_ident()
-
-    def note(module: nn.Module, _: Any) -> None:
-        if threading.get_ident() == thread:
-            found.setdefault(module, type(module).__name__)
-
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield found
-    finally:
-        hook.remove()
