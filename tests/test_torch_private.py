@@ -10,16 +10,22 @@ from fpipe.torch_private.default_generator import watching
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
     OpOverload,
+    StorageWeakRef,
     TorchDispatchMode,
+    arguments_of,
     fake_mode_class,
     fake_tensor_class,
     functionalized,
+    handle_of,
     has_kernel,
     in_fake_mode,
+    names_of,
+    returns_of,
     storage_of,
     without_modes,
 )
 from fpipe.torch_private.selective_checkpoint import all_ops, selective_checkpoint_answers
+from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 
 def test_torch_lists_the_ops_it_knows():
@@ -35,6 +41,24 @@ def test_an_op_is_an_overload_with_a_kernel():
     op = torch.ops.aten.mm.default
     assert isinstance(op, OpOverload), "the type of ops has another name: nothing can be traced"
     assert has_kernel(op.name(), "CPU"), "torch no longer says which ops have kernels: custom ops cannot be traced"
+
+
+def test_an_op_tells_what_it_takes_and_mutates():
+    op = torch.ops.aten.add_.Tensor
+    first, *_ = arguments_of(op)
+    assert [first.name, first.alias_info.is_write] == ["self", True], "ops in place are not seen: traces are wrong"
+    assert returns_of(op)[0].alias_info is not None, "ops that make tensors are not told from those that hand them on"
+    assert names_of(op) == ("add_", "Tensor"), "an op in place is not replaced by its twin: traces run once more"
+    x = torch.ones(2)
+    assert handle_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
+
+
+def test_a_storage_that_is_gone_is_known_to_be():
+    x = torch.ones(2)
+    weak = StorageWeakRef(x.untyped_storage())
+    assert not weak.expired()
+    del x
+    assert weak.expired(), "memory that is used again would be taken for that of the tensor before"
 
 
 @pytest.mark.parametrize("name", ["add", "linear", "relu_", "linalg_inv", "special_erf", "fft_fft"])
@@ -66,6 +90,31 @@ def test_fake_tensors_are_known():
 def test_a_function_is_made_functional():
     x = torch.ones(2)
     assert functionalized(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
+
+
+def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).eval().requires_grad_(False)
+    seen: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with unnoticed():
+            y = attention(x, x, x)[0] if x.ndim == 3 else x + 1
+        seen.append(calls_so_far())
+        return y
+
+    with fake_mode_class()(allow_non_fake_inputs=True):
+        fakes = torch.ones(2, 3, 4), torch.ones(2)
+    add, one_op = (traced_by_torch(function, [fake]) for fake in reversed(fakes))
+    calls = [[node.target for node in made.graph.nodes if node.op == "call_function"] for made in (add, one_op)]
+    assert calls[0] == [torch.ops.aten.add.Tensor], "make_fx traces something else: there are no graphs"
+    assert seen[0] == 1, "make_fx no longer tells what it has traced so far: a backward that draws is not refused"
+    assert torch.ops.aten._native_multi_head_attention.default in calls[1], "frozen attention has others of its bits"
+
+
+def test_a_compiled_function_is_not_traced_for():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with without_compiled_functions(), pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized"):
+        compiled(torch.ones(2))
 
 
 def test_flags_of_kernels_are_read():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
@@ -20,6 +21,28 @@ has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_ke
 NAMESPACES: tuple[Any, ...] = (torch, _C._nn, Tensor, _C._linalg, _C._special, _C._fft)
 """Where torch keeps functions in C that call one op each (2.13)."""
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
+
+
+def arguments_of(op: Any) -> Any:
+    """The arguments of an op, each with its name, type, default and what the op does to its memory (2.13:
+    `_schema`)."""
+    return op._schema.arguments
+
+
+def returns_of(op: Any) -> Any:
+    """The results of an op, each with its type and whose memory it is (2.13: `_schema`)."""
+    return op._schema.returns
+
+
+def names_of(op: Any) -> tuple[str, str]:
+    """The name of an op without its namespace, and that of the overload: `add_`, `Tensor` (2.13: `_schema`)."""
+    schema = op._schema
+    return schema.name.partition("::")[2], schema.overload_name or "default"
+
+
+def handle_of(op: Any) -> Callable[..., Any]:
+    """An op as a function in C (2.13: `_op`)."""
+    return op._op
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage
 from fpipe.graphs.language.labels import is_lasting, variable
-from fpipe.torch_private.dispatch import NAMESPACES, OpOverload, TorchDispatchMode, without_modes
+from fpipe.torch_private.dispatch import (
+    NAMESPACES,
+    OpOverload,
+    TorchDispatchMode,
+    arguments_of,
+    handle_of,
+    names_of,
+    without_modes,
+)
 
 
 def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
@@ -191,12 +199,12 @@ def _kinds(arg: Any, graph: Graph) -> Any:
 
 
 def _found(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
-    name = op._schema.name.split("::")[1]
+    name, _ = names_of(op)
     for place in NAMESPACES:
         found = getattr(place, name, None)
         if callable(found) and not hasattr(found, "__code__") and _same_call(found, node, graph):
             return found
-    return op._op
+    return handle_of(op)
 
 
 class _Seen(Exception):
@@ -238,8 +246,9 @@ def _filled(arg: Any, tensors: dict[Name, Tensor]) -> Any:
 
 def _spelt(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Each argument of a call by name, defaults too. No word on pinned memory is False, which torch's functions say."""
-    found = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    found |= dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    arguments = arguments_of(op)
+    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    found |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     return found | {"pin_memory": bool(found["pin_memory"])} if "pin_memory" in found else found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, aval
 from fpipe.graphs.purity.sharded import is_collective, local_of
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, arguments_of
 
 
 def listing(graph: Graph) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Mappin
     """An op with its arguments. A group of processes is called otherwise in each of them."""
     given = [("", arg) for arg in args] + [(f"{word}=", arg) for word, arg in kwargs.items()]
     if is_collective(op):
-        known = zip((one.name for one in op._schema.arguments), given, strict=False)
+        known = zip((one.name for one in arguments_of(op)), given, strict=False)
         given = [one for name, one in known if name not in ("group_name", "src")]
     what = str(op) if isinstance(op, OpOverload) else str(getattr(op, "__name__", type(op).__name__))
     return f"{what}({', '.join(word + _text(arg, names) for word, arg in given)})"

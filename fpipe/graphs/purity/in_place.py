@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.graphs.purity.schema import written
-from fpipe.torch_private.dispatch import OpOverload
+from fpipe.torch_private.dispatch import OpOverload, arguments_of, names_of
 
 _aten: Any = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -141,9 +141,10 @@ def _twin(node: fx.Node) -> Any:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload) or mutated_by(node) != [*node.args[:1]]:
         return None
-    packet = getattr(_aten, _schema(target).name.removeprefix("aten::").removesuffix("_"), None)
+    name, overload = names_of(target)
+    packet = getattr(_aten, name.removesuffix("_"), None)
     # A view in place has a twin under another name: transpose_ of "default", transpose of "int".
-    names = packet.overloads() if packet and is_view_in_place(node.target) else [vars(target)["_overloadname"]]
+    names = packet.overloads() if packet and is_view_in_place(node.target) else [overload]
     found = [getattr(packet, name, None) for name in names]
     return next((op for op in found if op is not None and op is not target and _takes(op) == _takes(target)), None)
 
@@ -155,11 +156,7 @@ def is_view_in_place(op: Any) -> bool:
 
 
 def _takes(op: Any) -> list[str]:
-    return [str(argument.type) for argument in _schema(op).arguments]
-
-
-def _schema(op: Any) -> Any:
-    return vars(op)["_schema"]
+    return [str(argument.type) for argument in arguments_of(op)]
 
 
 def _node(arg: Any) -> fx.Node:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.graphs.purity.schema import written
 from fpipe.graphs.purity.sharded import of_sharded
-from fpipe.torch_private.dispatch import TorchDispatchMode, storage_of
+from fpipe.torch_private.dispatch import StorageWeakRef, TorchDispatchMode, storage_of
 
 
 class OwnMemory(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fpipe.torch_private.dispatch import OpOverload
+from fpipe.torch_private.dispatch import OpOverload, arguments_of
 
 _aten: Any = torch.ops.aten
 BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
@@ -35,10 +35,9 @@ def _mutable(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The places and the names of the arguments that the schema of an op marks as mutable."""
     if not isinstance(op, OpOverload):
         return (), ()
-    schema: Any = vars(op)["_schema"]
     marked = [
         (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
+        for place, argument in enumerate(arguments_of(op))
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tuple(place for place, _ in marked), tuple(name for _, name in marked)

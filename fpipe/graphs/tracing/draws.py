@@ -21,16 +21,14 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.sharded import of_sharded
 from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
 from fpipe.torch_private.default_generator import watching
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, without_modes
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, arguments_of, without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call of an op draws random numbers: dropout with p=0 does not."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    named: Any = op
-    schema = named._schema
-    said = {argument.name: argument.default_value for argument in schema.arguments}
+    said = {argument.name: argument.default_value for argument in arguments_of(op)}
     said |= dict(zip(said, args, strict=False)) | kwargs
     return said.get("dropout_p") != 0.0 and said.get("training") is not False and said.get("train") is not False
 
@@ -237,16 +235,16 @@ def _with_generator(op: Any) -> Callable[..., Any]:
     """An op, or its overload, that takes a generator; where there is none, torch's own stands in for it."""
     if op is _FILLED:
         return fill
-    if any(argument.name == "generator" for argument in op._schema.arguments):
-        return op
-    packet = op.overloadpacket
-    wanted = [argument.name for argument in op._schema.arguments]
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        words = [argument.name for argument in other._schema.arguments]
+    wanted = [word for word in _words(op) if word != "generator"]
+    for one in (op, *(getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())):
+        words = _words(one)
         if "generator" in words and [word for word in words if word != "generator"] == wanted:
-            return other
+            return one
     return GeneratorAdapter(op)
+
+
+def _words(op: Any) -> list[str]:
+    return [argument.name for argument in arguments_of(op)]
 
 
 class GeneratorAdapter:
@@ -256,7 +254,6 @@ class GeneratorAdapter:
         self.op = op
         self.__name__: str = op.__name__
         self.tags: Any = op.tags
-        self._schema: Any = op._schema
 
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
         """The op, on the numbers that the generator would give."""

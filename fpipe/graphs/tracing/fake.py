@@ -21,7 +21,7 @@ from torch import Tensor
 from fpipe.graphs.purity.ambient import Untraceable, kernels
 from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.keys import seeded
-from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, without_modes
+from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, returns_of, without_modes
 
 _aten: Any = torch.ops.aten
 # Their results are contiguous, whatever they are handed, and they are the ones that take long.
@@ -145,8 +145,8 @@ def _writes_its_own(op: Any) -> bool:
     """Whether an op writes tensors of its own, whose order in memory it chooses."""
     if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS or is_collective(op):
         return False
-    schema: Any = vars(op)["_schema"]
-    return bool(schema.returns) and all(result.alias_info is None for result in schema.returns)
+    results = returns_of(op)
+    return bool(results) and all(result.alias_info is None for result in results)
 
 
 def _told_truly(op: Any, args: Any) -> bool:

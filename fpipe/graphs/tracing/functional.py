@@ -16,8 +16,10 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.in_place import keep_layouts, mutated_by, rename_writes
 from fpipe.graphs.purity.schema import BATCH_NORMS
 from fpipe.torch_private.dispatch import functionalized, storage_of
+from fpipe.torch_private.tracing import traced_by_torch
 
 _aten: Any = torch.ops.aten
+_RRELU = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 
 def refuse_mutation(traced: Any) -> None:
@@ -33,17 +35,17 @@ def refuse_mutation(traced: Any) -> None:
 
 def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     """Make a graph functional: where autograd mutated tensors of its own, the result is a new tensor."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     rename_writes(traced, keep_layouts(traced))
     calls = [node for node in traced.graph.nodes if node.op == "call_function" and mutated_by(node)]
     for node in calls:
         if node.target in BATCH_NORMS:
             node.target = _aten._native_batch_norm_legit.default
+        if node.target in _RRELU and not node.args[0].meta["val"].is_contiguous():
+            raise Untraceable("rrelu of transposed data draws in another order once nothing is changed in place")
     if not calls:
         return traced
     traced.recompile()
-    again: Any = make_fx(functionalized(traced), tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    again = traced_by_torch(functionalized(traced), fakes)
     left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
     if left is not None:
         raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")

@@ -31,6 +31,7 @@ from fpipe.graphs.tracing.keys import exclusive_generator
 from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
+from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
@@ -71,7 +72,7 @@ def _outline(
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
-    with _in_this_thread(), _autocast_cache(cached), _no_compiled_functions():
+    with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
@@ -152,8 +153,6 @@ def trace(
     Raises:
         Untraceable: the function looks at data, draws random numbers, or changes what it reads.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     groups: Groups = {**reads, **cotangents}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
     shown: list[tuple[str, list[Any]]] = []
@@ -175,7 +174,7 @@ def trace(
     with _reasons():
         with fake_mode():
             fakes = [_empty(groups[label][at]).detach() for label, at in places]
-        traced: Any = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        traced: Any = traced_by_torch(joint, fakes)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         refuse_hidden(calls, before[0])
@@ -184,10 +183,7 @@ def trace(
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(mutated_by, calls)):
             refuse_mutation(traced)
-            layouts = _rrelu_layouts(traced)
             traced = functional(traced, fakes)
-            if _rrelu_layouts(traced) != layouts:
-                raise Untraceable("rrelu of transposed data draws in another order once nothing is changed in place")
         graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
         return keyed(graph, streams and streams.found)
 
@@ -201,14 +197,11 @@ def _with_gradient(
     around: Around,
 ) -> Iterator[tuple[str, list[Any]]]:
     """Results of the function, then the gradients of what wants one; `before` is told how many calls come first."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     with _in_this_thread():
-        with _as_if_it_ran():
+        with unnoticed():
             handed = _handed(given, reads)
             made = function(handed)
-        mode: Any = get_proxy_mode()
-        before.append(sum(node.op == "call_function" for node in mode.tracer.graph.nodes))
+        before.append(calls_so_far())
         yield from made.items()
         pairs = [
             (root, start)
@@ -265,15 +258,6 @@ def _empty(leaf: Any) -> Any:
     return made.requires_grad_(leaf.wants)
 
 
-def _rrelu_layouts(traced: Any) -> list[tuple[int, ...]]:
-    """The strides of what each rrelu writes, in whose order the next op may draw: `rrelu_with_noise` writes its own
-    order, `rrelu_with_noise_functional` that of its input."""
-    nodes = [node for node in traced.graph.nodes if "rrelu_with_noise" in str(node.target)]
-    values = [node.meta.get("val") for node in nodes if "backward" not in str(node.target)]
-    firsts = [value[0] if isinstance(value, tuple | list) else value for value in values]
-    return [tuple(value.stride()) for value in firsts if isinstance(value, Tensor)]
-
-
 @contextmanager
 def _autocast_cache(enabled: bool) -> Generator[None]:
     """Autocast casts a weight once for all its uses, so their gradients are added in the lower precision.
@@ -288,39 +272,6 @@ def _autocast_cache(enabled: bool) -> Generator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _as_if_it_ran() -> Generator[None]:
-    """Without what tells Python that make_fx watches: attention that wants no gradient runs as one op of its own, and
-    would write its steps out instead. What make_fx's mode for functions notes is only for people to read."""
-    from torch.fx.experimental import proxy_tensor
-    from torch.nn.modules import activation
-
-    watching: Any = proxy_tensor
-    attention: Any = activation
-    before, attention._is_make_fx_tracing = attention._is_make_fx_tracing, lambda: False
-    try:
-        with watching._temp_remove_metadata_torch_function_mode():
-            yield
-    finally:
-        attention._is_make_fx_tracing = before
-
-
-@contextmanager
-def _no_compiled_functions() -> Generator[None]:
-    """A function of torch.compile refuses to run, as in make_fx: its kernels would read memory that is not there."""
-    from torch.fx import _symbolic_trace
-
-    # The flag is a module's up to torch 2.13, a thread's in 2.15.
-    place = getattr(_symbolic_trace, "_is_fx_tracing_tls", _symbolic_trace)
-    name = "_is_fx_tracing_flag" if place is _symbolic_trace else "flag"
-    before = getattr(place, name, False)
-    setattr(place, name, True)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
 
 
 _TRACING = threading.RLock()  # torch traces for one thread at a time
