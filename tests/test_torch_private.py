@@ -13,6 +13,7 @@ from fpipe.torch_private.dispatch import (
     StorageWeakRef,
     TorchDispatchMode,
     arguments_of,
+    each_times,
     fake_mode_class,
     fake_tensor_class,
     functionalized,
@@ -59,6 +60,11 @@ def test_a_storage_that_is_gone_is_known_to_be():
     assert not weak.expired()
     del x
     assert weak.expired(), "memory that is used again would be taken for that of the tensor before"
+
+
+def test_tensors_are_multiplied_in_one_call():
+    made = each_times([torch.ones(2), torch.ones(())], [2.0, 3.0])
+    assert [one.tolist() for one in made] == [[2, 2], 3], "losses cannot be weighed"
 
 
 @pytest.mark.parametrize("name", ["add", "linear", "relu_", "linalg_inv", "special_erf", "fft_fft"])

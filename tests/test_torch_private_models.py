@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.torch_private import export
@@ -37,9 +36,15 @@ def row_size() -> Any:
 
 
 def test_contexts_are_nodes_of_a_trace() -> None:
-    traced = {node.target for node in make_fx(Odd(), pre_dispatch=True)(torch.ones(4, 4)).graph.nodes}
+    traced = {node.target for node in private.traced_above_autograd(Odd(), [torch.ones(4, 4)]).graph.nodes}
     wanted = {private.SET_GRAD, private.ENTER_AUTOCAST, private.EXIT_AUTOCAST}
     assert wanted <= traced, "no_grad and autocast are other nodes in a trace: cut stages would run without them"
+
+
+def test_a_branch_on_a_number_that_is_computed_ends_a_trace() -> None:
+    x = private.fake_like(private.open_mode(), torch.ones(4), rows=True)
+    with pytest.raises(private.undecided_branch()):
+        assert x.sum() > 0, "a trace goes on where Python branches on data: from_loss would cut one of the two"
 
 
 def test_contexts_are_calls_of_graphs_in_an_export() -> None:

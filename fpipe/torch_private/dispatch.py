@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_TORCH: Any = torch
 
 without_modes = _disable_current_modes
 """A context without any dispatch mode (2.13)."""
@@ -43,6 +44,11 @@ def names_of(op: Any) -> tuple[str, str]:
 def handle_of(op: Any) -> Callable[..., Any]:
     """An op as a function in C (2.13: `_op`)."""
     return op._op
+
+
+def each_times(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
+    """Each tensor times a number, in one call that runs the same op on each (2.13: `_foreach_mul`)."""
+    return _TORCH._foreach_mul(tensors, numbers)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,20 @@ ENTER_AUTOCAST: Any = _AMP._enter_autocast
 """The target of a node that enters autocast: device, dtype, whether it is on, whether it caches (2.13)."""
 EXIT_AUTOCAST: Any = _AMP._exit_autocast
 """The target of a node that leaves the autocast which its argument entered (2.13)."""
+
+
+def traced_above_autograd(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function with the ops that autograd sees (2.13: `make_fx`, whose module takes long to import)."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, pre_dispatch=True)(*tensors)
+
+
+def undecided_branch() -> type[Exception]:
+    """The error of a trace where Python branches on a number that it computes (2.13: `GuardOnDataDependentSymNode`)."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
 
 
 def dump_graph(module: fx.GraphModule) -> bytes:

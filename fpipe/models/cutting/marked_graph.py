@@ -6,7 +6,6 @@ embed  MARK  block  MARK  head        -->        stage_of = {embed: 0, block: 1,
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +16,7 @@ from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.contexts import contexts_of, switches_context
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import place_of
+from fpipe.torch_private.dispatch import OpOverload, arguments_of, returns_of
 
 
 class MarkedGraph:
@@ -120,10 +120,10 @@ def _stages(graph: fx.Graph, marked: dict[fx.Node, fx.Node], who: str) -> dict[f
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation returns a view of, or as they are, by its schema."""
-    schema: Any = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is None or all(one.alias_info is None for one in schema.returns):
+    if not isinstance(node.target, OpOverload) or all(one.alias_info is None for one in returns_of(node.target)):
         return []
-    given = [*zip((one.name for one in schema.arguments), node.args, strict=False), *node.kwargs.items()]
-    aliased = {one.name for one in schema.arguments if one.alias_info is not None}
+    arguments = arguments_of(node.target)
+    given = [*zip((one.name for one in arguments), node.args, strict=False), *node.kwargs.items()]
+    aliased = {one.name for one in arguments if one.alias_info is not None}
     values = [arg if isinstance(arg, list | tuple) else (arg,) for name, arg in given if name in aliased]
     return [one for many in values for one in many if isinstance(one, fx.Node)]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
+from fpipe.torch_private.dispatch import OpOverload
 from fpipe.torch_private.fx import example_number
 
 

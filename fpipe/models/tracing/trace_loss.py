@@ -26,7 +26,15 @@ from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
 from fpipe.models.tracing.traced_graph import OnlyTraceable, make_literals_pure, without_checkpoints
-from fpipe.torch_private.fx import expression, fake_like, guards_of, is_fake, open_mode
+from fpipe.torch_private.fx import (
+    expression,
+    fake_like,
+    guards_of,
+    is_fake,
+    open_mode,
+    traced_above_autograd,
+    undecided_branch,
+)
 
 
 def trace_loss(
@@ -47,9 +55,6 @@ def trace_loss(
         modules: those that errors name, with their paths.
         called: takes the modules that it calls, wherever it has them from, each with its class's name.
     """
-    # Imported when first needed: it would take a third of the time that importing fpipe takes.
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     mode = open_mode()
     single = all(len(leaf) == 1 for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
 
@@ -72,7 +77,7 @@ def trace_loss(
 
     explained = _explained(given[1], modules)
     with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), explained, watched_memory():
-        module = make_fx(flat, pre_dispatch=True)(*tensors)
+        module = traced_above_autograd(flat, tensors)
     make_literals_pure(module.graph)
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
@@ -104,12 +109,10 @@ def _refuse_untraced(module: fx.GraphModule) -> None:
 @contextmanager
 def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Generator[None]:
     """Errors of torch while it traces say that it did, where, and which rows its symbols stand for."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
     named = [(path, module) for module, path in modules.items()]
     try:
         yield
-    except GuardOnDataDependentSymNode as error:
+    except undecided_branch() as error:
         raise ValueError(
             "loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is traced. "
             f"Use torch.where, or from_functions.{place_of_error(error, named)}"

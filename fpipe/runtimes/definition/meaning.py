@@ -34,9 +34,8 @@ from fpipe.runtimes.definition.moves import moved
 from fpipe.single_device.batches import check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence, rows
+from fpipe.torch_private.dispatch import each_times
 from fpipe.transforms.specs import Chunk, spec_of
-
-_torch: Any = torch
 
 
 def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
@@ -171,7 +170,7 @@ def _whole_sequences(
 def _weighed(losses: list[Any], weights: list[float]) -> Sequence[Any]:
     """Losses times weights; of tensors in one call, which runs the same op on each."""
     if all(isinstance(loss, Tensor) for loss in losses):
-        return _torch._foreach_mul(losses, weights)
+        return each_times(losses, weights)
     return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.program import Op, Program, Value
 from fpipe.timing.memory import Account
 from fpipe.timing.timeline import Timeline
+from fpipe.torch_private.dispatch import StorageWeakRef
 
 Storages = dict[Hashable, int]
 """Bytes of storages, each under what tells it from the others."""
