@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -42,6 +43,13 @@ class LRUCache(Generic[K, V]):
             return self[key]
         except KeyError:
             return default
+
+    def once(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if there is none yet."""
+        found = self.get(key)
+        if found is None:
+            found = self[key] = make()
+        return found
 
     def __setitem__(self, key: K, value: V) -> None:
         self._kept[key] = value

@@ -1,4 +1,10 @@
-"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks."""
+"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks.
+
+    call of a stage --> key --> outline: what it reads and writes --> graph: as cached, or of its pieces, or traced
+
+A stage is known by its function and how that is called, with its state, key and ties, and a piece, which has none of
+these, by its operations: both are in one store, under keys of two kinds.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +60,7 @@ class Store:
 
     def version(self, function: Any) -> int:
         """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
-        now = alike(function)
-        if now not in self._versions:
-            self._versions[now] = next(_NUMBERS)
-        return self._versions[now]
+        return self._versions.once(alike(function), lambda: next(_NUMBERS))
 
 
 _MOST = 512
@@ -92,10 +95,7 @@ class Traces:
         """Outline a call, by running it once on fake tensors."""
         if call not in self._outlines:
             store, key = self._entry(call)
-            made = store.outlines.get(key)
-            if made is None:
-                made = store.outlines[key] = self._outlined(call)
-            self._outlines[call] = made
+            self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
         return self._outlines[call]
 
     def _outlined(self, call: StageCall) -> Outline:
@@ -129,10 +129,7 @@ class Traces:
             return _the_loss_itself(call, cotangents)
         store, own = self._entry(call)
         key = (own, *cotangents.items())
-        found = store.graphs.get(key)
-        if found is None:
-            found = store.graphs[key] = self._joined(call, cotangents) or self._whole(call, cotangents)
-        return found
+        return store.graphs.once(key, lambda: self._joined(call, cotangents) or self._whole(call, cotangents))
 
     def _whole(self, call: StageCall, cotangents: Cotangents) -> Graph:
         self._refuse_new()
@@ -151,24 +148,24 @@ class Traces:
 
     def _piece_outline(self, call: PieceCall) -> Outline:
         """Outline a piece."""
-        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, ambient())
-        made = store.outlines.get(key)
-        if made is None:
+
+        def outlined() -> Outline:
             self._refuse_new()
             reads, writes, ran, python = outline(call, call.reads)
-            made = store.outlines[key] = Outline(reads, writes, {}, ran, python)
-        return made
+            return Outline(reads, writes, {}, ran, python)
+
+        return self._of_model().outlines.once((call.key, ambient()), outlined)
 
     def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
         """A piece and its gradient as a graph."""
-        store, key = _OF_MODELS.setdefault(self.model, Store()), (call.key, *cotangents.items(), ambient())
-        found = store.graphs.get(key)
-        if found is None:
+
+        def traced() -> Graph:
             self._refuse_new()
             found = trace(call, call.reads, cotangents)
             _refuse_others(found, self._piece_outline(call))
-            store.graphs[key] = found
-        return found
+            return found
+
+        return self._of_model().graphs.once((call.key, *cotangents.items(), ambient()), traced)
 
     def _chain(self, call: StageCall) -> Chain | None:
         """A call in pieces, if it is traced so."""
@@ -253,11 +250,15 @@ class Traces:
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
             twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
-            return _OF_MODELS.setdefault(self.model, Store()), (twin, how, specs, *around)
+            return self._of_model(), (twin, how, specs, *around)
         store, own = self._store(stage.forward)
         wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
         held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
         return store, (own, how, held, call.specs, *around)
+
+    def _of_model(self) -> Store:
+        """The traces of what goes with the model."""
+        return _OF_MODELS.setdefault(self.model, Store())
 
     def _store(self, function: Any) -> tuple[Store, int]:
         """The traces of a function, and which of those are of the function as it is."""
@@ -266,7 +267,7 @@ class Traces:
             if type(function).__eq__ is object.__eq__:
                 with suppress(TypeError):
                     store = _OF_FUNCTIONS.setdefault(function, Store())
-            store = _OF_MODELS.setdefault(self.model, Store()) if store is None else store
+            store = self._of_model() if store is None else store
             self._stores[id(function)] = store, store.version(function)
         return self._stores[id(function)]
 
