@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fpipe.graphs.purity.own_memory import memory
+from fpipe.graphs.purity.own_memory import memory, tensors_in
 from fpipe.graphs.purity.schema import written
 from fpipe.torch_private.dispatch import OpOverload, arguments_of, names_of
 
@@ -179,8 +179,7 @@ def _layout(value: Any) -> list[Any]:
 
 
 def _tensors(value: Any) -> list[Any]:
-    each: Any = value if isinstance(value, list | tuple) else [value]
-    return [one for one in each if isinstance(one, Tensor)]
+    return [*tensors_in((value,))]
 
 
 def _memories(value: Any) -> set[Any]:

@@ -49,11 +49,11 @@ class OwnMemory(TorchDispatchMode):
                 self.wrote.add(place)
                 if not self.is_own(place):
                     self.refuse(tensor, func)
-        taken = {memory(tensor) for tensor in _tensors((*args, *kwargs.values()))}
+        taken = {memory(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
         if func not in _MOVES:
             self.read |= taken - self.made.keys()
         results = func(*args, **kwargs)
-        for tensor in _tensors(results if isinstance(results, list | tuple) else (results,)):
+        for tensor in tensors_in(results if isinstance(results, list | tuple) else (results,)):
             place = memory(tensor)
             if place is not None and (place not in taken or func is _LITERAL):
                 self.made[place] = StorageWeakRef(tensor.untyped_storage())
@@ -84,19 +84,19 @@ class Followed(TorchDispatchMode):
         if of_sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
-        name = self.behind(_tensors((*args, *kwargs.values())))
+        name = self.behind(tensors_in((*args, *kwargs.values())))
         results = func(*args, **kwargs)
         if name is not None:
             if func is _aten._local_scalar_dense.default:
                 self.branched = name
-            for tensor in (*_tensors((results,)), *written(func, args, kwargs)):
+            for tensor in (*tensors_in((results,)), *written(func, args, kwargs)):
                 if self.names.setdefault(memory(tensor), name) is name:
                     self.alive.append(StorageWeakRef(tensor.untyped_storage()))
         return results
 
     def behind(self, values: Iterable[Any]) -> str | None:
         """Which of the sources one of these was computed from."""
-        return next((self.names[memory(one)] for one in _tensors(values) if memory(one) in self.names), None)
+        return next((self.names[memory(one)] for one in tensors_in(values) if memory(one) in self.names), None)
 
 
 _aten: Any = torch.ops.aten
@@ -113,9 +113,10 @@ def memory(tensor: Tensor) -> Any:
         return None
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, or its results: in lists and tuples too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

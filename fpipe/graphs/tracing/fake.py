@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.purity.ambient import Untraceable, kernels
+from fpipe.graphs.purity.own_memory import tensors_in
 from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.keys import seeded
 from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, returns_of, without_modes
@@ -117,7 +118,7 @@ def _mode() -> Any:
             finally:
                 _QUIET.on = before
             if self.made is not None:
-                self.made += map(weakref.ref, _tensors(results if isinstance(results, list | tuple) else [results]))
+                self.made += map(weakref.ref, tensors_in(results if isinstance(results, list | tuple) else [results]))
             return results
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +152,7 @@ def _writes_its_own(op: Any) -> bool:
 
 def _told_truly(op: Any, args: Any) -> bool:
     """Whether torch is trusted, or has to be: an op that is handed numbers made up for an index reads anywhere."""
-    tensors = [*_tensors(args)]
+    tensors = [*tensors_in(args)]
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
@@ -159,14 +160,6 @@ def _told_truly(op: Any, args: Any) -> bool:
     odd = any(tensor.dtype not in numbers for tensor in tensors)
     seeded = torch.Tag.nondeterministic_seeded in op.tags  # rrelu of transposed data writes another order than told
     return odd or (alike and torch.Tag.pointwise in op.tags and not seeded)
-
-
-def _tensors(args: Any) -> Iterator[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from _tensors(arg)
 
 
 _KNOWN: dict[Any, list[tuple[int, ...] | None]] = {}

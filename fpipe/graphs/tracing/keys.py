@@ -106,22 +106,28 @@ def seeded(seed: int | None, who: str) -> Generator[None]:
     if in_fake_mode():  # such tensors draw nothing
         yield
         return
-    with _LOCK:  # there is one such generator for all threads
-        generators = _torchs_generators()
-        before = [generator.get_state() for generator in generators]
-        try:
-            if seed is not None:
-                for generator in generators:
-                    generator.manual_seed(seed)
-            yield
-            now = [generator.get_state() for generator in generators]
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+    with _restored() as (generators, before):
+        if seed is not None:
+            for generator in generators:
+                generator.manual_seed(seed)
+        yield
+        now = random_states()
     if seed is None and not all(map(torch.equal, before, now)):
         other = " Or another thread drew meanwhile: torch's own generator is one for all threads."
         # Threads that only watch, as that of a progress bar, are daemons.
         raise ValueError(needs_key(who) + other * (sum(not one.daemon for one in threading.enumerate()) > 1))
+
+
+@contextmanager
+def _restored() -> Generator[tuple[list[torch.Generator], list[torch.Tensor]]]:
+    """Torch's own generators, and where they are; afterwards they are there again. There is one for all threads."""
+    with _LOCK:
+        generators, before = _torchs_generators(), random_states()
+        try:
+            yield generators, before
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
 def _torchs_generators() -> list[torch.Generator]:
@@ -136,15 +142,10 @@ def random_states() -> list[torch.Tensor]:
 @contextmanager
 def replaying(states: list[torch.Tensor]) -> Generator[None]:
     """While it lasts torch's own random numbers go on from there; afterwards they are as they were found."""
-    with _LOCK:
-        generators, before = _torchs_generators(), random_states()
+    with _restored() as (generators, _):
         for generator, state in zip(generators, states, strict=False):
             generator.set_state(state)
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+        yield
 
 
 def needs_key(who: str) -> str:

@@ -84,9 +84,7 @@ def _wanting(leaf: Any) -> Any:
 
 def wanting(leaf: Any) -> Any:
     """The aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return aval(leaf)._replace(wants=leaf.is_floating_point() or leaf.is_complex())
+    return _wanting(aval(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
 def wants(leaf: Any) -> bool:
