@@ -44,7 +44,7 @@ import fpipe
 from fpipe.program import Value, parts_of
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import HandOver
-from fpipe.runtimes.processes.rendezvous import messages
+from fpipe.runtimes.processes.message_order import messages
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, ProgramError
-from fpipe.runtimes.processes.rendezvous import check_transfers, messages
+from fpipe.runtimes.processes.message_order import check_transfers, messages
 from fpipe.transforms.communicate import with_transfers
 from property_tests.strategies import few
 from property_tests.test_gradients import Run, runs

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe.graphs.language.graph import Fact
+from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import on_devices
-from fpipe.runtimes.definition.moves import moves_of
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced

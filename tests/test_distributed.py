@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.graphs.language.graph import fact
 from fpipe.runtimes.processes.message import MARKS, Layout, word
-from fpipe.runtimes.processes.rendezvous import messages, posted_until
+from fpipe.runtimes.processes.message_order import messages, posted_until
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, counted, left, result

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
-from fpipe.runtimes.faults.late import Board
+from fpipe.runtimes.faults.lost_rank import Board
 from fpipe.runtimes.processes import communicators
 from tests.processes import SOON, Processes, result
 from tests.test_distributed import (

@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op
-from fpipe.runtimes.definition.moves import Moves
+from fpipe.runtimes.definition.device_moves import Moves
 
 Leaves = list[Any]
 

@@ -30,7 +30,7 @@ from fpipe.runtimes.definition.by_autograd import (
     forward,
     weight_gradient,
 )
-from fpipe.runtimes.definition.moves import moved
+from fpipe.runtimes.definition.device_moves import moved
 from fpipe.single_device.batches import check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence, rows

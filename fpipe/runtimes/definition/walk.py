@@ -15,10 +15,10 @@ from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import Inputs, Residuals, StepContext
+from fpipe.runtimes.definition.device_moves import brought, moves_of
 from fpipe.runtimes.definition.devices import check_at_home, homes_of
-from fpipe.runtimes.definition.ends import bind_inputs, check_call, check_inputs, collect_results
+from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.definition.meaning import RULES, batch_of
-from fpipe.runtimes.definition.moves import brought, moves_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder, storages
 from fpipe.single_device.result import Result
 from fpipe.transforms.free import last_uses

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.faults.late import LOST, Board, place_of, seen_last, timed_out
+from fpipe.runtimes.faults.lost_rank import LOST, Board, place_of, seen_last, timed_out
 
 _PATIENCE, _TICK = 1.4, 0.02
 

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fpipe.runtimes.faults.agreement import About, as_sent, first_difference
-from fpipe.runtimes.faults.late import Board, Host, who_is_late
-from fpipe.runtimes.faults.lookout import NEVER_SENT, Lookout
+from fpipe.runtimes.faults.lost_rank import Board, Host, who_is_late
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
+from fpipe.runtimes.faults.watchdog import NEVER_SENT, Watchdog
 from fpipe.torch_private.processes import backend_on, default_store, is_kept_by_process, timeout_of, world_group
 
 _TICKS = 0.001, 0.02
@@ -38,7 +38,7 @@ class Meeting:
         at: this process's place among all of them.
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
-        lookout: who may know that no wait makes sense any longer.
+        watchdog: who may know that no wait makes sense any longer.
 
     Attributes:
         seconds: how long a rank waits for another.
@@ -52,7 +52,7 @@ class Meeting:
         at: int,
         group: ProcessGroup,
         timeout: float | None,
-        lookout: Lookout,
+        watchdog: Watchdog,
     ) -> None:
         every, default = [one for each in processes for one in each], default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
@@ -60,7 +60,7 @@ class Meeting:
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
         self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
-        self.lookout, self.size = lookout, len(every)
+        self.watchdog, self.size = watchdog, len(every)
         self.seconds = timeout_of(group).total_seconds() if timeout is None else timeout
         # The name tells these from a group that was there before; other groups of a mesh have the same name.
         name = group.group_name if len(processes) == 1 else world_group().group_name
@@ -94,7 +94,7 @@ class Meeting:
         if refused is not None:
             raise RankError(refused)
         if missing:
-            self.lookout.refuse_ended()
+            self.watchdog.refuse_ended()
         if gone is not None:
             words = f"{self._names[gone]} is gone, on the way to {where}"
             raise LostRank(who_is_late(self.board, self.at, gone, words, gone=True))
@@ -152,7 +152,7 @@ class Meeting:
                 for rank in self._all:
                     if rank not in found and store.check([_key(where, rank)]):
                         found[rank] = json.loads(store.get(_key(where, rank)))
-                refused = any(isinstance(said, str) for said in found.values()) or self.lookout.ended
+                refused = any(isinstance(said, str) for said in found.values()) or self.watchdog.ended
                 if refused or time.monotonic() > ends or not self._closed.issubset(found):
                     return True
                 if len(found) == len(self._all):

@@ -21,7 +21,7 @@ from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.devices import on_devices
-from fpipe.runtimes.definition.ends import check_call
+from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step, walk
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.instructions import UnexpectedValue

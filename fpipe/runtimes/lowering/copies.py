@@ -12,7 +12,7 @@ import torch
 
 from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.moves import Moves
+from fpipe.runtimes.definition.device_moves import Moves
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree
 
 

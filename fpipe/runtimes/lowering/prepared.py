@@ -16,10 +16,10 @@ from fpipe.graphs.purity.sharded import local_of
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import homes_of
-from fpipe.runtimes.definition.ends import check_inputs
+from fpipe.runtimes.definition.inputs_and_results import check_inputs
 from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.runtimes.definition.moves import moves_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lower import lower

@@ -21,10 +21,10 @@ from fpipe.graphs.tracing.keys import needs_key
 from fpipe.model import Model, trained, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
+from fpipe.runtimes.definition.device_moves import brought
 from fpipe.runtimes.definition.devices import BATCH, check_at_home
-from fpipe.runtimes.definition.ends import NO_KEY, bind_inputs, collect_results
+from fpipe.runtimes.definition.inputs_and_results import NO_KEY, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.runtimes.definition.moves import brought
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots

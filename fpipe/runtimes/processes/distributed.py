@@ -26,18 +26,18 @@ from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program
-from fpipe.runtimes.definition.ends import check_call
+from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import of_build
-from fpipe.runtimes.faults.lookout import Lookout
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
+from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import Untraced
-from fpipe.runtimes.processes.on_rank import OnRank, end_of
+from fpipe.runtimes.processes.message_order import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.peer_errors import PeerErrors
+from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
-from fpipe.runtimes.processes.rendezvous import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.single_device.result import Result
@@ -71,17 +71,17 @@ def distributed(
         (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    lookout = Lookout()
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, lookout)
-    replicas = replicas_of(program, mesh, group, timeout, device, lookout)
+    watchdog = Watchdog()
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, watchdog)
+    replicas = replicas_of(program, mesh, group, timeout, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
-    signatures, known = Signatures(model), LRUCache[Any, OnRank](_MOST)
+    signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
 
-    def prepared(given: Given, key: int | None) -> OnRank:
+    def prepared(given: Given, key: int | None) -> PreparedRank:
         try:
             more = loss_scale, compile, device
-            return OnRank(rank, group, transfers, replicas, program, model, *given, key, Untraced(), *more)
+            return PreparedRank(rank, group, transfers, replicas, program, model, *given, key, Untraced(), *more)
         except Untraceable as error:
             if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                 raise error.__cause__ from None
@@ -91,7 +91,7 @@ def distributed(
                 f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
             ) from error
 
-    def agreed(where: str, what: str, made: OnRank, key: int | None) -> OnRank:
+    def agreed(where: str, what: str, made: PreparedRank, key: int | None) -> PreparedRank:
         meeting.agree(where, {what: made.given_as, "key": str(key), **made.stages, "messages": made.messages})
         if compile:
             compiled = f"{where}, compiled"
@@ -135,11 +135,11 @@ def distributed(
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
         number = next(numbers)
-        lookout.begin(number)
+        watchdog.begin(number)
         transfers.begin()
         if replicas is not None:
             replicas.begin(sums)
-        with lookout.ctrl_c:
+        with watchdog.ctrl_c:
             try:
                 return one_step(number, (params, batch, state), more, key)
             except BaseException as error:
@@ -152,7 +152,7 @@ def distributed(
                     lost.append(f"{said.rstrip('.')}; collectives inside stages are no longer in step")
                 raise
             finally:
-                lookout.end()
+                watchdog.end()
 
     try:
         shapes: Given = tree.tree_map(_without_data, checked())
@@ -174,7 +174,7 @@ def distributed(
     except BaseException as error:
         peer_errors.refuse(error, _BUILDING, _TRACED)
         raise
-    lookout.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
+    watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
     sums = first.sums
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step

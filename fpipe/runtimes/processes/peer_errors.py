@@ -54,14 +54,14 @@ class PeerErrors:
 
     def lost(self, error: BaseException) -> bool:
         """Whether no step can follow this error."""
-        return isinstance(error, LostRank) or self.meeting.lookout.ended is not None
+        return isinstance(error, LostRank) or self.meeting.watchdog.ended is not None
 
     def _words(self, error: BaseException) -> str:
         """An error in words for other ranks; one that came from another rank is passed on."""
         if isinstance(error, RankError):
             return str(error)
-        if self.meeting.lookout.ended is not None:
-            return self.meeting.lookout.ended
+        if self.meeting.watchdog.ended is not None:
+            return self.meeting.watchdog.ended
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         return (
             f"rank {self._rank} failed {notes[-1] if notes else 'outside of its ops'}: {type(error).__name__}: {error}"

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.program import Program
-from fpipe.runtimes.faults.lookout import Lookout
 from fpipe.runtimes.faults.meeting import Meeting
+from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.processes.communicators import by_nccl
 from fpipe.runtimes.processes.replicas import Replicas
 from fpipe.torch_private.processes import world_group
@@ -65,7 +65,7 @@ def replicas_of(
     ranks: ProcessGroup,
     timeout: float | None,
     device: torch.device,
-    lookout: Lookout,
+    watchdog: Watchdog,
 ) -> Replicas | None:
     """The other replicas of a program that has them; the mesh has a dimension for them."""
     axis = axis_of(program)
@@ -78,5 +78,5 @@ def replicas_of(
         slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
     )
     processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, lookout)
+    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, watchdog)
     return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))

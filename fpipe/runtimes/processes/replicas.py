@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.faults.late import first_told
+from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
@@ -200,17 +200,17 @@ class Replicas:
         return own, every
 
     def _wait(self, work: Any, what: str) -> None:
-        lookout = self.meeting.lookout
-        before, lookout.waits = lookout.waits, "at the end"
+        watchdog = self.meeting.watchdog
+        before, watchdog.waits = watchdog.waits, "at the end"
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, what) from error
-        lookout.waits = before
+        watchdog.waits = before
 
     def _lost(self, error: RuntimeError, what: str) -> LostRank:
         self._broken = True
-        self.meeting.lookout.refuse_ended()
+        self.meeting.watchdog.refuse_ended()
         ranks = self.meeting.size // self.count
         return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, ranks, error, what))
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
-from fpipe.runtimes.faults.late import Place, timed_out, who_is_late
+from fpipe.runtimes.faults.lost_rank import Place, timed_out, who_is_late
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.processes.communicators import both_ways, by_nccl, groups_of_two
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
-from fpipe.runtimes.processes.rendezvous import Message, posted_until
+from fpipe.runtimes.processes.message_order import Message, posted_until
 
 Leaves = list[Any]
 _SMALL = 2**20
@@ -81,8 +81,8 @@ class Transfers:
                 self._outgoing_to[one.target].append(one)
         self._room = {one.number: HEADER for one in every}
         self._until = dict[int, int]()
-        self._signatures, self.lookout = 0, meeting.lookout
-        self.ctrl_c = self.lookout.ctrl_c
+        self._signatures, self.watchdog = 0, meeting.watchdog
+        self.ctrl_c = self.watchdog.ctrl_c
         self.begin()
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class Transfers:
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, tuple[Tensor | None, Any]] = {}
-        self.lookout.sent = self._sent
+        self.watchdog.sent = self._sent
 
     @property
     def groups(self) -> list[Any]:
@@ -117,7 +117,7 @@ class Transfers:
         Raises:
             RankError: one is not, but runs its step.
         """
-        self.lookout.waits = "at the start"
+        self.watchdog.waits = "at the start"
         for one in self._outgoing:
             if not one.place:
                 self._send(one, self._word(one, MEETS, ""))
@@ -129,7 +129,7 @@ class Transfers:
                 raise self._told(message, f"rank {source}")
         for number in self._sent:
             self._over_at(number)
-        self.lookout.waits = None
+        self.watchdog.waits = None
 
     def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
         """The ranks agree, and a step starts: by its mark, what is left of another one is told from it, and what has
@@ -168,7 +168,7 @@ class Transfers:
 
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
-        self.lookout.waits = "at the end"
+        self.watchdog.waits = "at the end"
         for number in self._sent:
             self._over_at(number)
         if self._apart:
@@ -183,7 +183,7 @@ class Transfers:
         is, nothing is waited for, and what was said stays until it is taken."""
         if self._over:  # all have what they wait for
             return
-        self.lookout.waits = "at the end"
+        self.watchdog.waits = "at the end"
         said = self.meeting.board.shortened(said, TEXT)
         for one in self._outgoing:
             if one.number not in self._sent:
@@ -270,7 +270,7 @@ class Transfers:
             while not work.is_completed():
                 if time.monotonic() > ends:
                     raise self._late(one.source, _UNSENT.format(one.cell))
-                self.lookout.refuse_ended()
+                self.watchdog.refuse_ended()
                 time.sleep(_TICK)
         self._landed.clear()
 
@@ -302,20 +302,20 @@ class Transfers:
         return self._late(rank, what, missed) if timed_out(error) else self._gone(rank, what, missed)
 
     def _late(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
-        self.lookout.refuse_ended()
+        self.watchdog.refuse_ended()
         words = f"rank {rank} {what} in time"
         return LostRank(who_is_late(self.meeting.board, self._rank, rank, words, self._seen(rank, missed)))
 
     def _gone(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        self.lookout.refuse_ended()
+        self.watchdog.refuse_ended()
         words, closed = (f"rank {rank} {how}{what and f' and {what}'}" for how in ("is gone", "closed its connection"))
-        about = words, self._seen(rank, missed), closed, self.lookout.stayed(self.meeting.seconds)
+        about = words, self._seen(rank, missed), closed, self.watchdog.stayed(self.meeting.seconds)
         return LostRank(who_is_late(self.meeting.board, self._rank, rank, *about, gone=True))
 
     def _seen(self, rank: int, missed: Message | None) -> Place | None:
         """Where another rank was when its last message came; with NCCL nobody knows which came."""
-        row, step = self._incoming[rank], self.lookout.step
+        row, step = self._incoming[rank], self.watchdog.step
         if self._apart or not row:
             return None
         came = [one for one in row[: self._posted[rank]] if one.number not in self._arriving and one is not missed]

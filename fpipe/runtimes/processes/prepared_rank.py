@@ -27,7 +27,7 @@ from fpipe.runtimes.processes.replicas import Reductions, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
 
 
-class OnRank(Prepared):
+class PreparedRank(Prepared):
     """A program lowered for one signature, of which this process runs one rank.
 
     Attributes:
@@ -101,13 +101,13 @@ class OnRank(Prepared):
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
-        own, lookout = [slots[slot] for slot in self.part.begins], self.transfers.lookout
+        own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
         self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
             self.replicas.begin(self.sums, self.step_key, at_once=watch is not None and watch.check_finite)
-        lookout.part = self.part
+        watchdog.part = self.part
         self.part.run(own, watch)
-        lookout.waits = "at the end"
+        watchdog.waits = "at the end"
         if watch is not None and watch.notes is not None:
             for row in self._sends:
                 watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fpipe.runtimes.faults.ctrl_c import CtrlC
-from fpipe.runtimes.faults.late import Board, Place, first_told, tell_place, told_lost
+from fpipe.runtimes.faults.lost_rank import Board, Place, first_told, tell_place, told_lost
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.rank_part import RankPart
 
@@ -30,7 +30,7 @@ _LOOK, _GRACE = 0.5, 1.0
 _BRIEFLY, NEVER_SENT = timedelta(milliseconds=1), 2**31 - 1
 
 
-class Lookout:
+class Watchdog:
     """Where this rank is, and whether it still makes sense to wait there.
 
     Attributes:
@@ -95,12 +95,12 @@ class Lookout:
         """Look on until the owner is gone.
 
         Args:
-            owner: what has this lookout.
+            owner: what has this watchdog.
             boards: where ranks leave word, and which one this is there.
             groups: those with which this rank waits for others.
         """
         own = [(Board(board.store, None, board.names), rank) for board, rank in boards]
-        thread = threading.Thread(target=self._look, args=(own, groups), daemon=True, name="fpipe lookout")
+        thread = threading.Thread(target=self._look, args=(own, groups), daemon=True, name="fpipe watchdog")
         thread.start()
         weakref.finalize(owner, self._stop, thread)  # at exit too: Python does not survive a thread in C there
 
