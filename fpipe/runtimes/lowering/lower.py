@@ -120,7 +120,7 @@ def lower(
     with building():
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
-        mine.update(shapes.constants)
+        mine |= shapes.constant_storages()
         folds = folds_of(ops, {end.value for end in program.outputs}, shapes, mine)
         return _Lowering(ops, shapes, folds, mine, compile).lowered(program)
 
@@ -170,7 +170,7 @@ class _Lowering:
             kernels=self.to_compile,
             collective=any(known is not None and known.sharding is not None for known in sharded)
             or any(cut.graph.collective for cut in self.shapes.cuts.values()),
-            graphs=self.shapes.graphs,
+            graphs=self.shapes.graphs(),
             updates=self.shapes.updates,
         )
 

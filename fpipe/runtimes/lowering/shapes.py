@@ -8,8 +8,7 @@ stages are traced with the cotangents that come, so from the last one back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fpipe import tree
@@ -26,7 +25,7 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, StorageMap, aval_of, described
-from fpipe.runtimes.lowering.copies import TRANSFERS, Copies, copies_of
+from fpipe.runtimes.lowering.copies import TRANSFERS, copies_of
 from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, update_only
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -34,35 +33,36 @@ Coordinates = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""
 
 
-@dataclass(frozen=True)
 class Shapes:
-    """A program as it is known before it runs.
+    """A program as it is known before it runs: `shapes_of` walks down it, and fills this in.
 
     Attributes:
         context, untraced: of the step.
         trees: the abstract tree of every value.
         copies: what travels.
         runs: each stage on each microbatch, and `cuts` how it is cut for that.
-        constants: storages of tensors that stages hold on to, and of the loss's cotangent.
-        graphs: of each stage, and of the loss under None.
-        updates: of each stage the ops of its updates.
+        updates: of each stage the ops of its updates, each once.
     """
 
-    context: StepContext
-    untraced: Untraced
-    trees: Mapping[Value, AbstractTree]
-    copies: Copies
-    runs: Mapping[Coordinates, StageRun]
-    cuts: Mapping[Coordinates, Cut]
-    constants: Collection[int]
-    graphs: Mapping[int | None, Sequence[Graph]]
-    updates: Mapping[int, Collection[Sequence[str]]]
-    _labels: Mapping[int, Mapping[str, Value]]
-    _calls: StageCalls
+    def __init__(
+        self, ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
+    ) -> None:
+        self.context, self.model, self.untraced, self._fake = context, context.model, untraced, fake_mode()
+        self._labels = {id(op): reads_of(op) for op in ops if op.kind in "FRBIW"}
+        self.copies = copies_of(ops, context.moves)
+        self._calls = StageCalls(context, untraced.known_only)
+        self.trees = {**given}
+        self.runs: dict[Coordinates, StageRun] = {}
+        self.cuts: dict[Coordinates, Cut] = {}
+        self._storage_maps: dict[Op, StorageMap] = {}
+        self.updates: dict[int, dict[tuple[str, ...], None]] = {}
+        self._loss_cotangent = fresh_storage()
 
     def is_untraced(self, op: Op) -> bool:
-        """Whether an op runs under autograd."""
-        return _is_untraced(op, self.context, self.untraced)
+        """Whether an op is of a stage that runs under autograd; its U then runs the forward once more, if it is no
+        norm's."""
+        again = op.kind == "U" and bool(update_only(self.model, op.stage))
+        return op.stage in self.untraced.stages and (op.kind in "FRBIW" or again)
 
     def labels(self, op: Op) -> Mapping[str, Value]:
         """The values an op of a stage reads by the label that graphs have for them."""
@@ -80,97 +80,48 @@ class Shapes:
         """The containers of what norms note in a forward."""
         return self._calls.traces.outline(self.runs[op[1:4]].call).specs["seen"]
 
-
-def shapes_of(
-    ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
-) -> Shapes:
-    """The shapes of ops whose inputs are as `given`.
-
-    Raises:
-        Untraceable: something in them cannot be known before it runs.
-    """
-    walk = _Walk(ops, context, given, untraced)
-    for op in ops:
-        walk.follow(op)
-    walk.complete()
-    calls = walk.calls
-    return Shapes(
-        context,
-        untraced,
-        walk.trees,
-        walk.copies,
-        walk.runs,
-        walk.cuts,
-        walk.constants(),
-        calls.traces.graphs(),
-        walk.updates,
-        walk.labels,
-        calls,
-    )
-
-
-def _is_untraced(op: Op, context: StepContext, untraced: Untraced) -> bool:
-    """Whether an op is of a stage that runs under autograd; its U then runs the forward once more, if it is no
-    norm's."""
-    again = op.kind == "U" and op.stage in untraced.stages and bool(update_only(context.model, op.stage))
-    return op.stage in untraced.stages and (op.kind in "FRBIW" or again)
-
-
-class _Walk:
-    """The values, runs and cuts that are known up to an op."""
-
-    def __init__(
-        self, ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
-    ) -> None:
-        self.context, self.model, self.untraced, self.fake = context, context.model, untraced, fake_mode()
-        self.labels = {id(op): reads_of(op) for op in ops if op.kind in "FRBIW"}
-        self.copies = copies_of(ops, context.moves)
-        self.calls = StageCalls(context, untraced.known_only)
-        self.trees = {**given}
-        self.runs: dict[Coordinates, StageRun] = {}
-        self.cuts: dict[Coordinates, Cut] = {}
-        self.storage_maps: dict[Op, StorageMap] = {}
-        self.updates: dict[int, dict[tuple[str, ...], None]] = {}  # of a stage the ops of its updates, each once
-        self.loss_cotangent = fresh_storage()
+    def graphs(self) -> Mapping[int | None, Sequence[Graph]]:
+        """The graphs of each stage, and of the loss under None."""
+        return self._calls.traces.graphs()
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
-        if _is_untraced(op, self.context, self.untraced):
+        if self.is_untraced(op):
             self.trees.update({value: self.untraced.trees.get(value, OPAQUE) for value in op.writes})
         elif op.kind in "FRBI":
             try:
-                (self.forward if op.kind in "FR" else self.backward)(op)
+                (self._forward if op.kind in "FR" else self._backward)(op)
             except Untraceable as error:
                 raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
         elif op.kind in TRANSFERS:
             for read, written in zip(op.reads, op.writes, strict=True):
                 if read in self.trees:  # what a forward leaves is known when its backward is
-                    known = rounded(op, self.trees[read], self.fake) if op.how else self.trees[read]
+                    known = rounded(op, self.trees[read], self._fake) if op.how else self.trees[read]
                     self.trees[written] = self.copies.landed(written, known)
         elif op.kind == "U":
-            self.update(op)
+            self._update(op)
         elif op.kind != "W":
-            made = abstract_eval(op, [self.trees[value] for value in op.reads], self.context, self.fake)
+            made = abstract_eval(op, [self.trees[value] for value in op.reads], self.context, self._fake)
             self.trees.update(zip(op.writes, made, strict=True))
 
-    def given(self, op: Op) -> dict[str, AbstractTree]:
+    def _given(self, op: Op) -> dict[str, AbstractTree]:
         """The abstract trees of what an op reads, by label, and of the constants of its stage."""
-        found = {label: self.trees[value] for label, value in self.labels[id(op)].items()}
+        found = {label: self.trees[value] for label, value in self.labels(op).items()}
         constants = self.trees.get(Value("const", op.stage))
         return found if constants is None else found | {"const": constants}
 
-    def forward(self, op: Op) -> None:
+    def _forward(self, op: Op) -> None:
         """The results of a stage, and of the loss behind it."""
-        place, given = op[1:4], self.given(op)
-        call = self.calls.call(op, self.labels[id(op)], given)
-        made = self.calls.outlined(call, given)
+        place, given = op[1:4], self._given(op)
+        call = self._calls.call(op, self.labels(op), given)
+        made = self._calls.outlined(call, given)
         if "state" in made and isinstance(self.model.stages[op.stage or 0].forward, PositionalStage):
             made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
         loss = None
         if "target" in given:
             pair = {"x": made["y"], "target": given["target"]}
-            loss = self.calls.known(StageCall(None, *described(pair)))
-            made |= self.calls.outlined(loss, pair)
+            loss = self._calls.known(StageCall(None, *described(pair)))
+            made |= self._calls.outlined(loss, pair)
             leaves = tuple(in_own_storage(leaf.aval) for leaf in made["loss"].leaves)
             made["loss"] = AbstractTree(leaves, made["loss"].spec)
         notes = made["seen"] if update_only(self.model, op.stage) else None
@@ -179,13 +130,13 @@ class _Walk:
         later = ("res",) if notes is None else ("res", "seen")
         self.trees.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
 
-    def backward(self, op: Op) -> None:
+    def _backward(self, op: Op) -> None:
         """Trace the stage and its gradient, now that the cotangents are known, and see what comes out: what a backward
         (and its W) writes, and the residuals between."""
-        place, labels = op[1:4], self.labels[id(op)]
+        place, labels = op[1:4], self.labels(op)
         run = self.runs[place]
-        cut = self.cuts[place] = self.calls.cut(op, run, labels, self.trees)
-        storages = self.storage_map(run.first, cut, labels)
+        cut = self.cuts[place] = self._calls.cut(op, run, labels, self.trees)
+        storages = self._storage_map(run.first, cut, labels)
         gradients = [Value("g", *place, port=k) for k in range(len(op.reads))]
         gradients = [value for value in gradients if label_of(value) in cut.graph.writes]
         written = {label_of(value) for value in (*op.writes, *gradients)} - {"wres"}
@@ -196,60 +147,60 @@ class _Walk:
         for value in (*residuals, *op.writes, *gradients):
             self.trees[value] = self.copies.landed(value, trees[label_of(value)])
 
-    def update(self, op: Op) -> None:
+    def _update(self, op: Op) -> None:
         """The state after a U: by its rule, whose ops are noted. An update that reads more of its forward than notes
         gives tensors like those before; what it reads is known when that is cut."""
         places, heard = update_only(self.model, op.stage), Heard()
         if places:
             before, run = self.trees[op.reads[0]], self.runs[op[1:4]]
             assert run.notes is not None
-            self.refuse_changed(op, before, places, run)
-            made = by_rule(op, [before, run.notes], self.context, self.fake, _with_copies, heard)
+            self._refuse_changed(op, before, places, run)
+            made = by_rule(op, [before, run.notes], self.context, self._fake, _with_copies, heard)
         else:
-            made = by_rule(op, [self.trees[value] for value in op.reads], self.context, self.fake, list, heard)
+            made = by_rule(op, [self.trees[value] for value in op.reads], self.context, self._fake, list, heard)
         self.updates.setdefault(op.stage or 0, {})[tuple(heard.lines)] = None
         self.trees.update(zip(op.writes, made, strict=True))
 
-    def refuse_changed(self, op: Op, before: AbstractTree, places: Sequence[int], run: StageRun) -> None:
+    def _refuse_changed(self, op: Op, before: AbstractTree, places: Sequence[int], run: StageRun) -> None:
         """An Untraceable for a buffer that is another kind of tensor after its update."""
         stage: Any = self.model.stages[op.stage or 0].forward
         names: Mapping[str, int] = tree.unflatten(before.spec, range(len(before.leaves)))
         known = self.trees[Value("const", op.stage)].leaves
-        after = self.calls.traces.outline(run.call).avals("update")
+        after = self._calls.traces.outline(run.call).avals("update")
         for name, at, new in zip(stage.update_only, places, after, strict=True):
             if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
                 raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
 
-    def constants(self) -> set[int]:
+    def constant_storages(self) -> set[int]:
         """The storages of tensors that stages hold on to, and of the loss's cotangent."""
         held = {cut.graph.facts[name].storage for cut in self.cuts.values() for name in cut.graph.constants}
-        return held | {self.loss_cotangent}
+        return held | {self._loss_cotangent}
 
     def complete(self) -> None:
         """Cut what no backward follows, and find what forwards leave for updates."""
         for (stage, *_), run in self.runs.items():
             place = run.first[1:4]
             if place not in self.cuts:
-                self.cuts[place] = self.calls.forward_cut(stage or 0, run)
+                self.cuts[place] = self._calls.forward_cut(stage or 0, run)
             seen = next((value for value in run.forward.writes if value.name == "seen"), None)
             if run.notes is not None and seen is not None:
                 cut = self.cuts[place]
-                storages = self.storage_map(run.forward, cut, self.labels[id(run.forward)])
+                storages = self._storage_map(run.forward, cut, self.labels(run.forward))
                 left = _in_memory((*cut.graph.writes["seen"], *cut.seen()), cut, storages)
                 self.trees |= {value: self.copies.landed(value, left) for value in self.copies.each(seen)}
 
-    def storage_map(self, first: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
+    def _storage_map(self, first: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
         """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `labels` name
         what is read by its backward, or by itself."""
-        if first in self.storage_maps:
-            return self.storage_maps[first]
+        if first in self._storage_maps:
+            return self._storage_maps[first]
         graph, facts = cut.graph, cut.graph.facts
         constants = [facts[name].storage for name in graph.constants]
-        storages = self.storage_maps[first] = StorageMap(zip(constants, constants, strict=True))
-        given = self.given(first)
+        storages = self._storage_maps[first] = StorageMap(zip(constants, constants, strict=True))
+        given = self._given(first)
         given |= {label: self.trees[value] for label, value in labels.items() if is_cotangent(label)}
         for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
-            storages[facts[name].storage] = self.loss_cotangent
+            storages[facts[name].storage] = self._loss_cotangent
         for label, leaves in graph.reads.items():
             for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
                 if name is not None and isinstance(leaf, Fact):
@@ -261,6 +212,21 @@ class _Walk:
                 if isinstance(name, Name):
                     storages.setdefault(facts[name].storage, leaf.storage)
         return storages
+
+
+def shapes_of(
+    ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
+) -> Shapes:
+    """The shapes of ops whose inputs are as `given`.
+
+    Raises:
+        Untraceable: something in them cannot be known before it runs.
+    """
+    shapes = Shapes(ops, context, given, untraced)
+    for op in ops:
+        shapes.follow(op)
+    shapes.complete()
+    return shapes
 
 
 def _in_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> AbstractTree:
