@@ -169,7 +169,8 @@ def gradients(
     ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
     if ends and wanted:
-        backward: Callable[[], Any] = partial(torch.autograd.grad, *_unzipped(ends, wanted), allow_unused=True)
+        roots, given = zip(*ends, strict=True)
+        backward: Callable[[], Any] = partial(torch.autograd.grad, roots, wanted, given, allow_unused=True)
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
@@ -193,12 +194,6 @@ def _show_gradients(see: See, model: Model, graph: MicrobatchGraph, grads: list[
             see(Value("g", number, *graph.place, bundle), tree.leaves(named.pop(name)))
         see(Value("g", number, *graph.place), tree.leaves(named))
         see(Value("dcarry", number, *graph.place), [next(carried) for _ in tree.leaves(graph.taken[number])])
-
-
-def _unzipped(
-    ends: list[tuple[Tensor, Tensor]], wanted: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    return [end for end, _ in ends], wanted, [seed for _, seed in ends]
 
 
 def _wants(leaf: Any) -> bool:

@@ -22,7 +22,7 @@ from fpipe.graphs.language.graph import Fact, Stream, aval
 from fpipe.graphs.purity.ambient import Casts, casting
 from fpipe.graphs.tracing.keys import fold_in, generator_on, seeder
 from fpipe.program import Op
-from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.definition.by_autograd import StepContext, detached
 from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, whole
@@ -184,7 +184,7 @@ def _shown(leaf: Any) -> str:
 
 def distinct(leaves: Leaves) -> Leaves:
     """Leaves as objects of their own: one object in all microbatches would be taken whole, not averaged."""
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [*map(detached, leaves)]
 
 
 def _empty(lists: Sequence[Leaves]) -> None:
