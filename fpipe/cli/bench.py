@@ -5,34 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fpipe.cli.options import Microbatches, ModelSaid, known, made_by, usage
-from fpipe.cli.output import table
-from fpipe.cli.programs import is_file
-from fpipe.pictures.plot import plot
+from fpipe.cli import options
+from fpipe.cli.output import progress, table, write_pictures
 
 if TYPE_CHECKING:
     from fpipe.cli.measure import Made, Measurement
 
-
-class Runtime(StrEnum):
-    """Where ranks run together."""
-
-    threads = "threads"
-    distributed = "distributed"
-
-
-def schedule_name(text: str) -> str:
-    """The name of a schedule, where no file will do."""
-    if is_file(text):
-        raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
-    return known(text)
+Runtime = Literal["threads", "distributed"]
 
 
 def _picture(text: str) -> Path:
@@ -43,7 +28,7 @@ def _picture(text: str) -> Path:
 
 Names = Annotated[
     list[str],
-    typer.Argument(metavar="NAME...", parser=usage(schedule_name), help="Schedules, with options behind a colon."),
+    options.read_by(options.schedule_name, metavar="NAME...", help="Schedules, with options behind a colon."),
 ]
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-p", min=1, help="Ranks; by default 2, or as many as torchrun started.")
@@ -54,10 +39,10 @@ Width = Annotated[int, typer.Option(min=1, help="Of the layers.")]
 Rows = Annotated[int, typer.Option(min=1, help="Of a microbatch.")]
 Picture = Annotated[
     Path | None,
-    typer.Option(
+    options.read_by(
+        _picture,
         "--file",
         metavar="FILE",
-        parser=usage(_picture),
         help="Draw simulated and measured on one time axis: .svg, .png, .pdf, .html, or .json for ui.perfetto.dev.",
     ),
 ]
@@ -67,10 +52,10 @@ def bench(
     typed: typer.Context,
     what: Names,
     ranks: Ranks = None,
-    microbatches: Microbatches = 8,
-    runtime: Where = Runtime.threads,
+    microbatches: options.Microbatches = 8,
+    runtime: Where = "threads",
     rounds: Rounds = 10,
-    model: ModelSaid = None,
+    model: options.OfModel = None,
     width: Width = 512,
     rows: Rows = 128,
     file: Picture = None,
@@ -93,31 +78,30 @@ def bench(
       python -m fpipe bench gpipe interleaved --rounds 2 --width 64 --rows 8 --file both.svg
       torchrun --standalone --nproc-per-node 2 -m fpipe bench zbv --runtime distributed
     """
-    if model is not None and not {"width", "rows"}.isdisjoint(
-        word
-        for word in ("width", "rows")
-        if typed.get_parameter_source(word).name != "DEFAULT"  # pyright: ignore[reportOptionalMemberAccess]
-    ):
+    if model is not None and any(options.is_typed(typed, word) for word in ("width", "rows")):
         raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
     if file is not None and not file.parent.is_dir():
         raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
     # The other commands start without torch, in a third of the time.
     from fpipe.cli.measure import measure, perceptron, stages_of
 
-    with _all_ranks(runtime, ranks) as (rank, count), _progress(shown=rank == 0) as progress:
+    with _all_ranks(runtime, ranks) as (rank, count), progress("profile and run", shown=rank == 0) as bar:
         if model is None:
             made = perceptron([stages_of(name, count) for name in what], microbatches, width, rows)
         else:
-            made = _only(made_by(model))
+            made = _only(options.made_by(model))
+
+        def show(done: int, every: int) -> None:
+            bar(completed=done, total=every)
+
         found = measure(
-            what, made, ranks=count, microbatches=microbatches, runtime=runtime.value, rounds=rounds, progress=progress
+            what, made, ranks=count, microbatches=microbatches, runtime=runtime, rounds=rounds, progress=show
         )
     if rank == 0:
         _say(found)
-        if file is not None:
-            timelines = [one for row in found for one in (row.simulated, row.median)]
-            names = [f"{row.name}, {kind}" for row in found for kind in ("simulated", "measured")]
-            print(f"wrote {plot(*timelines, file=file, names=names)}")
+        timelines = [one for row in found for one in (row.simulated, row.median)]
+        names = [f"{row.name}, {kind}" for row in found for kind in ("simulated", "measured")]
+        write_pictures([file], *timelines, names=names)
 
 
 def _only(made: Made) -> Callable[[int], Made]:
@@ -140,7 +124,7 @@ def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]
     import torch
 
     before = torch.get_num_threads()
-    if runtime is Runtime.threads:
+    if runtime == "threads":
         count = ranks or 2
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
         try:
@@ -162,18 +146,6 @@ def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]
         yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _progress(*, shown: bool) -> Generator[Callable[[int, int], None]]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("profile and run", total=None)
-        yield lambda done, every: bar.update(task, completed=done, total=every)
 
 
 def _say(rows: Sequence[Measurement]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fpipe.cli.options import ModelSaid, made_by
+from fpipe.cli.options import OfModel, made_by
 
 Files = Annotated[
     list[str], typer.Argument(metavar="FILE...", help="Gradients by name: .safetensors, or .pt of a dict.")
@@ -22,7 +22,7 @@ Key = Annotated[int | None, typer.Option(help="Of the step, for a model with ran
 
 def check_grads(
     files: Files,
-    model: ModelSaid,
+    model: OfModel,
     microbatches: Microbatches = None,
     key: Key = None,
     rtol: Tolerance = None,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from fpipe.cli.options import ClusterSaid, CostsSaid, Microbatches, Ranks, Seed, amount, refuse_bytes, usage
-from fpipe.cli.output import columns_of_terminal, number, print_error, table
-from fpipe.cli.see import Html, Png, Svg
+from fpipe.cli import options
+from fpipe.cli.output import number, print_error, print_program, progress, table, write_pictures
 from fpipe.finding.found import Found
 from fpipe.finding.search import Objective, Offload, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
-from fpipe.pictures.plot import plot
 from fpipe.timing.costs import Costs
 from fpipe.training import program as base_program
 from fpipe.transforms.chain import chain
@@ -44,16 +40,14 @@ def placement(text: str) -> Any:
 Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default one a rank.")]
 Where = Annotated[
     Any,
-    typer.Option(
-        "--placement", metavar="WORD", parser=usage(placement), help="any, linear, looped, v; or ranks: 0/1/1/0."
-    ),
+    options.read_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0."),
 ]
 Cap = Annotated[
     Any,
-    typer.Option(
+    options.read_by(
+        options.amount,
         "--memory-cap",
         metavar="N",
-        parser=usage(amount),
         help="Microbatches that a rank may hold at most; bytes, as in 40GiB, where --costs has bytes.",
     ),
 ]
@@ -63,11 +57,11 @@ Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="W
 
 
 def search(
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
     stages: Stages = None,
-    costs: CostsSaid = "",
-    cluster: ClusterSaid = None,
+    costs: options.Costs = "",
+    cluster: options.OnCluster = None,
     where: Where = "any",
     memory_cap: Cap = None,
     objective: Objective = "makespan",
@@ -77,11 +71,11 @@ def search(
     checkpoint: Policy = "never",
     offload: Offload = "auto",
     without: Without = None,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     output: Output = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
 ) -> None:
     """Search for the schedule that takes least time (fpipe.search).
 
@@ -97,10 +91,15 @@ def search(
     """
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
-    refuse_bytes(memory_cap, known=bool(costs.bytes))
+    options.refuse_bytes(memory_cap, known=bool(costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = costs.on(cluster).of(place("linear", ranks=ranks)(base))
-    with _progress() as progress:
+    with progress("searching") as bar:
+
+        def show(share: float, best: float, bound: float) -> None:
+            said = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
+            bar(completed=share, total=1.0, description=said)
+
         found = find(
             base,
             seconds_of,
@@ -115,22 +114,18 @@ def search(
             offload=offload,
             without=without or (),
             seed=seed,
-            progress=progress,
+            progress=show,
         )
     if not found.complete:
         print_error("stopped; this is the best so far.")
-    width = columns_of_terminal()
-    shown = seconds_of if costs.text or cluster else None
-    print(plot(found.program, costs=shown, width=width and max(width, 40)))
+    print_program(found.program, seconds_of if costs.text or cluster else None)
     print(found)
     _rows(found)
     if output is not None:
         text = found.schedule.to_csv() if output.suffix == ".csv" else to_json(found.program)
         output.write_text(text, encoding="utf-8")
         print(f"wrote {output}")
-    for file in (svg, png, html):
-        if file is not None:
-            print(f"wrote {plot(found.program, costs=seconds_of, file=file, names=['found'])}")
+    write_pictures((svg, png, html), found.program, costs=seconds_of, names=["found"])
 
 
 def _rows(found: Found) -> None:
@@ -141,21 +136,3 @@ def _rows(found: Found) -> None:
         ("schedule", "makespan", "span", "peak", "memory"),
         [(name, *map(number, three), fits or "fits") for name, *three, fits in rows],
     )
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[float, float, float], None] | None]:
-    """A bar on a terminal, and nothing in a pipe."""
-    if columns_of_terminal() is None:
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(transient=True) as bar:
-        task = bar.add_task("searching", total=1.0)
-
-        def show(share: float, best: float, bound: float) -> None:
-            said = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
-            bar.update(task, completed=share, description=said)
-
-        yield show

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from fpipe.cli.costs import TypedCosts, parse
+from fpipe.cli import costs, style
+from fpipe.cli.costs import TypedCosts
 from fpipe.cli.programs import is_file, named, read
 from fpipe.program import Program
 from fpipe.schedules.named import option
@@ -37,6 +38,13 @@ def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
     return read_it
 
 
+def read_by(reading: Callable[[str], Any], *names: str, metavar: str, help: str) -> Any:
+    """An option whose text a function reads; without names, an argument."""
+    if not names:
+        return typer.Argument(metavar=metavar, parser=usage(reading), help=help)
+    return typer.Option(*names, metavar=metavar, parser=usage(reading), help=help)
+
+
 def known(what: str) -> str:
     """The name of a schedule, or a file that can be read."""
     if not is_file(what):
@@ -44,6 +52,13 @@ def known(what: str) -> str:
     elif what != "-" and not Path(what).is_file():
         raise ValueError(f"there is no file {what!r}, and no schedule of that name.")
     return what
+
+
+def schedule_name(text: str) -> str:
+    """The name of a schedule, where no file will do."""
+    if is_file(text):
+        raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
+    return known(text)
 
 
 def load_module(module: str) -> ModuleType:
@@ -68,56 +83,6 @@ def function(text: str) -> Callable[[], Any]:
     if not callable(found):
         raise ValueError(f"there is no function {name!r} in {module}.")
     return found
-
-
-What = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|FILE",
-        parser=usage(known),
-        help="A schedule's name, with options behind a colon (hanayo:waves=2), or a file ('-' reads a pipe).",
-    ),
-]
-Whats = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="NAME|FILE",
-        parser=usage(known),
-        help="Names, with options behind a colon (hanayo:waves=2), and files; none: all names.",
-    ),
-]
-Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
-Stages = Annotated[
-    int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default as many a rank as the schedule wants.")
-]
-Options = Annotated[
-    list[Any] | None,
-    typer.Option("--option", "-o", metavar="WORD=VALUE", parser=usage(option), help="Of the schedule: -o waves=2."),
-]
-CostsSaid = Annotated[
-    Any,
-    typer.Option(
-        "--costs",
-        "-c",
-        metavar="LIST",
-        parser=usage(parse),
-        help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
-        "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
-        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
-        "gradients).",
-    ),
-]
-ClusterSaid = Annotated[
-    Any,
-    typer.Option(
-        "--cluster",
-        metavar="TEXT",
-        parser=usage(Cluster.parse),
-        help="What it runs on: '2 hosts x 4 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8 "
-        "memory 40GiB'. Bandwidths need bytes in --costs.",
-    ),
-]
 
 
 class Bytes(float):
@@ -145,20 +110,86 @@ def refuse_bytes(held: float | None, *, known: bool) -> None:
         )
 
 
+def _picture(word: str, help: str, ending: str = "") -> Any:
+    """An option for a picture, which is of its kind whatever else the file's name would say."""
+    ending = ending or f".{word}"
+
+    def picture(text: str) -> Path:
+        if Path(text).suffix != ending:
+            raise ValueError(f"--{word} writes {ending}, found {text!r}; name it {Path(text).with_suffix(ending)}.")
+        return Path(text)
+
+    return read_by(picture, f"--{word}", metavar=f"FILE{ending}", help=help)
+
+
+_WITH_OPTIONS = "with options behind a colon (hanayo:waves=2)"
+What = Annotated[
+    str, read_by(known, metavar="NAME|FILE", help=f"A schedule's name, {_WITH_OPTIONS}, or a file ('-' reads a pipe).")
+]
+Whats = Annotated[
+    list[str] | None, read_by(known, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names.")
+]
+Some = Annotated[list[str], read_by(known, metavar="NAME|FILE...", help=f"Names, {_WITH_OPTIONS}, and files.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
+Stages = Annotated[
+    int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default as many a rank as the schedule wants.")
+]
+Options = Annotated[
+    list[Any] | None, read_by(option, "--option", "-o", metavar="WORD=VALUE", help="Of the schedule: -o waves=2.")
+]
+Costs = Annotated[
+    Any,
+    read_by(
+        costs.parse,
+        "--costs",
+        "-c",
+        metavar="LIST",
+        help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
+        "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
+        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
+        "gradients).",
+    ),
+]
+OnCluster = Annotated[
+    Any,
+    read_by(
+        Cluster.parse,
+        "--cluster",
+        metavar="TEXT",
+        help="What it runs on: '2 hosts x 4 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8 "
+        "memory 40GiB'. Bandwidths need bytes in --costs.",
+    ),
+]
 Jitter = Annotated[float, typer.Option("--jitter", help="Standard deviation of an op's seconds, as a share of them.")]
 SlowRank = Annotated[float, typer.Option("--slow-rank", help="One rank, another in each draw, takes times as long.")]
 SlowLink = Annotated[float, typer.Option("--slow-link", help="One link, another in each draw, takes times as long.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Draws of the noise.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
-ModelSaid = Annotated[
+OfModel = Annotated[
     Any,
-    typer.Option(
+    read_by(
+        function,
         "--model",
         metavar="MODULE:FUNCTION",
-        parser=usage(function),
         help="A function, in a module or a .py file, that returns (model, params, batch) or (model, params, batch, "
         "state).",
+    ),
+]
+Svg = Annotated[Path | None, _picture("svg", "Draw it, to scale, for a page.")]
+Png = Annotated[Path | None, _picture("png", "Draw it for a document (fpipe[plot]).")]
+Pdf = Annotated[Path | None, _picture("pdf", "The same as PDF, for a paper (fpipe[plot]).")]
+Html = Annotated[Path | None, _picture("html", "Draw it on a page to zoom into.")]
+Perfetto = Annotated[Path | None, _picture("perfetto", "A trace for ui.perfetto.dev.", ".json")]
+Style = Annotated[
+    Any,
+    read_by(
+        style.parse,
+        "--style",
+        metavar="LIST",
+        help="How the files look: width_mm=84, font_pt=7, labels=all, microbatch or none, ranks=GPU 0/GPU 1, "
+        "window=0/20, F=#2a66be; yes or no: memory, waits, arrows, figures, legend, critical_path.",
     ),
 ]
 
@@ -175,15 +206,18 @@ def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
     return built, params, batch, state
 
 
+def is_typed(typed: typer.Context, word: str) -> bool:
+    """Whether an option was typed, and does not have its default."""
+    source = typed.get_parameter_source(word)
+    return source is not None and source.name != "DEFAULT"
+
+
 def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
     """Refuse the size or an option of a schedule where there is no schedule by name: a file has its own."""
-    if whats and all(map(is_file, whats)):
-        for word in ("ranks", "microbatches", "stages", "option"):
-            source = typed.get_parameter_source(word)
-            if source is not None and source.name != "DEFAULT":
-                raise typer.BadParameter(
-                    f"--{word} is of a schedule by name; {whats[0]} is a file, which has its own.", ctx=typed
-                )
+    words = [word for word in ("ranks", "microbatches", "stages", "option") if is_typed(typed, word)]
+    if words and whats and all(map(is_file, whats)):
+        said = f"--{words[0]} is of a schedule by name; {whats[0]} is a file, which has its own."
+        raise typer.BadParameter(said, ctx=typed)
 
 
 def program_of(

@@ -5,7 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fpipe.pictures.plot import plot
+from fpipe.program import Program
+from fpipe.timing.costs import Costs
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -67,3 +75,27 @@ def number(value: float) -> str:
 def print_error(sentence: str) -> None:
     """Say on standard error what went wrong."""
     print(f"error: {sentence}", file=sys.stderr)
+
+
+def print_program(program: Program, costs: Costs | None) -> None:
+    """Draw a program as wide as the terminal."""
+    width = columns_of_terminal()
+    print(plot(program, costs=costs, width=width and max(width, 40)))
+
+
+def write_pictures(files: Iterable[Path | None], *drawn: Any, **how: Any) -> None:
+    """Draw into each file that was named, and say so; `drawn` and `how` as `plot` takes them."""
+    for file in files:
+        if file is not None:
+            print(f"wrote {plot(*drawn, file=file, **how)}")
+
+
+@contextmanager
+def progress(task: str, *, shown: bool = True) -> Generator[Callable[..., None]]:
+    """A bar on standard error, where that is a terminal: a function of what it has `completed` of its `total`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        yield partial(bar.update, bar.add_task(task, total=None))

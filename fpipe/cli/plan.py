@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from fpipe.cli.bench import schedule_name
+from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
-from fpipe.cli.options import (
-    ClusterSaid,
-    Jitter,
-    ModelSaid,
-    Samples,
-    Seed,
-    SlowLink,
-    SlowRank,
-    amount,
-    made_by,
-    refuse_bytes,
-    usage,
-)
-from fpipe.cli.output import print_error, table
-from fpipe.cli.see import Pdf, Png, Svg
-from fpipe.pictures.plot import plot
+from fpipe.cli.options import read_by
+from fpipe.cli.output import print_error, progress, table, write_pictures
 from fpipe.planning.asked import POLICIES, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
@@ -60,21 +44,17 @@ def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="NAME", parser=usage(schedule_name), help="Schedules, with options behind a colon; none: all."
-    ),
+    read_by(options.schedule_name, metavar="NAME", help="Schedules, with options behind a colon; none: all."),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks.")]
-Counts = Annotated[
-    Any, typer.Option("--microbatches", "-m", metavar="LIST", parser=usage(numbers), help="Numbers to try: 8/16/32.")
-]
+Counts = Annotated[Any, read_by(numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")]
 Costs = Annotated[
     list[Any] | None,
-    typer.Option(
+    read_by(
+        costs_of_rows,
         "--costs",
         "-c",
         metavar="[ROWS:]LIST",
-        parser=usage(costs_of_rows),
         help="In place of a model: as for show, F=1,B=1,W=1,y=8MiB,res=40MiB. For microbatches of several sizes more "
         "than once, each with its rows: 8:F=10,B=12,W=8.",
     ),
@@ -85,22 +65,15 @@ Stages = Annotated[
 ]
 Policies = Annotated[
     list[str] | None,
-    typer.Option(
-        "--checkpoint", metavar="|".join(POLICIES), parser=usage(policy), help="What is tried; by default all three."
-    ),
+    read_by(policy, "--checkpoint", metavar="|".join(POLICIES), help="What is tried; by default all three."),
 ]
 Memory = Annotated[
     Any,
-    typer.Option(
-        "--memory", metavar="N", parser=usage(amount), help="Of a rank: 40GiB; without bytes, rows it may hold."
-    ),
+    read_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold."),
 ]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
-    Any,
-    typer.Option(
-        "--profiled", metavar="LIST", parser=usage(numbers), help="Measure a model at these; interpolate between them."
-    ),
+    Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
 Compared = Annotated[At, typer.Option("--at", help="Compare makespans as said, or of 50 or 95 of 100 draws.")]
@@ -112,26 +85,26 @@ def run(
     what: Names = None,
     ranks: Ranks = 4,
     microbatches: Counts = "8",
-    model: ModelSaid = None,
+    model: options.OfModel = None,
     costs: Costs = None,
     rows: Rows = None,
     stages: Stages = None,
     checkpoint: Policies = None,
-    cluster: ClusterSaid = None,
+    cluster: options.OnCluster = None,
     memory: Memory = None,
     search: Search = 0,
     profiled: Profiled = None,
     repeats: Repeats = 3,
-    jitter: Jitter = 0.0,
-    slow_rank: SlowRank = 1.0,
-    slow_link: SlowLink = 1.0,
+    jitter: options.Jitter = 0.0,
+    slow_rank: options.SlowRank = 1.0,
+    slow_link: options.SlowLink = 1.0,
     at: Compared = "said",
-    samples: Samples = 100,
-    seed: Seed = 0,
+    samples: options.Samples = 100,
+    seed: options.Seed = 0,
     top: Top = 12,
-    svg: Svg = None,
-    png: Png = None,
-    pdf: Pdf = None,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    pdf: options.Pdf = None,
 ) -> None:
     """Rank ways to run a step by time and memory (fpipe.plan_run).
 
@@ -150,19 +123,23 @@ def run(
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are said: choose one of them.", ctx=typed)
     noise = Noise(jitter, slow_rank, slow_link)
-    refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
+    options.refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
     words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
     words |= {"samples": samples, "seed": seed}
     if checkpoint:
         words["checkpoint"] = checkpoint
-    with _progress() as progress:
+    with progress("planning") as bar:
+
+        def show(done: int, every: int, what: str) -> None:
+            bar(completed=done, total=every, description=what)
+
         if model is None:
-            found = plan_run(_said(costs or [(None, parse(""))], cluster), progress=progress, **words)
+            found = plan_run(_said(costs or [(None, parse(""))], cluster), progress=show, **words)
         else:
-            built, params, batch, state = made_by(model)
-            found = plan_run(built, params, batch, state=state, progress=progress, **words)
+            built, params, batch, state = options.made_by(model)
+            found = plan_run(built, params, batch, state=state, progress=show, **words)
     if not found.complete:
         print_error("stopped; these are the ways that were tried.")
     heading, *cells = found.cells(found.shown(top))
@@ -176,9 +153,7 @@ def run(
         print("transfers take no time here: --cluster says what links there are")
     for name, why in found.refused:
         print(f"{name}: {why}")
-    for file in (svg, png, pdf):
-        if file is not None:
-            print(f"wrote {plot(found, file=file)}")
+    write_pictures((svg, png, pdf), found)
 
 
 def _said(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -> Any:
@@ -191,15 +166,3 @@ def _said(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -
         said = "once without its rows" if odd is None else f"twice of {odd} rows"
         raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {said}.")
     return {rows: one.on(cluster).given for rows, one in costs}
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[int, int, str], None]]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planning", total=None)
-        yield lambda done, every, what: bar.update(task, completed=done, total=every, description=what)

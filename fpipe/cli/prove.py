@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fpipe.cli import options
 from fpipe.cli.costs import parse
-from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.cli.output import print_error
 from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
@@ -16,7 +16,7 @@ from fpipe.program import ProgramError
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 
 
-def check(files: Files, replicated: Replicated = False) -> None:
+def check(files: Files, replicated: options.Replicated = False) -> None:
     """Check files: programs, tables, CSV (torch's too) or JSON.
 
     Says the sizes; or what is wrong, in which line and column, and the way out,
@@ -42,12 +42,12 @@ def check(files: Files, replicated: Replicated = False) -> None:
 
 def verify(
     typed: typer.Context,
-    what: What,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    stages: Stages = None,
-    option: Options = None,
-    replicated: Replicated = False,
+    what: options.What,
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
+    stages: options.Stages = None,
+    option: options.Options = None,
+    replicated: options.Replicated = False,
 ) -> None:
     """Prove a schedule on a small real model, bit by bit.
 
@@ -62,7 +62,7 @@ def verify(
     from fpipe.cli.small_model import small_model
     from fpipe.verification.verify import verify as verify_program
 
-    only_of_names(typed, [what])
-    program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
+    options.only_of_names(typed, [what])
+    program = options.program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))
     print(verify_program(program, *small_model(program)))

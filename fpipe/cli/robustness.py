@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from fpipe.cli.options import (
-    ClusterSaid,
-    CostsSaid,
-    Jitter,
-    Microbatches,
-    Ranks,
-    Samples,
-    Seed,
-    SlowLink,
-    SlowRank,
-    known,
-    only_of_names,
-    program_of,
-    usage,
-)
-from fpipe.cli.output import number, table
-from fpipe.cli.see import Png, Svg
-from fpipe.pictures.plot import plot
+from fpipe.cli import options
+from fpipe.cli.output import number, table, write_pictures
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import robustness as robustness_of
-
-Whats = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="NAME|FILE...",
-        parser=usage(known),
-        help="Names, with options behind a colon (hanayo:waves=2), and files.",
-    ),
-]
 
 
 def robustness(
     typed: typer.Context,
-    what: Whats,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    costs: CostsSaid = "",
-    cluster: ClusterSaid = None,
-    jitter: Jitter = 0.1,
-    slow_rank: SlowRank = 1.0,
-    slow_link: SlowLink = 1.0,
-    samples: Samples = 200,
-    seed: Seed = 0,
-    svg: Svg = None,
-    png: Png = None,
+    what: options.Some,
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
+    costs: options.Costs = "",
+    cluster: options.OnCluster = None,
+    jitter: options.Jitter = 0.1,
+    slow_rank: options.SlowRank = 1.0,
+    slow_link: options.SlowLink = 1.0,
+    samples: options.Samples = 200,
+    seed: options.Seed = 0,
+    svg: options.Svg = None,
+    png: options.Png = None,
 ) -> None:
     """Simulate schedules when costs stray (fpipe.robustness).
 
@@ -64,15 +37,13 @@ def robustness(
       python -m fpipe robustness one_f_one_b zb_h1 zb_h2 --jitter 0.1 --slow-rank 1.3
       python -m fpipe robustness gpipe zb_h2 -p 4 -m 8 --costs F=10,B=12,W=8,c=0.5 --slow-link 3 --svg spread.svg
     """
-    only_of_names(typed, what)
+    options.only_of_names(typed, what)
     costs = costs.on(cluster)
-    programs = {one: program_of(one, ranks, microbatches, None, None, costs) for one in what}
+    programs = {one: options.program_of(one, ranks, microbatches, None, None, costs) for one in what}
     found = robustness_of(programs, costs.of, noise=Noise(jitter, slow_rank, slow_link), samples=samples, seed=seed)
     table(
         ("schedule", "said", "median", "p95", "fragile"),
         [(row.name, *map(number, (row.said, row.median, row.p95)), f"{row.fragile:.1%}") for row in found],
     )
     print(f"shortest at the median {found.best('median').name}, at the 95th percentile {found.best('p95').name}")
-    for file in (svg, png):
-        if file is not None:
-            print(f"wrote {plot(found, file=file)}")
+    write_pictures((svg, png), found)

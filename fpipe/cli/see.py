@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from fpipe.cli.options import (
-    ClusterSaid,
-    CostsSaid,
-    Microbatches,
-    Options,
-    Ranks,
-    Replicated,
-    Stages,
-    What,
-    Whats,
-    only_of_names,
-    program_of,
-    usage,
-)
-from fpipe.cli.output import columns_of_terminal, number, table
+from fpipe.cli import options
+from fpipe.cli.output import number, print_program, table, write_pictures
 from fpipe.cli.programs import is_file, read
-from fpipe.cli.style import parse as parse_style
-from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
 from fpipe.program import Program
 from fpipe.schedules import about, names
@@ -34,34 +18,6 @@ from fpipe.schedules.compare import compare as compare_schedules
 from fpipe.schedules.named import parse
 from fpipe.timing.bounds import bounds
 from fpipe.timing.simulate import simulate
-
-
-def _to(word: str, ending: str, says: str) -> Any:
-    """An option for a picture, which is of its kind whatever else the file's name would say."""
-
-    def picture(text: str) -> Path:
-        if Path(text).suffix != ending:
-            raise ValueError(f"--{word} writes {ending}, found {text!r}; name it {Path(text).with_suffix(ending)}.")
-        return Path(text)
-
-    return typer.Option(f"--{word}", metavar=f"FILE{ending}", parser=usage(picture), help=says)
-
-
-Svg = Annotated[Path | None, _to("svg", ".svg", "Draw it, to scale, for a page.")]
-Png = Annotated[Path | None, _to("png", ".png", "Draw it for a document (fpipe[plot]).")]
-Pdf = Annotated[Path | None, _to("pdf", ".pdf", "The same as PDF, for a paper (fpipe[plot]).")]
-Html = Annotated[Path | None, _to("html", ".html", "Draw it on a page to zoom into.")]
-Perfetto = Annotated[Path | None, _to("perfetto", ".json", "A trace for ui.perfetto.dev.")]
-StyleSaid = Annotated[
-    Any,
-    typer.Option(
-        "--style",
-        metavar="LIST",
-        parser=usage(parse_style),
-        help="How the files look: width_mm=84, font_pt=7, labels=all, microbatch or none, ranks=GPU 0/GPU 1, "
-        "window=0/20, F=#2a66be; yes or no: memory, waits, arrows, figures, legend, critical_path.",
-    ),
-]
 
 
 def schedules() -> None:
@@ -84,20 +40,20 @@ def schedules() -> None:
 
 def show(
     typed: typer.Context,
-    what: What,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    stages: Stages = None,
-    option: Options = None,
-    costs: CostsSaid = "",
-    cluster: ClusterSaid = None,
-    svg: Svg = None,
-    png: Png = None,
-    pdf: Pdf = None,
-    html: Html = None,
-    perfetto: Perfetto = None,
-    style: StyleSaid = None,
-    replicated: Replicated = False,
+    what: options.What,
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
+    stages: options.Stages = None,
+    option: options.Options = None,
+    costs: options.Costs = "",
+    cluster: options.OnCluster = None,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    pdf: options.Pdf = None,
+    html: options.Html = None,
+    perfetto: options.Perfetto = None,
+    style: options.Style = None,
+    replicated: options.Replicated = False,
 ) -> None:
     """Draw a schedule, and say how long it takes and what it holds.
 
@@ -111,48 +67,41 @@ def show(
       python -m fpipe show gpipe --svg gpipe.svg --style width_mm=84,font_pt=7,memory=no
       python -m fpipe show my_table.csv
     """
-    only_of_names(typed, [what])
-    files = [file for file in (svg, png, pdf, html, perfetto) if file is not None]
-    if style is not None and not files:
+    options.only_of_names(typed, [what])
+    files = (svg, png, pdf, html, perfetto)
+    if style is not None and not any(files):
         raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
     costs = costs.on(cluster)
-    program = program_of(what, ranks, microbatches, stages, option, costs, replicated)
+    program = options.program_of(what, ranks, microbatches, stages, option, costs, replicated)
     seconds = costs.of(program)
     if not is_file(what) and parse(what).schedule.title:
         print(f"{parse(what).schedule.title}: {parse(what).schedule.source}")
     print(sizes(program))
-    width = columns_of_terminal()
-    print(plot(program, costs=seconds if costs.said else None, width=width and max(width, 40)))
+    print_program(program, seconds if costs.said else None)
     found, least = simulate(program, seconds), bounds(program, seconds)
     print(found)
     print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
-    for file in files:
-        print(f"wrote {plot(program, costs=seconds, file=file, names=[what], style=style or PLAIN)}")
+    write_pictures(files, program, costs=seconds, names=[what], style=style or PLAIN)
 
 
 def sizes(program: Program) -> str:
     """How large a program is."""
-    counts = {
-        "stage": program.stages,
-        "microbatch": program.microbatches,
-        "rank": program.ranks,
-        "op": len(program.ops),
-    }
-    plural = {"microbatch": "microbatches"}
-    return ", ".join(f"{n} {word if n == 1 else plural.get(word, word + 's')}" for word, n in counts.items())
+    words = (("stage", "stages"), ("microbatch", "microbatches"), ("rank", "ranks"), ("op", "ops"))
+    counts = (program.stages, program.microbatches, program.ranks, len(program.ops))
+    return ", ".join(f"{n} {word[n != 1]}" for word, n in zip(words, counts, strict=True))
 
 
 def compare(
     typed: typer.Context,
-    what: Whats = None,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    costs: CostsSaid = "",
-    cluster: ClusterSaid = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
-    replicated: Replicated = False,
+    what: options.Whats = None,
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
+    costs: options.Costs = "",
+    cluster: options.OnCluster = None,
+    svg: options.Svg = None,
+    png: options.Png = None,
+    html: options.Html = None,
+    replicated: options.Replicated = False,
 ) -> None:
     """Put schedules side by side: time, memory, lower bound (fpipe.compare).
 
@@ -174,7 +123,7 @@ def compare(
       python -m fpipe compare zb_h1 zb_h2 zbv --costs F=10,B=12,W=8,c=0.5
       python -m fpipe compare one_f_one_b my_table.csv --html both.html
     """
-    only_of_names(typed, what or ())
+    options.only_of_names(typed, what or ())
     entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
     costs = costs.on(cluster)
     found = compare_schedules(entries, ranks, microbatches, costs.given if costs.said else None)
@@ -182,13 +131,9 @@ def compare(
     served = [row for row in found if row.timeline is not None]
     if not served:
         raise typer.Exit(1)
-    timelines = [row.timeline for row in served if row.timeline is not None]
-    for file in (svg, png, html):
-        if file is not None:
-            plot(*timelines, file=file, names=[row.name for row in served])
-            if file is html:
-                _put_above(file, found)
-            print(f"wrote {file}")
+    write_pictures((svg, png, html), *(row.timeline for row in served), names=[row.name for row in served])
+    if html is not None:
+        _put_above(html, found)
 
 
 def _put_above(page: Path, found: Comparison) -> None:

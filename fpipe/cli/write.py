@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from fpipe.cli import options
 from fpipe.cli.costs import parse
-from fpipe.cli.options import Microbatches, Options, Ranks, Replicated, Stages, What, only_of_names, program_of
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError
 
-
-class Format(StrEnum):
-    """The formats that can be written."""
-
-    csv = "csv"
-    comms = "comms"
-    json = "json"
-    table = "table"
-    text = "text"
-
-
+Format = Literal["csv", "comms", "json", "table", "text"]
 WRITERS: dict[Format, Callable[[Program], str]] = {
-    Format.csv: torch_pipelining.to_csv,
-    Format.comms: lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
-    Format.json: to_json,
-    Format.table: lambda program: f"{plot(program)}\n",
-    Format.text: lambda program: f"{program}\n",
+    "csv": torch_pipelining.to_csv,
+    "comms": lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
+    "json": to_json,
+    "table": lambda program: f"{plot(program)}\n",
+    "text": lambda program: f"{program}\n",
 }
 
 
 def export(
     typed: typer.Context,
-    what: What,
-    format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = Format.csv,
-    ranks: Ranks = 4,
-    microbatches: Microbatches = 8,
-    stages: Stages = None,
-    option: Options = None,
+    what: options.What,
+    format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = "csv",
+    ranks: options.Ranks = 4,
+    microbatches: options.Microbatches = 8,
+    stages: options.Stages = None,
+    option: options.Options = None,
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
-    replicated: Replicated = False,
+    replicated: options.Replicated = False,
 ) -> None:
     """Write a schedule for torch's runtime, or as a program.
 
@@ -60,8 +49,8 @@ def export(
       python -m fpipe export gpipe --format comms --output gpipe.csv
       python -m fpipe export gpipe --format json | jq '.ops[0]'
     """
-    only_of_names(typed, [what])
-    program = program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
+    options.only_of_names(typed, [what])
+    program = options.program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     try:
         text = WRITERS[format](program)
     except ProgramError as error:
