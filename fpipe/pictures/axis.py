@@ -57,8 +57,11 @@ def amount(held: float, in_bytes: bool) -> str:
     """
     if not in_bytes:
         return f"{held:.4g}"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if held < 1024:
-            return f"{held:.3g} {unit}" if unit != "B" else f"{held:.0f} B"
-        held /= 1024
-    return f"{held:.3g} TiB"
+    unit, size = byte_unit(held)
+    return f"{held:.0f} B" if unit == "B" else f"{held / size:.3g} {unit}"
+
+
+def byte_unit(held: float) -> tuple[str, float]:
+    """The binary unit that suits some bytes, and how many bytes it has."""
+    power = next((power for power in range(4) if held < 1024 ** (power + 1)), 4)
+    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power

@@ -6,7 +6,6 @@ apart to most eyes and at least 20 to each kind of colour-blind ones. A second d
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 FILLS = {
@@ -50,15 +49,6 @@ def lighter(colour: str, shade: float = 0.0) -> str:
     """
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
-
-
-def is_colour(given: object) -> bool:
-    """Whether something is a colour as these are: #rrggbb.
-
-    >>> is_colour("#2a66be"), is_colour("blue")
-    (True, False)
-    """
-    return isinstance(given, str) and re.fullmatch("#[0-9a-fA-F]{6}", given) is not None
 
 
 @cache

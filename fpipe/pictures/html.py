@@ -38,12 +38,18 @@ def html(panels: Sequence[Panel], width: float | None = None, style: Style = PLA
         *shapes(words),
         "</svg>",
     )
-    facts = {"left": drawing.left, "span": drawing.span, "height": drawing.height}
     seconds = drawing.end - drawing.start or 1.0
     wide = typical_length(panels) * drawing.span / seconds
-    facts |= {"arrows": ARROW_ROOM / wide if wide and style.arrows is None else 0.0}
-    facts |= {"start": drawing.start * drawing.clock.per_second, "seconds": seconds * drawing.clock.per_second}
-    facts |= {"bands": drawing.bands, "bottom": drawing.bottom}
+    facts = {
+        "left": drawing.left,
+        "span": drawing.span,
+        "height": drawing.height,
+        "arrows": ARROW_ROOM / wide if wide and style.arrows is None else 0.0,
+        "start": drawing.start * drawing.clock.per_second,
+        "seconds": seconds * drawing.clock.per_second,
+        "bands": drawing.bands,
+        "bottom": drawing.bottom,
+    }
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for role in ("wait", "rule", "faint", "ink"):
         for paper, colour in zip(("LIGHT", "DARK"), ROLES[role], strict=True):

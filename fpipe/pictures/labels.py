@@ -7,7 +7,7 @@ for any has one label for a run of microbatches, F0-15, over their boxes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fpipe.pictures.panel import Bar, Lane, Panel
 from fpipe.pictures.style import Style
@@ -22,6 +22,16 @@ SIZES = (1.0, 0.75)
 def needs(name: str, size: float) -> float:
     """The width of a box for a name."""
     return len(name) * size * GLYPH + size * 0.45
+
+
+def size_in(height: float) -> float:
+    """The size of words in a box."""
+    return min(11.0, height * 0.72)
+
+
+def first_that_fits(names: Iterable[str], size: float, width: float) -> str | None:
+    """The first name that a box has room for."""
+    return next((name for name in names if needs(name, size) <= width), None)
 
 
 def names_of(op: Op, lane: str, style: Style) -> list[str]:
@@ -57,18 +67,19 @@ class Labels:
         ]
         for at, letters in enumerate(longest):
             for smaller in SIZES if at == len(longest) - 1 else SIZES[:1]:
-                if needs("0" * letters, smaller * min(11.0, self.height * 0.72)) <= width:
+                if needs("0" * letters, smaller * size_in(self.height)) <= width:
                     return at, smaller
         return None
 
     def of(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
         """The label of a box and its size; None if it has no room."""
         form = self.form[bar.op.kind, lane]
-        size = min(11.0, depth * 0.72)
-        if form is None or size < 6:
+        if form is None or size_in(depth) < 6:
             return None
-        names = names_of(bar.op, lane, self.style)[form[0] :]
-        return next(((name, size * form[1]) for name in names if needs(name, size * form[1]) <= width), None)
+        at, smaller = form
+        size = size_in(depth) * smaller
+        name = first_that_fits(names_of(bar.op, lane, self.style)[at:], size, width)
+        return name and (name, size)
 
     def runs(self, lane: Lane) -> Iterator[tuple[list[Bar], list[str]]]:
         """Rows of microbatches without labels of their own, one right after the other, and what to call them."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from fpipe.pictures.axis import amount, clock, ticks
 from fpipe.pictures.colours import ink_on
-from fpipe.pictures.labels import GLYPH, Labels, names_of, needs
+from fpipe.pictures.labels import GLYPH, Labels, first_that_fits, names_of, size_in
 from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
-from fpipe.pictures.shapes import EDGE, Area, Drawing, Line, Rect, Shape, Text
+from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import Op, kind_of
 from fpipe.timing.lanes import Transfer
@@ -29,8 +31,6 @@ from fpipe.timing.waiting import Wait
 
 ARROW_ROOM = 10.0
 """Width of an op that has an arrow at each end."""
-PIXEL = 1 / 96
-"""Inches of a pixel, as browsers have it: 12 of them are 9 points."""
 
 
 def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN, every: bool = False) -> Drawing:
@@ -43,7 +43,7 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = 
         every: keep names and arrows for which there is no room, for a page that shows them when there is.
     """
     start, end = (max((getattr(panel, word) for panel in panels), default=0.0) for word in ("start", "end"))
-    time, unit = clock(end), PIXEL if style.font_pt is None else style.font_pt / 12 / 72
+    time, unit = clock(end), style.unit
     left, right = _margins(panels, style, time.unit or "time")
     if style.width_mm is not None:
         width = style.width_mm / 25.4 / unit
@@ -56,17 +56,14 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = 
             f"the picture is too narrow: beside the names of ranks {max(0.0, width - left - right):.0f} of at least "
             f"{LEAST:.0f} pixels are left for the ops. Give it more width, or a smaller font."
         )
-    drawing = Drawing(width, 0.0, left, width - left - right, start, end, time, unit)
-    tops = {
-        in_bytes: max(
-            (max(panel.timeline.peak, default=0) for panel in panels if panel.in_bytes is in_bytes), default=0.0
-        )
-        for in_bytes in (False, True)
-    }
-    arrows = style.arrows if style.arrows is not None else every or _arrows_fit(drawing, panels)
+    span = width - left - right
+    drawing = Drawing(width, 0.0, left, span, start, end, time, unit)
+    fit = every or typical_length(panels) * span >= ARROW_ROOM * (end - start)  # a picture has all arrows or none
+    arrows = fit if style.arrows is None else style.arrows
     y = EDGE
     for panel in panels:
-        y = _Painter(drawing, panel, style, arrows, every).paint(y, tops[panel.in_bytes] if style.memory else 0.0)
+        alike = [peak for other in panels if other.in_bytes is panel.in_bytes for peak in other.timeline.peak]
+        y = _Painter(drawing, panel, style, arrows, every).paint(y, max(alike, default=0.0) if style.memory else 0.0)
     y = _axis(drawing, y)
     drawing.height = (legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
     drawing.timed.sort(key=_layer)  # those that look alike in a row, to be written or drawn at once
@@ -116,11 +113,6 @@ def pixels_a_second(panels: Sequence[Panel], style: Style = PLAIN) -> float:
 def _bold(name: str) -> float:
     """About how far a name goes in bold letters of 13 pixels, and a gap after it."""
     return sum(10.0 if letter.isupper() or letter.isdigit() else 9.0 for letter in name) + 10 if name else 0.0
-
-
-def _arrows_fit(drawing: Drawing, panels: Sequence[Panel]) -> bool:
-    """Whether arrows can be told apart: a picture has all of them or none."""
-    return typical_length(panels) * drawing.span >= ARROW_ROOM * (drawing.end - drawing.start)
 
 
 def _axis(drawing: Drawing, y: float) -> float:
@@ -211,10 +203,9 @@ class _Painter:
         x, width = self.stretch(bar.start, bar.end)
         paint = self.style.fill(bar.op, bar.shade)
         words = f"{bar.op.cell}, rank {lane[0]}: {self.time(bar.start)} to {self.time.full(bar.end)}"
-        title = "\n".join(
-            [words, "reads " + " ".join(map(str, bar.op.reads)), "writes " + " ".join(map(str, bar.op.writes))]
-        )
+        reads, writes = (" ".join(map(str, values)) for values in (bar.op.reads, bar.op.writes))
         top, depth = y + bar.top * height, bar.depth * height
+        title = f"{words}\nreads {reads}\nwrites {writes}"
         self.drawing.timed.append(Rect(x, top, width, depth, paint, title, edge))
         if self.every:
             self.page_label(x, width, top, depth, names_of(bar.op, lane[1], self.style), ink_on(paint))
@@ -228,23 +219,23 @@ class _Painter:
         for run, names in () if self.every else self.labels.runs(lane):
             x, width = self.stretch(run[0].start, run[-1].end)
             top, depth = y + run[0].top * height, run[0].depth * height
-            size = min(11.0, depth * 0.72)
-            name = next((name for name in names if needs(name, size) <= width), None)
-            if name is not None:
-                self.word(x, width, top, depth, name, size, ink_on(self.style.fill(run[0].op, run[0].shade)))
+            if name := first_that_fits(names, size_in(depth), width):
+                paint = ink_on(self.style.fill(run[0].op, run[0].shade))
+                self.word(x, width, top, depth, name, size_in(depth), paint)
                 found.update(run)
         return found
 
-    def word(self, x: float, width: float, y: float, height: float, name: str, size: float, paint: str) -> None:
+    def word(
+        self, x: float, width: float, y: float, height: float, name: str, size: float, paint: str, **more: Any
+    ) -> None:
         """A word in the middle of a box."""
-        self.drawing.timed.append(Text(x + width / 2, y + height / 2 + size * 0.36, name, paint, size, "middle"))
+        place = x + width / 2, y + height / 2 + size * 0.36
+        self.drawing.timed.append(Text(*place, name, paint, size, "middle", **more))
 
     def page_label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
         """Write a label that a page shows when there is room."""
         if names:
-            size = min(11.0, height * 0.72)
-            place = x + width / 2, y + height / 2 + size * 0.36
-            self.drawing.timed.append(Text(*place, names[0], paint, size, "middle", room=width, short=names[-1]))
+            self.word(x, width, y, height, names[0], size_in(height), paint, room=width, short=names[-1])
 
     def wait(self, wait: Wait) -> None:
         y, height = self.y[wait.rank, "main"]
@@ -255,11 +246,10 @@ class _Painter:
         if not whom or wait.on is None or self.style.labels != "all":
             return
         names = (f"waits for {wait.on.cell}", wait.on.cell)
-        size = min(11.0, height * 0.72)
         if self.every:
             self.page_label(x, width, y, height, names, "faint")
-        elif name := next((name for name in names if needs(name, size) <= width), None):
-            self.word(x, width, y, height, name, size, "faint")
+        elif name := first_that_fits(names, size_in(height), width):
+            self.word(x, width, y, height, name, size_in(height), "faint")
 
     def critical_path(self) -> None:
         """Frames around ops, thick arrows for transfers. A SEND that the program has not is in its rank's main lane."""
@@ -283,17 +273,15 @@ class _Painter:
             points = (points[0], (points[1][0], y1))
         near = abs(transfer.source - transfer.target) == 1  # others cross the lanes between
         usual, width = ("arrow", 1.0) if near else ("faint", 0.5)
-        whole = end == transfer.end
-        said = self.said_of(transfer)
-        self.drawing.timed.append(Line(points, paint or usual, thick or width, whole, said))
+        whole, title = end == transfer.end, self.said_of(transfer)
+        self.drawing.timed.append(Line(points, paint or usual, thick or width, whole, title))
 
     def sending(self, transfer: Transfer) -> None:
         """A sender that does nothing else."""
         y, height = self.y[transfer.source, "main"]
         x, width = self.stretch(transfer.start, transfer.end)
-        self.drawing.timed.append(
-            Rect(x, y, width, height, self.style.of_kind("SEND"), self.said_of(transfer), self.edge)
-        )
+        paint, title = self.style.of_kind("SEND"), self.said_of(transfer)
+        self.drawing.timed.append(Rect(x, y, width, height, paint, title, self.edge))
 
     def said_of(self, transfer: Transfer) -> str:
         times = f"{self.time(transfer.start)} to {self.time.full(transfer.end)}"
@@ -308,20 +296,18 @@ class _Painter:
         y += 12
         for rank in range(panel.ranks):
             base = y + height
+            changes = [(panel.start, 0.0), *panel.held(rank), (panel.end, 0.0)]
             points = [(self.x(panel.start), base)]
-            level = 0.0
-            for time, held in panel.held(rank):
-                points += [(self.x(time), base - level / top * height), (self.x(time), base - held / top * height)]
-                level = held
-            points += [(self.x(panel.end), base - level / top * height), (self.x(panel.end), base)]
-            peak = panel.timeline.peak[rank]
-            title = f"rank {rank} holds at most {amount(peak, panel.in_bytes)}"
-            drawing.timed += [Area(tuple(points), "held", title), Line(tuple(points[1:-1]), "curve")]
-            drawing.timed.append(Line(((drawing.left, base), (drawing.left + drawing.span, base)), "rule"))
-            size = min(11.0, height)
+            for (_, before), (time, now) in pairwise(changes):
+                points += [(self.x(time), base - held / top * height) for held in (before, now)]
+            peak = amount(panel.timeline.peak[rank], panel.in_bytes)
+            right, size = drawing.left + drawing.span, min(11.0, height)
+            drawing.timed += [
+                Area(tuple(points), "held", f"rank {rank} holds at most {peak}"),
+                Line(tuple(points[1:-1]), "curve"),
+                Line(((drawing.left, base), (right, base)), "rule"),
+            ]
             drawing.still.append(Text(EDGE, base - 3, panel.rank_name(rank), "faint", size))
-            drawing.still.append(
-                Text(drawing.left + drawing.span + 8, base - 3, amount(peak, panel.in_bytes), "faint", size)
-            )
+            drawing.still.append(Text(right + 8, base - 3, peak, "faint", size))
             y += height + 4
         return y

@@ -33,6 +33,11 @@ def legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool
         entries.append((["transfer"], "transfer"))
     if style.critical_path and any(panel.path for panel in panels):
         entries.append((["critical"], "critical path"))
+    return swatches(drawing, entries, y) if entries else y
+
+
+def swatches(drawing: Drawing, entries: Sequence[tuple[Sequence[str], str]], y: float) -> float:
+    """Write colours, or signs, and the words for them, in as many lines as it takes; returns where they end."""
     x = drawing.left
     for paints, words in entries:
         room = 12 * len(paints) + 6 + GLYPH * 11 * len(words) + 14
@@ -42,7 +47,7 @@ def legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool
             drawing.still.append(_swatch(x + 12 * at, y + 2, paint))
         drawing.still.append(Text(x + 12 * len(paints) + 6, y + 11, words, "faint", 11))
         x += room
-    return y + 16 if entries else y
+    return y + 16
 
 
 _LIGHTER = {"chunk": "first to last chunk of a rank", "direction": "first and second direction"}

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from fpipe.pictures.axis import amount, clock
@@ -42,7 +43,7 @@ class Panel:
 
     name: str
     timeline: Timeline
-    window: tuple[float, float] | None = None
+    window: tuple[float, float] = (0.0, inf)
     rank_names: Sequence[str] | None = None
 
     def rank_name(self, rank: int) -> str:
@@ -51,19 +52,17 @@ class Panel:
 
     def shows(self, start: float, end: float) -> bool:
         """Whether something from start to end is in the window."""
-        if self.window is None:
-            return True
         return start < self.window[1] and (end > self.window[0] or start == end == self.window[0])
 
-    @cached_property
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         return self.timeline.ranks
 
-    @cached_property
+    @property
     def start(self) -> float:
         """Where the picture starts, in seconds."""
-        return 0.0 if self.window is None else self.window[0]
+        return self.window[0]
 
     @cached_property
     def done(self) -> float:
@@ -74,12 +73,17 @@ class Panel:
     @cached_property
     def end(self) -> float:
         """Where the picture ends, in seconds."""
-        return self.done if self.window is None else max(self.start, min(self.window[1], self.done))
+        return max(self.start, min(self.window[1], self.done))
 
     @cached_property
     def events(self) -> list[Event]:
         """The events of the window, those that take no time too."""
         return [event for event in self.timeline.events if self.shows(event.start, event.end)]
+
+    @property
+    def caption(self) -> str:
+        """The name and the title's numbers."""
+        return f"{self.name}: {self.facts}".removeprefix(": ")
 
     @property
     def facts(self) -> str:
@@ -214,12 +218,10 @@ def panels_of(
     given = names or ([""] if len(drawn) == 1 else [f"{at}" for at in range(1, len(drawn) + 1)])
     found: list[Panel] = []
     for each, name in zip(drawn, given, strict=True):
-        if isinstance(each, Timeline):
-            found.append(Panel(name, each, window, ranks))
-        elif isinstance(each, Program):
-            found.append(Panel(name, simulate(each, costs), window, ranks))
-        else:
+        timeline = simulate(each, costs) if isinstance(each, Program) else each
+        if not isinstance(timeline, Timeline):
             raise TypeError(f"plot draws a Program or a Timeline; found {type(each).__name__}.")
+        found.append(Panel(name, timeline, window or (0.0, inf), ranks))
     for panel in found:
         if ranks is not None and len(ranks) != panel.ranks:
             raise ValueError(f"ranks= has one name for each of the {panel.ranks} ranks; found {len(ranks)}.")

@@ -37,10 +37,6 @@ def perfetto(panels: Sequence[Panel], style: Style = PLAIN) -> str:
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
-def _micro(seconds: float) -> float:
-    return seconds * 1e6
-
-
 def _names(panel: Panel, first: int) -> Iterator[Entry]:
     lanes = {(event.op.rank, kind_of(event.op.kind).lane) for event in panel.events}
     for rank in range(panel.ranks):
@@ -63,8 +59,8 @@ def _ops(panel: Panel, first: int) -> Iterator[Entry]:
             "cat": op.kind,
             "pid": first + op.rank,
             "tid": _THREADS[kind_of(op.kind).lane],
-            "ts": _micro(start),
-            "dur": _micro(end - start),
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
             "args": {word: given for word, given in place.items() if given is not None} | said,
         }
 
@@ -77,8 +73,8 @@ def _waits(panel: Panel, first: int) -> Iterator[Entry]:
             "cat": "wait",
             "pid": first + wait.rank,
             "tid": 0,
-            "ts": _micro(wait.start),
-            "dur": _micro(wait.end - wait.start),
+            "ts": wait.start * 1e6,
+            "dur": (wait.end - wait.start) * 1e6,
         }
 
 
@@ -104,7 +100,7 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
                 "id": number,
                 "pid": first + event.op.rank,
                 "tid": _THREADS[kind_of(event.op.kind).lane],
-                "ts": _micro((event.start + event.end) / 2),
+                "ts": (event.start + event.end) / 2 * 1e6,
             } | ({"bp": "e"} if phase == "f" else {})
 
 
@@ -115,4 +111,4 @@ def _held(panel: Panel, first: int) -> Iterator[Entry]:
     unit = "bytes" if panel.in_bytes else "microbatches"
     for rank in range(panel.ranks):
         for time, amount in panel.held(rank):
-            yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": _micro(time), "args": {unit: amount}}
+            yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": time * 1e6, "args": {unit: amount}}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fpipe.pictures.chart import chart
 from fpipe.pictures.html import html
+from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel, panels_of
 from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.png import draw_onto, raster
+from fpipe.pictures.shapes import Drawing
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale
@@ -104,24 +106,12 @@ def plot(
     return to_scale(panels_of(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 
 
-_WRITERS: dict[str, Callable[[Sequence[Panel], float | None, Style], str | bytes]] = {
-    ".svg": svg,
-    ".png": lambda panels, width, style: raster(panels, width, style, "png"),
-    ".pdf": lambda panels, width, style: raster(panels, width, style, "pdf"),
-    ".html": html,
-    ".json": lambda panels, width, style: perfetto(panels, style),
-}
-
-
 def _chart(what: RunPlan | Robustness, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
     """A chart, in its file; or its table."""
     odd = next((word for word, given in others.items() if given), None)
     if odd is not None:
         raise ValueError(f"a {type(what).__name__} is drawn alone, into a file: leave out {odd}.")
-    if file is None:
-        return str(what)
-    chart(what, Path(file), width, style)
-    return str(file)
+    return str(what) if file is None else _write(Path(file), what, width, style)
 
 
 def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:
@@ -130,26 +120,44 @@ def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:
     if style.width_mm is not None:
         raise ValueError("the Axes say how wide the picture is: leave width_mm= out.")
     draw_onto(panels, style, ax)
-    return "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
+    return "\n".join(panel.caption for panel in panels)
 
 
-def _write(file: Path, panels: Sequence[Panel], width: float | None, style: Style) -> str:
-    if file.suffix not in _WRITERS:
-        raise ValueError(f"a picture's file ends in {', '.join(_WRITERS)}; found {file.name!r}.")
+def _write(file: Path, what: RunPlan | Robustness | Sequence[Panel], width: float | None, style: Style) -> str:
+    ending, endings, kind = file.suffix, (".svg", ".png", ".pdf", ".html", ".json"), "picture"
+    if isinstance(what, RunPlan | Robustness):
+        endings, kind = endings[:3], "chart"
+    if ending not in endings:
+        raise ValueError(f"a {kind}'s file ends in {', '.join(endings)}; found {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    made = _WRITERS[file.suffix](panels, width, style)
+    if isinstance(what, RunPlan | Robustness):
+        made = _drawn(chart(what, width, style), str(what), ending, style)
+    elif ending == ".html":
+        made = html(what, width, style)
+    elif ending == ".json":
+        made = perfetto(what, style)
+    else:
+        made = _drawn(lay_out(what, width, style), _words(what), ending, style)
     file.write_bytes(made.encode() if isinstance(made, str) else made)
     return str(file)
+
+
+def _drawn(drawing: Drawing, words: str, ending: str, style: Style) -> str | bytes:
+    return svg(drawing, words, style) if ending == ".svg" else raster(drawing, style, ending[1:])
+
+
+def _words(panels: Sequence[Panel]) -> str:
+    return "; ".join(panel.caption for panel in panels)
 
 
 def _paint(what: Program | Timeline | Picture) -> str:
     """The HTML for a notebook; text instead where a picture would choke it."""
     panels, style = (what.panels, what.style) if isinstance(what, Picture) else (panels_of([what]), PLAIN)
     if sum(len(panel.timeline.events) for panel in panels) > _MOST:
-        facts = "\n".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
+        facts = "\n".join(panel.caption for panel in panels)
         return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"
-    return f'<div style="overflow-x:auto">{svg(panels, None, style)}</div>'
+    return f'<div style="overflow-x:auto">{svg(lay_out(panels, None, style), _words(panels), style)}</div>'
 
 
 _MOST = 10_000

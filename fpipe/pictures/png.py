@@ -8,21 +8,16 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import PIXEL, lay_out
+from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
 from fpipe.pictures.style import Style
 
 DOTS = {"screen": 192, "paper": 300}
 """An inch has these: two for each pixel of a screen, and what journals ask for."""
 
 
-def raster(panels: Sequence[Panel], width: float | None, style: Style, ending: str) -> bytes:
-    """The picture of some panels as the bytes of a PNG or PDF file."""
-    return rastered(lay_out(panels, width, style), style, ending)
-
-
-def rastered(drawing: Drawing, style: Style, ending: str) -> bytes:
+def raster(drawing: Drawing, style: Style, ending: str) -> bytes:
     """A drawing as the bytes of a PNG or PDF file."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from fpipe.pictures.axis import Clock
 
+PIXEL = 1 / 96
+"""Inches of a pixel, as browsers have it: 12 of them are 9 points."""
 EDGE = 12.0
 """The margin around a picture."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, Literal
 
-from fpipe.pictures.colours import FILLS, OTHER, is_colour, lighter
+from fpipe.pictures.colours import FILLS, OTHER, lighter
+from fpipe.pictures.shapes import PIXEL
 from fpipe.program import Op, kind_of
 
 
@@ -79,6 +81,11 @@ class Style:
         ):
             raise ValueError(f"ranks= is a list of names, one for each rank; found {self.ranks!r}.")
 
+    @property
+    def unit(self) -> float:
+        """Inches of what is called a pixel in a picture: names of ranks are 12 of them."""
+        return PIXEL if self.font_pt is None else self.font_pt / 12 / 72
+
     def fill(self, op: Op, shade: float = 0.0) -> str:
         """The colour of an op; shade 0 is the first direction or chunk, 1 the last and lightest."""
         if callable(self.colours):
@@ -124,7 +131,7 @@ def _is_window(given: Any) -> bool:
 
 
 def _the_colour(given: Any, of: str) -> str:
-    if not is_colour(given):
+    if not isinstance(given, str) or not re.fullmatch("#[0-9a-fA-F]{6}", given):
         raise ValueError(f"a colour is '#' and six hexadecimal digits, such as '#2a66be'; found {given!r} for {of}.")
     return given
 

@@ -7,21 +7,13 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.layout import PIXEL, lay_out
-from fpipe.pictures.panel import Panel
-from fpipe.pictures.shapes import Area, Drawing, Line, Rect, Shape, Text, heads
-from fpipe.pictures.style import PLAIN, Style
+from fpipe.pictures.shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.style import Style
 
 FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
 
 
-def svg(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
-    """The picture of some panels as SVG text."""
-    said = "; ".join(f"{panel.name}: {panel.facts}".removeprefix(": ") for panel in panels)
-    return drawn(lay_out(panels, width, style), said, style)
-
-
-def drawn(drawing: Drawing, said: str, style: Style) -> str:
+def svg(drawing: Drawing, said: str, style: Style) -> str:
     """A drawing as SVG text; `said`: what it shows, in words."""
     body = "\n".join([*shapes(drawing.still), *shapes(drawing.timed)])
     return frame(drawing, f"<title>{_escaped(said)}</title>\n{body}", "mm" if style.width_mm is not None else "")
