@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fpipe.model import Model, Source, normalise_inputs, the_model
+from fpipe.model import Model, Source, Stage, normalise_inputs, the_model
 from fpipe.order import in_order
 from fpipe.program import Input, Op, Output, Program, Value
 
@@ -38,94 +38,72 @@ def program(
     """
     if isinstance(model, bool) or not isinstance(model, int):
         model = the_model(model, "program() takes a Model or a number of stages,")
-    if isinstance(model, int):
+        if inputs is not None:
+            raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
+    else:
         taken = normalise_inputs(inputs, model)
-        model = Model(stages=(), loss=None, inputs=taken)
-    elif inputs is not None:
-        raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
+        model = Model((Stage(lambda params, x: x),) * model, None, taken)
     return _Writer(model, input_grads).write()
 
 
 class _Writer:
     """Names the values of a model's step, stage by stage."""
 
-    def __init__(self, model: Model, input_grads: bool = False) -> None:
+    def __init__(self, model: Model, input_grads: bool) -> None:
         self.model, self.input_grads = model, input_grads
-        self.n = len(model.inputs)
-        self.last = self.n - 1
-        self.readers: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(
-            list
-        )  # stage and output -> (reading stage, its k-th input)
-        for stage in range(self.n):
-            for k, source in enumerate(model.sources(stage)):
-                if source != "batch":
-                    self.readers[source if isinstance(source, tuple) else (source, 0)].append((stage, k))
+        self.last = len(model.stages) - 1
+        self.counted = model.reduction == "count"
+        self.ops: list[Op] = []
+        self.readers: defaultdict[Value, list[Value]] = defaultdict(list)  # a stage's output -> cotangents of it
+        for stage in range(len(model.stages)):
+            for k, source in enumerate(self.taken(stage)):
+                self.readers[source].append(Value("dx", stage, 0, port=k))
 
     def write(self) -> Program:
-        model, n = self.model, self.n
-        ops = [self.forward(stage) for stage in range(n)]
-        loss = Value("loss", self.last, 0)
-        extra = tuple(Value("loss", stage, 0) for stage in range(self.last) if self.adds_loss(stage))
-        if extra:
-            total = Value("total", self.last, 0)
-            ops.append(Op("ADD", self.last, 0, None, 0, (loss, *extra), (total,)))
-            loss = total
-        for stage in reversed(range(n)):
-            ops.extend(self.backward(stage))
-        grads = [Output(Value("grads", stage), Value("g", stage, 0), (0,)) for stage in range(n)]
+        model, stages = self.model, range(len(self.model.stages))
+        for stage in stages:
+            self.forward(stage)
+        loss = [Value("loss", stage, 0) for stage in (self.last, *stages[:-1]) if self.has_loss(stage)]
+        total = self.add(loss, Value("total", self.last, 0))
+        for stage in reversed(stages):
+            self.backward(stage)
+        grads = [(Value("grads", stage), Value("g", stage, 0)) for stage in stages]
         for uses in model.tied_uses:
-            parts = tuple(Value("g", leaf.stage, 0, port=leaf.bundle) for leaf in sorted(uses))
             owner, port = uses[0].owner, uses[0].port
-            summed = Value("sum", owner, 0, port=port)
-            ops.append(Op("ADD", owner, 0, None, 0, parts, (summed,)))
-            grads.append(Output(Value("grads", owner, port=port), summed, (0,)))
-        grads += self.of_inputs(ops)
-        if model.reduction == "count":
-            grads = [grad._replace(value=self.scaled(grad, ops)) for grad in grads]
-            ops.append(self.scale(loss, Value("loss")))
-            loss = Value("loss")
-        outputs = [Output(Value("loss"), loss, (0,)), Output(Value("outputs"), Value("y", self.last, 0), (0,))]
-        if model.aux:
-            outputs.append(Output(Value("aux"), Value("aux", self.last, 0), (0,)))
-        if model.reduction == "count":
-            count = Value("count", self.last, 0)
-            outputs.append(Output(Value("count"), count, (0,)))
-        outputs += [
-            Output(Value("state", s), Value("state", s, 0), (0,))
-            for s in range(n)
-            if self.has_update(s) or self.asks(s, "state")
-        ]
-        names = sorted({v for op in ops for v in op.reads if v.microbatch is None}, key=_input_order)
-        return Program(tuple(Input(name, (0,)) for name in names), tuple(ops), in_order([*outputs, *grads]))
+            parts = [Value("g", leaf.stage, 0, port=leaf.bundle) for leaf in sorted(uses)]
+            grads.append((Value("grads", owner, port=port), self.add(parts, Value("sum", owner, 0, port=port))))
+        if self.input_grads:
+            found = self.readers[Value("inputs")]
+            first = Value("dinputs", found[0].stage, 0)
+            grads.append((Value("input_grads"), self.add(sorted(found, reverse=True), first)))
+        if self.counted:
+            grads = [(name, self.scaled(value, name._replace(name="scaled"))) for name, value in grads]
+            total = self.scaled(total, Value("loss"))
+        results = [(Value("loss"), total), (Value("outputs"), Value("y", self.last, 0))]
+        results += [(Value(name), Value(name, self.last, 0)) for name in self.beside_the_loss()]
+        stateful = (s for s in stages if model.stages[s].update is not None or "state" in model.stages[s].asks)
+        results += [(Value("state", stage), Value("state", stage, 0)) for stage in stateful]
+        inputs = sorted({value for op in self.ops for value in op.reads if value.microbatch is None}, key=_input_order)
+        outputs = in_order(Output(name, value, (0,)) for name, value in (*results, *grads))
+        return Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
 
-    def of_inputs(self, ops: list[Op]) -> list[Output]:
-        """The gradient of the inputs, summed over the stages that take them, from the last one back."""
-        if not self.input_grads:
-            return []
-        places = [(s, k) for s in range(self.n) for k, source in enumerate(self.model.sources(s)) if source == "batch"]
-        found = tuple(Value("dx", stage, 0, port=k) for stage, k in sorted(places, reverse=True))
-        if len(found) == 1:
-            return [Output(Value("input_grads"), found[0], (0,))]
-        summed = Value("dinputs", places[0][0], 0)
-        ops.append(Op("ADD", summed.stage, 0, None, 0, found, (summed,)))
-        return [Output(Value("input_grads"), summed, (0,))]
-
-    def adds_loss(self, stage: int) -> bool:
-        return bool(self.model.stages) and self.model.stages[stage].aux_loss
-
-    def scaled(self, grad: Output, ops: list[Op]) -> Value:
-        made = grad.name._replace(name="scaled")
-        ops.append(self.scale(grad.value, made))
+    def add(self, parts: Sequence[Value], made: Value) -> Value:
+        """The sum of some values: an ADD where there are several."""
+        if len(parts) == 1:
+            return parts[0]
+        self.ops.append(Op("ADD", made.stage, 0, None, 0, tuple(parts), (made,)))
         return made
 
-    def scale(self, total: Value, made: Value) -> Op:
-        return Op("SCALE", total.stage, None, None, 0, (total, Value("count", self.last, 0)), (made,))
+    def scaled(self, total: Value, made: Value) -> Value:
+        """A sum, divided by what the loss counts."""
+        self.ops.append(Op("SCALE", total.stage, None, None, 0, (total, Value("count", self.last, 0)), (made,)))
+        return made
 
-    def has_update(self, stage: int) -> bool:
-        return bool(self.model.stages) and self.model.stages[stage].update is not None
+    def has_loss(self, stage: int) -> bool:
+        return stage == self.last or self.model.stages[stage].aux_loss
 
-    def asks(self, stage: int, word: str) -> bool:
-        return bool(self.model.stages) and word in self.model.stages[stage].asks
+    def beside_the_loss(self) -> list[str]:
+        return ["count"] * self.counted + ["aux"] * self.model.aux
 
     def params(self, stage: int) -> tuple[Value, ...]:
         tied = tuple(Value("params", leaf.owner, port=leaf.port) for leaf in self.model.tied(stage))
@@ -134,52 +112,36 @@ class _Writer:
     def taken(self, stage: int) -> tuple[Value, ...]:
         return tuple(map(_value, self.model.sources(stage)))
 
-    def forward(self, stage: int) -> Op:
-        reads = [*self.params(stage), *self.taken(stage)]
-        if self.asks(stage, "state"):
-            reads.append(Value("state", stage))
-        if self.asks(stage, "key"):
-            reads.append(Value("key"))
-        writes = [Value("y", stage, 0, port=port) for port in range(self.model.ports(stage))]
-        if stage == self.last:
-            reads.append(Value("target"))
-            writes.append(Value("loss", stage, 0))
-            if self.model.reduction == "count":
-                writes.append(Value("count", stage, 0))
-            if self.model.aux:
-                writes.append(Value("aux", stage, 0))
-        if self.adds_loss(stage):
-            writes.append(Value("loss", stage, 0))
-        if self.asks(stage, "state"):
-            writes.append(Value("state", stage, 0))
-        if self.model.stages and self.model.stages[stage].notes:
-            writes.append(Value("seen", stage, 0))
-        return Op("F", stage, 0, None, 0, tuple(reads), (*writes, Value("res", stage, 0)))
+    def outputs(self, stage: int) -> list[Value]:
+        return [Value("y", stage, 0, port=port) for port in range(self.model.ports(stage))]
 
-    def backward(self, stage: int) -> list[Op]:
-        ops: list[Op] = []
-        if self.has_update(stage):
-            own = self.model.stages[stage]
+    def forward(self, stage: int) -> None:
+        own, last = self.model.stages[stage], stage == self.last
+        reads = [*self.params(stage), *self.taken(stage)]
+        reads += [Value("state", stage)] if "state" in own.asks else []
+        reads += [Value("key")] if "key" in own.asks else []
+        reads += [Value("target")] if last else []
+        names = ["loss"] * self.has_loss(stage) + (self.beside_the_loss() if last else [])
+        names += ["state"] * ("state" in own.asks) + ["seen"] * own.notes + ["res"]
+        writes = (*self.outputs(stage), *(Value(name, stage, 0) for name in names))
+        self.ops.append(Op("F", stage, 0, None, 0, tuple(reads), writes))
+
+    def backward(self, stage: int) -> None:
+        own = self.model.stages[stage]
+        if own.update is not None:
             reads = (Value("state", stage), *((Value("seen", stage, 0),) if own.notes else self.taken(stage)))
             how = (("index", 0), ("count", 1)) if own.counts else ()
-            ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
+            self.ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
         cotangents: list[Value] = []
-        for port in range(self.model.ports(stage)):
-            readers = sorted(self.readers[stage, port], reverse=True)
-            found = tuple(Value("dx", reader, 0, port=k) for reader, k in readers)
-            if len(found) > 1:
-                summed = Value("dy", stage, 0, port=port)
-                ops.append(Op("ADD", stage, 0, None, 0, found, (summed,)))
-                found = (summed,)
-            cotangents.extend(found)
-        dx = tuple(
-            Value("dx", stage, 0, port=k)
-            for k, source in enumerate(self.model.sources(stage))
-            if source != "batch" or self.input_grads
-        )
-        grads = tuple(Value("g", stage, 0, port=k) for k in range(len(self.params(stage))))
-        reads = (*self.params(stage), Value("res", stage, 0), *cotangents)
-        return [*ops, Op("B", stage, 0, None, 0, reads, (*dx, *grads))]
+        for y in self.outputs(stage):
+            if readers := sorted(self.readers[y], reverse=True):
+                cotangents.append(self.add(readers, y._replace(name="dy")))
+        taken = enumerate(self.taken(stage))
+        dx = [Value("dx", stage, 0, port=k) for k, value in taken if value.name == "y" or self.input_grads]
+        params = self.params(stage)
+        grads = [Value("g", stage, 0, port=k) for k in range(len(params))]
+        reads = (*params, Value("res", stage, 0), *cotangents)
+        self.ops.append(Op("B", stage, 0, None, 0, reads, (*dx, *grads)))
 
 
 def _value(source: Source) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fpipe.schedules import names
 from fpipe.schedules.named import with_options
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
-from fpipe.transforms.cells import Cell, Key, parse_cell, read_table, text_of
+from fpipe.transforms.cells import keys_of, read_table, text_of
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
@@ -69,7 +69,7 @@ def program_of(text: str, *, replicated: bool = False) -> Program:
     if _TORCH.search(text):
         return torch_pipelining.from_csv(text)
     rows = read_table(text)
-    keys = [key for row in rows for cell in row for key in _keys(cell)]
+    keys = [key for row in rows for cell in row for key in keys_of(cell)]
     if not keys:
         raise ProgramError("the table names no F, B, I or W.")
     stages = 1 + max(stage or 0 for _, stage, _, _ in keys)
@@ -83,7 +83,3 @@ def program_of(text: str, *, replicated: bool = False) -> Program:
         merge(),
     )
     return chain(*steps)(base_program(stages))
-
-
-def _keys(cell: Cell) -> Sequence[Key]:
-    return (cell,) if isinstance(cell, tuple) else () if cell[:1].isupper() else parse_cell(cell)

@@ -79,7 +79,7 @@ class Labels:
         at, smaller = form
         size = size_in(depth) * smaller
         name = first_that_fits(names_of(bar.op, lane, self.style)[at:], size, width)
-        return name and (name, size)
+        return (name, size) if name else None
 
     def runs(self, lane: Lane) -> Iterator[tuple[list[Bar], list[str]]]:
         """Rows of microbatches without labels of their own, one right after the other, and what to call them."""

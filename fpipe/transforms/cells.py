@@ -78,6 +78,11 @@ def is_general(cell: str) -> bool:
     return cell[:1].isupper()
 
 
+def keys_of(cell: Cell) -> tuple[Key, ...]:
+    """The keys of the ops that a cell names by them."""
+    return (cell,) if isinstance(cell, tuple) else () if is_general(cell) else parse_cell(cell)
+
+
 def read_table(table: Table) -> list[list[Cell]]:
     """The cells of each rank, idle ones left out."""
     if isinstance(table, Path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fpipe.program import Program, building, the_program
-from fpipe.transforms._rewrite import Transform
+from fpipe.program import Program
+from fpipe.transforms._rewrite import Transform, transforming
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -24,28 +24,22 @@ def chain(*transforms: Transform) -> Transform:
                 "call, such as fpipe.schedules.gpipe(4)."
             )
         name = getattr(step, "__qualname__", "<locals>")
-        if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name and not _is_made(step):
+        if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name:
             raise TypeError(f"number {number} of the chain is {name} itself, which makes a transform: say {name}(...).")
 
+    @transforming
     def transform(program: Program) -> Program:
-        with building():
-            program = the_program(program)
-            for number, step in enumerate(transforms):
-                made = step(program)
-                if not isinstance(made, Program):
-                    raise TypeError(
-                        f"number {number} of the chain gave a {type(made).__name__}, no Program; a transform is made "
-                        "by a call, such as fpipe.schedules.gpipe(4)."
-                    )
-                program = made
+        for number, step in enumerate(transforms):
+            made = step(program)
+            if not isinstance(made, Program):
+                raise TypeError(
+                    f"number {number} of the chain gave a {type(made).__name__}, no Program; a transform is made "
+                    "by a call, such as fpipe.schedules.gpipe(4)."
+                )
+            program = made
         return program
 
     return transform
-
-
-def _is_made(step: Transform) -> bool:
-    """Whether this is the transform that changes nothing, which is made by no function of its own."""
-    return step is the_program
 
 
 def identity() -> Transform:
@@ -58,4 +52,4 @@ def identity() -> Transform:
     >>> print(fpipe.plot(fpipe.identity()(program)))
     rank 0 | 0F0 1F0 1B0 0B0
     """
-    return the_program
+    return transforming(lambda program: program)

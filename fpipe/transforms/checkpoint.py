@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, parts_of
+from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, pair, parts_of
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
 
 Place = tuple[int | None, int | None, int | None]
@@ -91,8 +91,7 @@ def checkpoint(
 
         def change(op: Op) -> Op:
             if op.parts:
-                parts = tuple(map(change, op.parts))
-                return op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
+                return pair(*map(change, op.parts))
             kept = tuple(value for value in op.writes if value.name != "res")
             if not chosen(op) or kept == op.writes or op.how:
                 return op
@@ -179,7 +178,7 @@ def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str,
 
     def change(op: Op) -> Op:
         if op.parts:
-            return op._replace(parts=tuple(map(change, op.parts)))
+            return pair(*map(change, op.parts))
         return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in places else op
 
     ops = tuple(map(change, program.ops))
@@ -191,8 +190,9 @@ def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
     itself: dict[Value, Value] = {}
 
     def read(op: Op) -> Op:
-        parts = tuple(map(read, op.parts))
-        return op._replace(reads=tuple(itself.get(value, value) for value in op.reads), parts=parts)
+        if op.parts:
+            return pair(*map(read, op.parts))
+        return op._replace(reads=tuple(itself.get(value, value) for value in op.reads))
 
     kept: list[Op] = []
     for op in ops:

@@ -9,11 +9,12 @@ reads it there, and through nobody between.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Op, Output, Program, Value
+from fpipe.program import Op, Output, Program, Value, pair
 from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
@@ -71,7 +72,7 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
                 f"again= says f(op) for each name, such as lambda op: op.kind; found {{{odd!r}: {trips[odd]!r}}}."
             )
     else:
-        trips = dict.fromkeys(names_of("again", again), _its_own)
+        trips = dict.fromkeys(names_of("again", again), lambda op: op)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -124,10 +125,6 @@ def _results(program: Program) -> Iterator[tuple[Value, int]]:
         yield from ((end.value, rank) for rank in end.homes)
 
 
-def _its_own(op: Op) -> object:
-    return op
-
-
 class _Sender:
     """Knows where each value is, and adds a transfer where it is wanted elsewhere."""
 
@@ -136,25 +133,22 @@ class _Sender:
         self.exact = set(_results(program)) if casts else set[tuple[Value, int]]()
         self.transfers: list[Op] = []
         self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
+        self.at |= {value: {op.rank} for op in program.ops for value in op.writes}
         self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
-        self.trips: dict[tuple[Value, int], int] = {}
-        for op in program.ops:
-            for value in op.writes:
-                self.at[value] = {op.rank}
+        self.trips: Counter[tuple[Value, int]] = Counter()
         sent = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
         for op in program.ops:
             if op.kind == "RECV" and op.reads[0] in sent:
                 value = sent[op.reads[0]]
                 self.copies[value, op.rank, None] = op.writes[0]
-                self.trips[value, op.rank] = self.trips.get((value, op.rank), -1) + 1
+                self.trips[value, op.rank] += 1
 
     def local(self, op: Op) -> Op:
         """The op, reading copies on its own rank."""
         if op.kind == "RECV":
             return op
         if op.parts:
-            parts = tuple(self.local(part) for part in op.parts)
-            return op._replace(parts=parts, reads=tuple(dict.fromkeys(v for part in parts for v in part.reads)))
+            return pair(*map(self.local, op.parts))
         if all(op.rank in self.at[value] for value in op.reads):
             return op
         return op._replace(reads=tuple(self.copy(value, op.rank, op) for value in op.reads))
@@ -167,14 +161,14 @@ class _Sender:
         known = self.copies.get((value, rank, purpose))
         if known is not None:
             return known
-        trip = self.trips[value, rank] = self.trips.get((value, rank), -1) + 1
+        trip = self.trips[value, rank]
+        self.trips[value, rank] += 1
         tail = f"{rank}.{trip}" if trip else f"{rank}"
         flight, landed = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
-        place = (value.stage, value.microbatch, value.slice)
         rounded = value.name in self.casts and (value, rank) not in self.exact
         how = (("cast", self.casts[value.name]),) if rounded else ()
-        self.transfers.append(Op("SEND", *place, min(self.at[value]), (value,), (flight,), (), how))
-        self.transfers.append(Op("RECV", *place, rank, (flight,), (landed,)))
+        self.transfers.append(Op("SEND", *value[1:4], min(self.at[value]), (value,), (flight,), (), how))
+        self.transfers.append(Op("RECV", *value[1:4], rank, (flight,), (landed,)))
         self.copies[value, rank, purpose] = landed
         return landed
 

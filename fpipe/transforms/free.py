@@ -43,8 +43,7 @@ def free() -> Transform:
             ranks: defaultdict[int, list[Value]] = defaultdict(list)
             for value in dead.get(position, ()):
                 ranks[program.ops[writer[value]].rank].append(value)
-            place = (op.stage, op.microbatch, op.slice)
-            ops.extend(Op("FREE", *place, rank, tuple(values), ()) for rank, values in sorted(ranks.items()))
+            ops.extend(Op("FREE", *op[1:4], rank, tuple(values), ()) for rank, values in sorted(ranks.items()))
         return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
     return transform

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from fpipe.order import in_order
-from fpipe.program import Op, Output, Program, ProgramError, Value
+from fpipe.program import Op, Output, Program, ProgramError, Value, pair
 from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
 from fpipe.transforms.specs import spec_text
 
@@ -167,21 +167,19 @@ def _no_outputs(op: Op) -> Op:
     return op._replace(reads=tuple(kept), writes=tuple(value for value in op.writes if value.name != "outputs"))
 
 
-def _without_unread(ops: Iterable[Op], ends: Iterable[Output]) -> list[Op]:
+def _without_unread(ops: Sequence[Op], ends: Iterable[Output]) -> list[Op]:
     """Model outputs that nobody wants any more are not written."""
     wanted = {end.value for end in ends}
     if Value("outputs") not in wanted:
         ops = [_no_outputs(op) if op.kind == "MERGE" and op.microbatch is None else op for op in ops]
-    read = {value for op in ops for value in op.reads if value.name == "y"}.union(end.value for end in ends)
-    kept: list[Op] = []
-    for op in ops:
+    wanted.update(value for op in ops for value in op.reads if value.name == "y")
+
+    def without(op: Op) -> Op:
         if op.parts:
-            parts = tuple(_without_unread(op.parts, [Output(v, v, ()) for v in read]))
-            op = op._replace(parts=parts, writes=tuple(value for part in parts for value in part.writes))
-        elif op.kind == "F" and any(value.name == "y" and value not in read for value in op.writes):
-            op = op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in read))
-        kept.append(op)
-    return kept
+            return pair(*map(without, op.parts))
+        return op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in wanted))
+
+    return [without(op) if op.kind in ("F", "PAIR") else op for op in ops]
 
 
 class _Adder:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Op, Program, ProgramError, Value, building
+from fpipe.program import Op, Program, ProgramError, Value, pair
 from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 from fpipe.transforms._waiting import LATE, Policy, Stay, enough, waiting
@@ -71,37 +71,33 @@ def offload(
     def transform(program: Program) -> Program:
         refuse_freed(program)
         check_names("values", names, program, also=("res", "wres", "y"))
-        with building():
-            rows = waiting(program, names, lead, policy)
-            if cap is not None:
-                stays = enough(program, rows, cap)
-            else:
-                stays = [stay for row in rows.values() for stay in row if stay.may]
-            if not stays:
-                return program
-            ops = _moved(program, stays, to)
-            if lead:
-                return arrange(program.inputs, ops, program.outputs, held_kinds(program) | {"LOAD"})
-            return rebuilt(program, ops)
+        rows = waiting(program, names, lead, policy)
+        if cap is None:
+            stays = [stay for row in rows.values() for stay in row if stay.may]
+        else:
+            stays = enough(program, rows, cap)
+        if not stays:
+            return program
+        ops = _moved(program, stays, to)
+        if lead:
+            return arrange(program.inputs, ops, program.outputs, held_kinds(program) | {"LOAD"})
+        return rebuilt(program, ops)
 
     return transform
 
 
 def _moved(program: Program, stays: list[Stay], to: Where) -> list[Op]:
     """The ops, with an OFFLOAD behind each writer, a LOAD where it is to stand, and late readers that read the copy."""
-    out = {stay.value: stay for stay in stays}
     loads: defaultdict[int, list[Op]] = defaultdict(list)
     copies: dict[Value, Value] = {}
-    ops: list[Op] = []
     offloads: dict[Value, Op] = {}
-    for op in program.ops:
-        for value in op.writes:
-            if value in out:
-                place = "host" if to == "host" else _partner(to, op.rank, program.ranks)
-                away = value._replace(at=f"{value.at}@{place}")
-                copies[value] = away._replace(at=f"{away.at}@{op.rank}")
-                offloads[value] = Op("OFFLOAD", *value[1:4], op.rank, (value,), (away,))
-                loads[out[value].load].append(Op("LOAD", *value[1:4], op.rank, (away,), (copies[value],)))
+    for value, stay in {stay.value: stay for stay in stays}.items():
+        rank = program.ops[program.writer[value]].rank
+        away = value._replace(at=f"{value.at}@{'host' if to == 'host' else _partner(to, rank, program.ranks)}")
+        copies[value] = away._replace(at=f"{away.at}@{rank}")
+        offloads[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (away,))
+        loads[stay.load].append(Op("LOAD", *value[1:4], rank, (away,), (copies[value],)))
+    ops: list[Op] = []
     for position, op in enumerate(program.ops):
         ops += loads.get(position, ())
         ops.append(_reading(op, copies))
@@ -119,8 +115,7 @@ def _partner(to: Callable[[int], int], rank: int, ranks: int) -> int:
 def _reading(op: Op, copies: Mapping[Value, Value]) -> Op:
     """A backward or recompute that reads the copies that were loaded."""
     if op.parts:
-        parts = tuple(_reading(part, copies) for part in op.parts)
-        return op._replace(parts=parts, reads=tuple(dict.fromkeys(value for part in parts for value in part.reads)))
-    if op.kind not in LATE or not any(value in copies for value in op.reads):
+        return pair(*(_reading(part, copies) for part in op.parts))
+    if op.kind not in LATE or copies.keys().isdisjoint(op.reads):
         return op
     return op._replace(reads=tuple(copies.get(value, value) for value in op.reads))

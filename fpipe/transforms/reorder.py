@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, cast
 
 from fpipe.order import arrange, scheduled_kinds
-from fpipe.program import Op, Program, ProgramError, building, pair, parts_of
+from fpipe.program import Op, Program, ProgramError, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
-from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, parse_cell, read_table, show
+from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table, show
 from fpipe.transforms.place import Homes, given_homes, stage_ranks
 from fpipe.transforms.split_backward import halved
 
@@ -61,9 +61,7 @@ def in_rows(policy: str | Sequence[int], ranks: int | None, rows: Callable[[Prog
 
     @transforming
     def transform(program: Program) -> Program:
-        with building():
-            placement = stage_ranks(policy, program.stages, ranks)
-            return by_table(program, rows(program, placement), move=True)
+        return by_table(program, rows(program, stage_ranks(policy, program.stages, ranks)), move=True)
 
     return transform
 
@@ -94,24 +92,14 @@ def _split_where_named(program: Program, rows: Rows) -> Program:
     """Split each full backward that the table names as I or W."""
     if {cell[0] for row in rows for cell in row} <= {"F", "B", "R"}:  # keys, and no halves among them
         return program
-    halves: set[tuple[int | None, int | None]] = set()
-    for row in rows:
-        for cell in row:
-            if isinstance(cell, tuple):
-                if cell[0] == "I" or cell[0] == "W":
-                    halves.add((cell[1], cell[2]))
-            elif "I" in cell or "W" in cell:
-                halves.update((key[1], key[2]) for key in _keys(cell) if key[0] in "IW")
+    named = (cell for row in rows for cell in row if "I" in cell or "W" in cell)
+    halves = {key[1:3] for cell in named for key in keys_of(cell) if key[0] in "IW"}
     if halves:
-        halves &= {(op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "B"}
+        halves &= {op[1:3] for op in parts_of(program.ops) if op.kind == "B"}
     if not halves:
         return program
     ops = halved(program.ops, lambda stage, microbatch: (stage, microbatch) in halves)
     return Program.trusted(program.inputs, tuple(ops), program.outputs)  # the table orders them
-
-
-def _keys(cell: str) -> tuple[Key, ...]:
-    return () if is_general(cell) else parse_cell(cell)
 
 
 _Column = tuple[str, int | None, int | None]
@@ -172,14 +160,11 @@ class _Finder:
         if found >= 0:
             return (found,)
         if isinstance(cell, str) and is_general(cell):
-            if cell not in self.others:
-                hint = ""
-                if _WITHOUT_STAGE.fullmatch(cell):
-                    hint = (
-                        f" A cell names its stage too: {place.split()[1].rstrip(',')}{cell}, if the stage is the rank."
-                    )
-                raise ProgramError(f"{place}: the program has no op {cell}.{hint}")
-            return (self.other(cell),)
+            if cell in self.others:
+                return (self.other(cell),)
+            rank = place.split()[1].rstrip(",")
+            hint = f" A cell names its stage too: {rank}{cell}, if the stage is the rank."
+            raise ProgramError(f"{place}: the program has no op {cell}.{hint * bool(_WITHOUT_STAGE.fullmatch(cell))}")
         try:
             keys = (cell,) if isinstance(cell, tuple) else parse_cell(cell)
         except ProgramError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from fpipe.program import Op, Output, Program, ProgramError, Value, building
+from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 from fpipe.transforms.specs import spec_text
 
@@ -67,9 +67,8 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
         if slices == 1:
             return program
         _refuse(program)
-        with building():
-            ops = [made for op in program.ops for made in _each(op, slices, how)]
-            return rebuilt(program, ops, outputs=tuple(made for end in program.outputs for made in _ends(end, slices)))
+        ops = [made for op in program.ops for made in _each(op, slices, how)]
+        return rebuilt(program, ops, outputs=tuple(made for end in program.outputs for made in _ends(end, slices)))
 
     return transform
 

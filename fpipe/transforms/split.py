@@ -9,7 +9,7 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 
 from __future__ import annotations
 
-from fpipe.program import Program, ProgramError, building, kind_of
+from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms._copies import copies
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 from fpipe.transforms.slice_sequence import slice_sequence
@@ -75,8 +75,7 @@ def split(
                 f"this program is on {program.ranks} ranks already, in an order of its own: its microbatches would "
                 "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
             )
-        with building():
-            ops, outputs, sources = copies(program, many, how)
+        ops, outputs, sources = copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
             # One rank and nothing but timed ops: each copy is in order, and they follow each other.
             return sliced(Program.trusted(program.inputs, tuple(ops), outputs, sources))
