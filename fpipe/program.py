@@ -76,12 +76,8 @@ class Value(NamedTuple):
     at: str = ""
 
     def __str__(self) -> str:
-        return (
-            self.name
-            + _bracket(self.stage, self.microbatch, self.slice)
-            + (f":{self.port}" if self.port else "")
-            + self.at
-        )
+        port = f":{self.port}" if self.port else ""
+        return f"{self.name}{_bracket(self.stage, self.microbatch, self.slice)}{port}{self.at}"
 
     __repr__ = __str__
 
@@ -113,7 +109,7 @@ class Op(NamedTuple):
         if self.parts:
             return f"({';'.join(part.cell for part in self.parts)})"
         if kind_of(self.kind).place == "table" or self.kind == "R":
-            return f"{self.stage}{self.kind}{self.microbatch}" + ("" if self.slice is None else f".{self.slice}")
+            return cell_of(self[:4])
         return f"{self.kind}({(self.writes or self.reads)[0]})"
 
     def __str__(self) -> str:
@@ -126,10 +122,10 @@ class Op(NamedTuple):
         """The op's text without its rank."""
         if self.parts:
             return f"{{ {' ; '.join(part.equation for part in self.parts)} }}"
-        how = f" {{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}" if self.how else ""
+        how = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}"] if self.how else []
         left = " ".join(map(str, self.writes)) or "_"
         name = self.kind + (_bracket(self.stage, self.microbatch, self.slice) or "[]")
-        return " ".join((left, "=", name, *map(str, self.reads))) + how
+        return " ".join((left, "=", name, *map(str, self.reads), *how))
 
 
 class Input(NamedTuple):
@@ -291,11 +287,8 @@ class Program(HtmlRepr):
     @cached_property
     def writer(self) -> dict[Value, int]:
         """The position of the op that writes each value, -1 for an input."""
-        writer = {given.value: -1 for given in self.inputs}
-        for position, op in enumerate(self.ops):
-            for value in op[6]:
-                writer[value] = position
-        return writer
+        made = {value: position for position, op in enumerate(self.ops) for value in op[6]}
+        return {given.value: -1 for given in self.inputs} | made
 
     @cached_property
     def stages(self) -> int:
@@ -385,7 +378,7 @@ class Program(HtmlRepr):
                 raise ProgramError(f"line {number}: {error}\n    {line}") from None
         return Program(tuple(inputs), tuple(ops), tuple(outputs))
 
-    @cached_property
+    @property
     def _content(self) -> tuple[object, ...]:
         return (self.inputs, self.ops, self.outputs)
 
@@ -407,6 +400,12 @@ class Program(HtmlRepr):
         return "\n".join(map(str, (*self.inputs, *self.ops, *self.outputs)))
 
 
+def cell_of(key: tuple[str, int | None, int | None, int | None]) -> str:
+    """The cell of an op by its kind, stage, microbatch and slice."""
+    kind, stage, microbatch, piece = key
+    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
+
+
 def _bracket(stage: int | None, microbatch: int | None, piece: int | None) -> str:
     if microbatch is None and piece is None:
         return "" if stage is None else f"[{stage}]"
@@ -420,8 +419,9 @@ _VALUE = re.compile(rf"([a-z_]+){_PLACE}(?::({_N}))?((?:@(?:{_N}|host)(?:\.{_N})
 _HEAD = re.compile(r"([A-Z]+)" + _PLACE)
 
 
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)
+def _place(*texts: str | None) -> tuple[int | None, int | None, int | None]:
+    stage, microbatch, piece = (None if text is None else int(text) for text in texts)
+    return stage, microbatch, piece
 
 
 def _parse_value(text: str) -> Value:
@@ -430,8 +430,8 @@ def _parse_value(text: str) -> Value:
         raise ProgramError(
             f"{text.strip()!r} is not a value; a value reads like y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
         )
-    name, stage, microbatch, piece, port, at = found.groups()
-    return Value(name, _number(stage), _number(microbatch), _number(piece), int(port or 0), at)
+    name, *place, port, at = found.groups()
+    return Value(name, *_place(*place), int(port or 0), at)
 
 
 def _parse_op(text: str, rank: int) -> Op:
@@ -446,13 +446,11 @@ def _parse_op(text: str, rank: int) -> Op:
     found = _HEAD.fullmatch(head)
     if not found:
         raise ProgramError(f"{head!r} is not an op; an op reads like y[2,0] = F[2,0] params[2] y[1,0]")
-    kind, stage, microbatch, piece = found.groups()
+    kind, *place = found.groups()
     kind_of(kind)
+    read = tuple(map(_parse_value, reads))
     writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
-    place = (_number(stage), _number(microbatch), _number(piece))
-    return Op(
-        kind, *place, rank, tuple(map(_parse_value, reads)), writes, (), _parse_how(how.rstrip().removesuffix("}"))
-    )
+    return Op(kind, *_place(*place), rank, read, writes, (), _parse_how(how.rstrip().removesuffix("}")))
 
 
 def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
@@ -502,19 +500,18 @@ def pair(*parts: Op) -> Op:
     odd = next((part for part in parts if not isinstance(part, Op)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
     if odd is not None:
         raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")
+    made = {value: part for part in parts for value in part.writes}
     for part in parts:
-        made = {value: other for other in parts if other is not part for value in other.writes}
-        both = next((value for value in part.reads if value in made), None)
-        if both is not None:
-            cells = ";".join(other.cell for other in parts)
+        other = next((value for value in part.reads if made.get(value, part) is not part), None)
+        if other is not None:
+            cells = ";".join(each.cell for each in parts)
             raise ProgramError(
-                f"inside the PAIR ({cells}), {part.cell} reads {both} of {made[both].cell}; pair ops that do not need "
-                "each other."
+                f"inside the PAIR ({cells}), {part.cell} reads {other} of {made[other].cell}; pair ops that do not "
+                "need each other."
             )
     reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
     writes = tuple(value for part in parts for value in part.writes)
-    first = parts[0]
-    return Op("PAIR", first.stage, first.microbatch, first.slice, first.rank, reads, writes, parts)
+    return Op("PAIR", *parts[0][1:5], reads, writes, parts)
 
 
 class _Writers(dict[Value, int]):

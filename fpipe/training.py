@@ -42,7 +42,7 @@ def program(
             raise ValueError("inputs= goes with a number of stages; a Model already says what its stages take.")
     else:
         taken = normalise_inputs(inputs, model)
-        model = Model((Stage(lambda params, x: x),) * model, None, taken)
+        model = Model((Stage(_nothing),) * model, None, taken)
     return _Writer(model, input_grads).write()
 
 
@@ -132,16 +132,19 @@ class _Writer:
             reads = (Value("state", stage), *((Value("seen", stage, 0),) if own.notes else self.taken(stage)))
             how = (("index", 0), ("count", 1)) if own.counts else ()
             self.ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
-        cotangents: list[Value] = []
-        for y in self.outputs(stage):
-            if readers := sorted(self.readers[y], reverse=True):
-                cotangents.append(self.add(readers, y._replace(name="dy")))
+        read = [(y, sorted(self.readers[y], reverse=True)) for y in self.outputs(stage) if self.readers[y]]
+        cotangents = [self.add(parts, y._replace(name="dy")) for y, parts in read]
         taken = enumerate(self.taken(stage))
         dx = [Value("dx", stage, 0, port=k) for k, value in taken if value.name == "y" or self.input_grads]
         params = self.params(stage)
         grads = [Value("g", stage, 0, port=k) for k in range(len(params))]
         reads = (*params, Value("res", stage, 0), *cotangents)
         self.ops.append(Op("B", stage, 0, None, 0, reads, (*dx, *grads)))
+
+
+def _nothing(params: object, x: object) -> object:
+    """A stage of a number of stages, which no step runs."""
+    return x
 
 
 def _value(source: Source) -> Value:

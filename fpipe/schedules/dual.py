@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count, zip_longest
 
-from fpipe.program import Program, building
+from fpipe.program import Program, building, cell_of
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.cells import Cell, Key, show
+from fpipe.transforms.cells import Cell, Key
 from fpipe.transforms.place import stage_ranks, two_ways
 from fpipe.transforms.reorder import by_table
 
@@ -180,7 +180,7 @@ def _cells(turns: Iterator[tuple[str, int]], ways: tuple[Way, ...]) -> Iterator[
         elif kind == "FB":
             pairs = zip_longest(keys("F", way, next(forwards[way])), keys("B", 1 - way, next(backwards[1 - way])))
             for one, other in pairs:
-                yield f"({show(one)};{show(other)})" if one and other else one or other
+                yield f"({cell_of(one)};{cell_of(other)})" if one and other else one or other
         else:
             microbatch = next((forwards if kind == "F" else backwards)[way])
             if kind == "I":

@@ -67,12 +67,6 @@ def in_our_letters(cells: Iterable[Iterable[Cell]]) -> list[list[Cell]]:
 _OURS = {"B": "I", "BW": "B"}
 
 
-def show(key: Key) -> str:
-    """A key as its cell."""
-    kind, stage, microbatch, piece = key
-    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
-
-
 def is_general(cell: str) -> bool:
     """Cells such as SEND(y[0,0]>1), which name an op by a value."""
     return cell[:1].isupper()

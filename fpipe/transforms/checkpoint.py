@@ -15,6 +15,7 @@ from the last one back, so that the residuals of one layer are there at a time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -74,9 +75,8 @@ def checkpoint(
         if policy == "except_last" and not any(op.kind == "SPLIT" for op in program.ops):
             raise ProgramError('"except_last" is about microbatches: put fpipe.split() before fpipe.checkpoint().')
         last = program.microbatches - 1
-        beyond = max(group_of, default=0)
-        if beyond >= program.stages:
-            raise ProgramError(f"groups name stage {beyond}; this program has stages 0..{program.stages - 1}.")
+        if group_of and max(group_of) >= program.stages:
+            raise ProgramError(f"groups name stage {max(group_of)}; this program has stages 0..{program.stages - 1}.")
 
         def chosen(op: Op) -> bool:
             if op.kind != "F" or op.stage is None or op.microbatch is None:
@@ -143,11 +143,9 @@ def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
     if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):
         raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
     if callable(save):
-        from fpipe.torch_private.selective_checkpoint import (
-            selective_checkpoint_answers,  # imports torch, as whoever has a policy has
-        )
+        from fpipe.torch_private import selective_checkpoint  # imports torch, as whoever has a policy has
 
-        answers = selective_checkpoint_answers(save)
+        answers = selective_checkpoint.selective_checkpoint_answers(save)
         saved = tuple(name for name, wanted in answers.items() if wanted)
         others = tuple(name for name, wanted in answers.items() if not wanted)
         return saved if len(saved) <= len(others) else (ALL_BUT, *others)
@@ -158,7 +156,7 @@ def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:
-    """Words that are none, and options of the other grain."""
+    """Refuse words that are none, and options of the other grain."""
     if grain not in ("stage", "layer"):
         raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
     if grain == "stage" and saved:
@@ -205,20 +203,16 @@ def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
 
 def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:
     """Inside a group an R reads what the R before it recomputed, so that only what enters the group is kept."""
-    by_output = {Value("y", op.stage, op.microbatch, op.slice): op for op in recomputed}
-    renamed: set[Value] = set()
-    changed: list[Op] = []
-    for op in recomputed:
-        inner = {
-            value
-            for value in op.reads
-            if value._replace(port=0) in by_output
-            and op.stage in group_of
-            and group_of.get(value.stage or 0) == group_of[op.stage]
-        }
-        renamed |= inner
-        changed.append(op._replace(reads=tuple(v._replace(name="again") if v in inner else v for v in op.reads)))
-    outputs: dict[Place, list[Value]] = {}
-    for value in sorted(renamed, key=lambda value: value.port):
-        outputs.setdefault(value[1:4], []).append(value._replace(name="again"))
-    return [op._replace(writes=(*outputs.get(op[1:4], ()), *op.writes)) for op in changed]
+    outputs = {Value("y", *op[1:4]) for op in recomputed}
+    asked: defaultdict[Place, set[Value]] = defaultdict(set)
+
+    def again(op: Op, value: Value) -> Value:
+        group = group_of.get(op.stage or 0)
+        if group is None or group_of.get(value.stage or 0) != group or value._replace(port=0) not in outputs:
+            return value
+        made = value._replace(name="again")
+        asked[value[1:4]].add(made)
+        return made
+
+    changed = [op._replace(reads=tuple(again(op, value) for value in op.reads)) for op in recomputed]
+    return [op._replace(writes=(*sorted(asked[op[1:4]]), *op.writes)) for op in changed]

@@ -72,7 +72,7 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
                 f"again= says f(op) for each name, such as lambda op: op.kind; found {{{odd!r}: {trips[odd]!r}}}."
             )
     else:
-        trips = dict.fromkeys(names_of("again", again), lambda op: op)
+        trips = dict.fromkeys(names_of("again", again), _its_own)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -113,6 +113,10 @@ def _casts(cast: object) -> dict[str, str]:
         if dtype not in _NARROW:
             raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(_NARROW)}; found {given[name]!r}.")
     return found
+
+
+def _its_own(op: Op) -> object:
+    return op
 
 
 def _results(program: Program) -> Iterator[tuple[Value, int]]:

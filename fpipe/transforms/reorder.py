@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, cast
 
 from fpipe.order import arrange, scheduled_kinds
-from fpipe.program import Op, Program, ProgramError, pair, parts_of
+from fpipe.program import Op, Program, ProgramError, cell_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
-from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table, show
+from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table
 from fpipe.transforms.place import Homes, given_homes, stage_ranks
 from fpipe.transforms.split_backward import halved
 
@@ -222,35 +222,35 @@ class _Finder:
         """Why there is no op, or no longer one, for a key."""
         kind, stage, microbatch, _ = key
         stages, microbatches = self.program.stages, self.program.microbatches
+        cell, whole = cell_of(key), ("B", *key[1:])
         if key in self.known or (kind == "B" and ("I", *key[1:]) in self.known):
             zero_bubble = " In the letters of the zero-bubble papers B is our I: from_table(..., notation='zb')."
-            return (
-                f"{show(key)} stands twice, or as B and as I and W; an op is named once.{zero_bubble * (kind in 'IW')}"
-            )
+            return f"{cell} stands twice, or as B and as I and W; an op is named once.{zero_bubble * (kind in 'IW')}"
         if stage is not None and stage >= stages:
-            return f"{show(key)} names stage {stage}, out of range: this program has {stages} stages, 0..{stages - 1}."
+            return f"{cell} names stage {stage}, out of range: this program has {stages} stages, 0..{stages - 1}."
         if microbatch is not None and microbatch >= microbatches:
             return (
-                f"{show(key)} names microbatch {microbatch}, out of range: this program has {microbatches} "
+                f"{cell} names microbatch {microbatch}, out of range: this program has {microbatches} "
                 f"(0..{microbatches - 1}). Put fpipe.split({microbatch + 1}) before the table."
             )
         if kind == "R":
-            return f"{show(key)}: nothing is recomputed there. Put fpipe.checkpoint() before the table."
-        if kind in "IW" and ("B", *key[1:]) in self.known:
-            return f"{show(key)} stands beside {show(('B', *key[1:]))}: a backward is B, or I and W, never both."
-        return f"this program has no {show(key)}."
+            return f"{cell}: nothing is recomputed there. Put fpipe.checkpoint() before the table."
+        if kind in "IW" and whole in self.known:
+            return f"{cell} stands beside {cell_of(whole)}: a backward is B, or I and W, never both."
+        return f"this program has no {cell}."
 
     def missing(self, key: Key) -> str:
         """Describe the gap that a missing op leaves in a table."""
-        kind, stage, microbatch, piece = key
+        kind, stage, microbatch, _ = key
         left = {(*column[:2], index, column[2]) for column, found in self.left.items() for index in found}
         named = self.known - left
-        forward, half = ("F", stage, microbatch, piece), ("W" if kind == "I" else "I", *key[1:])
+        forward, half = ("F", *key[1:]), ("W" if kind == "I" else "I", *key[1:])
+        cell, other = cell_of(key), cell_of(half)
         if kind == "I" and half in named:
-            return f"the table has {show(half)} without {show(key)}, which makes what it reads. Add it before."
+            return f"the table has {other} without {cell}, which makes what it reads. Add it before."
         if kind in "BI" and forward in named:
             backward = f"{stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
-            return f"the table has {show(forward)} without its backward: add {backward}."
+            return f"the table has {cell_of(forward)} without its backward: add {backward}."
         if kind == "W" and half in named:
-            return f"the table has {show(half)} without {show(key)}: the weight gradient is never computed. Add it."
-        return f"the table does not name {show(key)}; every F and every backward is named once."
+            return f"the table has {other} without {cell}: the weight gradient is never computed. Add it."
+        return f"the table does not name {cell}; every F and every backward is named once."
