@@ -56,10 +56,9 @@ class Net:
         dtype = getattr(torch, self.dtype)
         made: list[dict[str, Tensor]] = []
         for stage, body in enumerate(self.bodies):
-            shapes = SHAPES[body]
-            if any(stage == reader and number for group in self.ties for number, (reader, _) in enumerate(group)):
-                shapes = {name: shape for name, shape in shapes.items() if name != "e"}
-            made.append({name: torch.randn(shape, generator=make, dtype=dtype) * 0.5 for name, shape in shapes.items()})
+            elsewhere = {name for group in self.ties for reader, name in group[1:] if reader == stage}
+            shapes = [(name, shape) for name, shape in SHAPES[body].items() if name not in elsewhere]
+            made.append({name: torch.randn(shape, generator=make, dtype=dtype) * 0.5 for name, shape in shapes})
         return tuple(made)
 
     def batch(self, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from fpipe.check import check
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.schedules.registry import about
-from fpipe.testing.drawn_models import Net, models
+from fpipe.testing.drawn_models import models
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
@@ -178,25 +178,18 @@ class _Schedules:
             rows = size.microbatches + data.draw(st.integers(0, size.microbatches))
             more = (communicate(), free()) if travels else ()
             program = chain(checkpoint(policy), merge(), *more)(self.program(size, base_program(net.model)))
-            self.same_bits(size, program, net, rows)
+            law = f"its gradients on {net}, {rows} rows, are those of plain autograd"
+            self.kept(size, law, lambda: verify(program, net.model, net.params(), net.batch(rows)), program)
 
         same_bits()
-
-    def same_bits(self, size: Size, program: Program, net: Net, rows: int) -> None:
-        """The step's results against those of plain autograd."""
-        params, batch = net.params(), net.batch(rows)
-        law = f"its gradients on {net}, {rows} rows, are those of plain autograd"
-        self.kept(size, law, lambda: verify(program, net.model, params, batch), program)
 
     def kept(self, size: Size, law: str, reading: Callable[[], T], program: Program | None = None) -> T:
         """Take a reading, or name the law that it breaks."""
         try:
             return reading()
         except Exception as error:
-            said = (
-                str(error) if isinstance(error, ProgramError | AssertionError) else f"{type(error).__name__}: {error}"
-            )
-            self.broken(size, law, said, program, error)
+            kind = "" if isinstance(error, ProgramError | AssertionError) else f"{type(error).__name__}: "
+            self.broken(size, law, f"{kind}{error}", program, error)
 
     def broken(
         self, size: Size, law: str, why: str, program: Program | None = None, cause: Exception | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,7 @@ Params = dict[str, Tensor]
 def gathered(x: Any) -> Tensor:
     """One tensor from whatever a stage takes: a tensor, the dict of a "dict" stage, a tuple of these."""
     if isinstance(x, tuple):
-        parts: list[Tensor] = [gathered(part) for part in x]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return reduce(torch.add, map(gathered, x))
     if isinstance(x, dict):
         return (x["h"] * x["gate"]).masked_fill(x["ids"].unsqueeze(1) == 0, 0.5)
     return x

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -23,7 +22,7 @@ from fpipe.single_device.microbatch import cut, rows
 from fpipe.single_device.microbatch_graph import train
 from fpipe.single_device.reference import check_all_state, over_parts
 from fpipe.single_device.result import Result
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, dense, largest, listed
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, is_finite, largest, listed
 from fpipe.verification.undivided import undivided
 from fpipe.verification.verdict import Gradient, Verdict, is_sure, judge
 
@@ -83,24 +82,24 @@ def compare_grads(
     check_all_state(model, state, "compare_grads")
     trials = [_Trial(model, params, parts, state, key) for parts in _ways(batch, microbatches)]
     judged: list[_Judged] = []
-    while len(judged) < len(trials) and not any(one.bitwise for one in judged):
-        judged.append(trials[len(judged)].judged(found))
+    for trial in trials:
+        judged.append(trial.judged(found))
+        if judged[-1].bitwise:
+            break
     best = min(judged, key=_Judged.order)
     if not best.clear:
         best = min((trial.judged(found, apart=True) for trial in trials), key=_Judged.order)
-    wrong = [
-        (one, verdict)
-        for one, verdict in zip(best.gradients, best.verdicts, strict=True)
-        if (not close(one.found, one.expected) if close else verdict.kind in ("mistake", "unknown"))
-    ]
+    if close:
+        wrong = [(one, verdict) for one, verdict in best.rows if not close(one.found, one.expected)]
+    else:
+        wrong = [(one, verdict) for one, verdict in best.rows if verdict.kind in ("mistake", "unknown")]
     report = best.report
     if wrong:
-        raise GradientMismatch(_message(wrong, len(best.gradients)), report)
+        raise GradientMismatch(_message(wrong, len(best.rows)), report)
     if len(best.trial.parts) == 1 or isinstance(batch, list):
         return report
     sizes = [size for _, size in best.trial.parts]
-    whole = undivided(model, params, batch, sizes, best.trial.result, state=state, key=key)
-    return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
+    return undivided(model, params, batch, sizes, best.trial.result, state=state, key=key).noted(report)
 
 
 Parts = list[tuple[tuple[Any, Any], int]]
@@ -185,18 +184,15 @@ class _Trial:
         right = tree.leaves(self.result.grads)
         gradients: list[Gradient] = []
         for name, (at, leaf) in found.items():
-            parts: dict[tuple[int, int], Tensor] = {}
-            for index in range(len(self.parts)) if apart else ():
-                for stage, bundle, k in uses[at]:
-                    part = noted[Value("g", stage, index, port=bundle)][k]
-                    if part is not None:
-                        parts[index, stage] = part / divisor
+            each = [(index, *use) for index in range(len(self.parts)) for use in uses[at]] if apart else []
+            own = {(i, stage): noted[Value("g", stage, i, port=bundle)][k] for i, stage, bundle, k in each}
+            parts = {place: part / divisor for place, part in own.items() if part is not None}
             moved = leaf.to(right[at].device)
             alike = moved.dtype == right[at].dtype
             bitwise = alike and Close()(moved, right[at])
             gradients.append(Gradient(name, moved, right[at], bitwise, parts))
         weights = counts if any(counts) else [size for _, size in self.parts]
-        return _Judged(self, gradients, judge(gradients, weights, self.model.reduction))
+        return _Judged(self, [*zip(gradients, judge(gradients, weights, self.model.reduction), strict=True)])
 
 
 def _uses(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]]]:
@@ -219,24 +215,22 @@ class _Judged:
     """The verdicts on the gradients beside one trial."""
 
     trial: _Trial
-    gradients: list[Gradient]
-    verdicts: list[Verdict]
+    rows: list[tuple[Gradient, Verdict]]
 
     @property
     def bitwise(self) -> bool:
         """Whether every bit agrees."""
-        return all(one.bitwise for one in self.gradients)
+        return all(one.bitwise for one, _ in self.rows)
 
     @property
     def clear(self) -> bool:
         """Whether there is no need to look at microbatches and uses one by one."""
-        pairs = zip(self.gradients, self.verdicts, strict=True)
-        return all(v.mistake.plain if v.mistake else v.kind != "unknown" and is_sure(g) for g, v in pairs)
+        return all(v.mistake.plain if v.mistake else v.kind != "unknown" and is_sure(g) for g, v in self.rows)
 
     def order(self) -> tuple[int, int, int, int, int]:
         """The best explains all with the fewest mistakes, and agrees in the most bits."""
-        kinds = Counter(verdict.kind for verdict in self.verdicts)
-        mistakes = {verdict.mistake for verdict in self.verdicts if verdict.mistake}
+        kinds = Counter(verdict.kind for _, verdict in self.rows)
+        mistakes = {verdict.mistake for _, verdict in self.rows if verdict.mistake}
         return kinds["unknown"], len(mistakes), kinds["mistake"], -kinds["bitwise"], len(self.trial.parts)
 
     @property
@@ -244,13 +238,13 @@ class _Judged:
         """The report for a reader."""
         leaves = [
             Leaf(one.name, one.bitwise, 0.0 if one.bitwise else largest(one.found, one.expected), verdict.words)
-            for one, verdict in zip(self.gradients, self.verdicts, strict=True)
+            for one, verdict in self.rows
         ]
         m = len(self.trial.parts)
         how = "the undivided batch" if m == 1 else f"{m} microbatches, one after the other"
-        odd = [one.name for one in self.gradients if not bool(torch.isfinite(dense(one.found)).all())]
-        rounded = [verdict.words for verdict in self.verdicts if verdict.kind == "rounding"]
-        words = f"Compared with {how}" + (f"; {len(rounded)} equal to rounding." if rounded else ".")
+        odd = [one.name for one, _ in self.rows if not is_finite(one.found)]
+        rounded = sum(verdict.kind == "rounding" for _, verdict in self.rows)
+        words = f"Compared with {how}" + (f"; {rounded} equal to rounding." if rounded else ".")
         return Report(tuple(leaves), notes=(words, *([f"NaN or infinite numbers in {listed(odd)}."] if odd else [])))
 
 

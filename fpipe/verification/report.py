@@ -128,6 +128,11 @@ def wide(tensor: Tensor) -> Tensor:
     return made.to(torch.complex128) if made.is_complex() else made.double()
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and nothing infinite."""
+    return bool(torch.isfinite(dense(tensor)).all())
+
+
 def dense(tensor: Tensor) -> Tensor:
     """A sparse tensor with its zeros."""
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor

@@ -6,7 +6,7 @@ loss = sum of squares, reduction="mean", 4 microbatches        -->        the un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -18,6 +18,7 @@ from fpipe.model import Model, Stage
 from fpipe.single_device.joining import join
 from fpipe.single_device.reference import over_parts
 from fpipe.single_device.result import Result
+from fpipe.verification.report import Report
 from fpipe.verification.rounding import to_rounding
 
 _COUNT = 'where some rows do not count, return (total, count) and say reduction="count".'
@@ -29,6 +30,10 @@ class Undivided:
 
     sentence: str
     differs: bool = False
+
+    def noted(self, report: Report) -> Report:
+        """A report that says so."""
+        return replace(report, undivided=self.sentence, notes=(*report.notes, *[self.sentence] * self.differs))
 
 
 def undivided(

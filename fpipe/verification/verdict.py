@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe.model import Reduction
 from fpipe.verification.mistakes import Mistake, plainest
-from fpipe.verification.report import dense, largest, wide
+from fpipe.verification.report import is_finite, largest, wide
 from fpipe.verification.rounding import distance, norm, tolerance, vanish
 
 
@@ -67,12 +67,8 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     equal = [_equal(each, whole) for each in gradients]
     left = {at for at, each in enumerate(gradients) if equal[at] is None or not is_sure(each)}
     fits = {at: _fits(gradients[at], patterns, weights, equal[at] is not None) for at in left}
-    pool = {
-        mistake: None
-        for at, found in fits.items()
-        for mistake in found
-        if mistake.plain or gradients[at].expected.numel() > 1
-    }
+    tried = [(at, mistake) for at, found in fits.items() for mistake in found]
+    pool = dict.fromkeys(mistake for at, mistake in tried if mistake.plain or gradients[at].expected.numel() > 1)
     verdicts = dict(enumerate(equal))
     while left and pool:
         explained = {mistake: {at for at in left if _explains(mistake, fits[at])} for mistake in pool}
@@ -137,7 +133,7 @@ def _fits(
 ) -> dict[Mistake, None]:
     """The mistakes that give what was found ten times closer than none does; of one that is equal, to rounding, only
     those that count something otherwise."""
-    if not bool(torch.isfinite(dense(gradient.found)).all()):
+    if not is_finite(gradient.found):
         return {}
     found = wide(gradient.found).flatten()
     off = float((found - wide(gradient.expected).flatten()).norm())
@@ -164,7 +160,7 @@ def _explains(mistake: Mistake, fits: Mapping[Mistake, None]) -> bool:
 
 def _unknown(gradient: Gradient) -> str:
     """How a gradient differs that no mistake explains."""
-    if not bool(torch.isfinite(dense(gradient.found)).all()):
+    if not is_finite(gradient.found):
         return "NaN or infinite numbers"
     found, expected = wide(gradient.found).flatten(), wide(gradient.expected).flatten()
     size = float(found.norm() * expected.norm())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -22,7 +21,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, dense, listed
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
 from fpipe.verification.undivided import undivided
 
 
@@ -91,8 +90,7 @@ def verify(
     if "presplit" in how:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
     sizes = [size for _, size in parts]
-    whole = undivided(model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
-    return replace(report, undivided=whole.sentence, notes=(*report.notes, *[whole.sentence] * whole.differs))
+    return undivided(model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key).noted(report)
 
 
 def _first_words(program: Program, first: WrongValue | None, report: Report | None) -> str:
@@ -121,12 +119,9 @@ def _joined(program: Program, batch: tuple[Any, Any], spec: Any) -> Joined:
 
 def _sliced(how: Mapping[str, Any]) -> Sliced:
     """How a SPLIT says that sequences are cut."""
-    specs, row_specs = spec_of(how.get("sequence")), spec_of(how.get("spec"))
-    return Sliced(how.get("slices", 1), how.get("dim", 1), _both(specs), _both(row_specs))
-
-
-def _both(spec: Any) -> tuple[Any, Any]:
-    return spec if isinstance(spec, tuple) else (spec, spec)
+    specs = (spec_of(how.get(word)) for word in ("sequence", "spec"))
+    along, rows = (spec if isinstance(spec, tuple) else (spec, spec) for spec in specs)
+    return Sliced(how.get("slices", 1), how.get("dim", 1), along, rows)
 
 
 def compare(found: Result, expected: Result, close: Close) -> Report:
@@ -146,7 +141,7 @@ def compare(found: Result, expected: Result, close: Close) -> Report:
             if isinstance(b, Tensor):
                 leaves.append(compared(part + name, a, b))
                 wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise and not close(a, b) else wrong
-                odd += [part + name] if part in ("loss", "grads") and not bool(torch.isfinite(dense(a)).all()) else []
+                odd += [part + name] if part in ("loss", "grads") and not is_finite(a) else []
     report = Report(tuple(leaves), notes=(f"NaN or infinite numbers in {listed(odd)}.",) if odd else ())
     if wrong is not None:
         names = listed([leaf.name for leaf in leaves if not leaf.bitwise])
