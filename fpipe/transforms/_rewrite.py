@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import is_, itemgetter
 
-from fpipe.order import arrange, held_kinds, scheduled_kinds
+from fpipe.order import arrange, held_kinds, in_order, scheduled_kinds
 from fpipe.program import (
     KINDS,
     Input,
@@ -65,6 +65,13 @@ def rebuilt(
     inputs = program.inputs if inputs is None else inputs
     outputs = program.outputs if outputs is None else outputs
     return arrange(inputs, ops, outputs, held_kinds(program), sources or _same_sources(program, inputs, ops))
+
+
+def settled(program: Program, ops: Sequence[Op], outputs: Iterable[Output] | None = None) -> Program:
+    """A program from ops some of which are new and keep to their data; stages live where they did."""
+    ends = program.outputs if outputs is None else in_order(outputs)
+    _, placed, ends = keep_to_data(program.inputs, ops, ends, homes_of(program))
+    return rebuilt(program, placed, outputs=ends)
 
 
 def _same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:
@@ -148,9 +155,8 @@ class _Ranks:
         self.late: dict[Value, int] = {}  # what unscheduled ops write
         table = scheduled_kinds()
         found = set(map(itemgetter(0, 1, 4), parts_of(ops)))
-        for stage, rank in sorted(
-            {(stage, rank) for kind, stage, rank in found if kind in table and stage is not None}
-        ):
+        scheduled = {(stage, rank) for kind, stage, rank in found if kind in table and stage is not None}
+        for stage, rank in sorted(scheduled):
             self.of_stage.setdefault(stage, set()).add(rank)
         several = next((stage for stage, found in self.of_stage.items() if len(found) > 1 and stage not in homes), None)
         if several is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, pair, parts_of
-from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, settled, transforming
 
 Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
@@ -103,9 +103,7 @@ def checkpoint(
         if not recomputed:
             return program
         ops = _waiting_nowhere(ops, {value for op in recomputed for value in op.writes})
-        again = _inside_groups(recomputed, group_of)
-        _, placed, _ = keep_to_data(program.inputs, [*ops, *again], program.outputs, homes_of(program))
-        return rebuilt(program, placed)
+        return settled(program, [*ops, *_inside_groups(recomputed, group_of)])
 
     return transform
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 
-from fpipe.order import in_order
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, settled, transforming
 
 
 def data_parallel(axis: str = "dp") -> Transform:
@@ -63,9 +62,7 @@ def data_parallel(axis: str = "dp") -> Transform:
             raise ProgramError(
                 "this program has its transfers already; put fpipe.data_parallel() before fpipe.communicate()."
             )
-        ops, ends = _Reducer(program, axis).reduced()
-        _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
-        return rebuilt(program, placed, outputs=wanted)
+        return settled(program, *_Reducer(program, axis).reduced())
 
     return transform
 

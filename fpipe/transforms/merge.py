@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from fpipe.order import in_order
 from fpipe.program import Op, Output, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, homes_of, keep_to_data, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, settled, transforming
 from fpipe.transforms.specs import spec_text
 
 _new = tuple.__new__
@@ -75,6 +74,8 @@ def merge(
         ends: list[Output] = []
         for end in program.outputs:
             name = end.name
+            if name.name == "outputs" and not outputs:
+                continue
             if name.microbatch is None or name.name in streams:
                 ends.append(end)
             else:
@@ -84,9 +85,6 @@ def merge(
             ends, sequences = _sequences(program, ends)
         if losses and not parts and not any(end.name.name == "losses" for end in ends):
             raise ProgramError("the losses are merged already; say losses=True in the first merge().")
-        ends = [end for end in ends if outputs or end.name.name != "outputs"]
-        if not outputs:
-            parts.pop(Value("outputs"), None)
         if Value("loss") not in parts:  # merged already
             ends += [end for name in (Value("outputs"), Value("aux")) for end in parts.pop(name, [])]
         if losses:
@@ -109,8 +107,7 @@ def merge(
         joined += sequences
         ops = [*_with_weights(kept, joined), *adder.ops, *joined]
         ops = ops if outputs else _without_unread(ops, ends)
-        _, placed, wanted = keep_to_data(program.inputs, ops, in_order(ends), homes_of(program))
-        return rebuilt(program, placed, outputs=wanted)
+        return settled(program, ops, ends)
 
     return transform
 

@@ -99,18 +99,11 @@ def _is_function(spec: Any) -> bool:
     return (callable(spec) or hasattr(spec, "reduce_fn")) and not isinstance(spec, type)
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-class _Named:
-    """A registered function in the text of a spec."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+class _Named(str):
+    """The name of a registered function, in the text of a spec."""
 
     def __repr__(self) -> str:
-        return f"Named({self.name!r})"
+        return f"Named({str(self)!r})"
 
 
 def spec_text(spec: Any) -> str:
@@ -143,9 +136,8 @@ def _named(function: Any) -> _Named:
     for name, known in _REGISTERED.items():
         if known is function:
             return _Named(name)
-    raise ValueError(
-        f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {_name(function)})."
-    )
+    called = getattr(function, "__name__", type(function).__name__)
+    raise ValueError(f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {called}).")
 
 
 @functools.lru_cache
@@ -166,10 +158,8 @@ def spec_of(text: str | None) -> Any:
                 return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
             case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
                 return Chunk(ast.literal_eval(dim))
-            case ast.Call(func=ast.Name(id="Replicate")):
-                return Replicate()
-            case ast.Call(func=ast.Name(id="Sum")):
-                return Sum()
+            case ast.Call(func=ast.Name(id="Replicate" | "Sum" as word)):
+                return Sum() if word == "Sum" else Replicate()
             case ast.Call(func=ast.Name(id="Named"), args=[ast.Constant(value=name)]):
                 if name not in _REGISTERED:
                     raise ValueError(f"no spec is called {name!r} here; say what it is by fpipe.register_spec.")
