@@ -77,8 +77,7 @@ def measure(
         progress: called as `progress(done, all)`.
     """
     given = {stages: made(stages) for stages in dict.fromkeys(stages_of(name, ranks) for name in names)}
-    models = {name: given[stages_of(name, ranks)] for name in names}
-    programs = {name: scheduled(models[name][0], name, ranks, microbatches) for name in names}
+    programs = {name: scheduled(given[stages_of(name, ranks)][0], name, ranks, microbatches) for name in names}
     profiled = 2 * (REPEATS + 1)
     every = profiled * len(given) + (rounds + 1) * len(names)
     costs: dict[int, Costs] = {}
@@ -93,21 +92,17 @@ def measure(
             runtime=runtime,
             progress=lambda done, _, before=at * profiled: progress(before + done, every),
         )
-    steps = {name: _step(programs[name], models[name], runtime) for name in names}
+    steps = {name: _step(program, given[program.stages], runtime) for name, program in programs.items()}
     runs: dict[str, list[Timeline]] = {name: [] for name in names}
-    done = profiled * len(given)
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            timeline = step()
-            if turn:
-                runs[name].append(timeline)
-            done += 1
-            progress(done, every)
+    turns = [name for _ in range(rounds + 1) for name in steps]
+    for done, name in enumerate(turns, profiled * len(given) + 1):
+        runs[name].append(steps[name]())
+        progress(done, every)
     rows: list[Measurement] = []
     for name, program in programs.items():
-        model, params, batch, state = models[name]
+        model, params, batch, state = given[program.stages]
         told = max(sizes(program, model, params, batch, state=state, runtime=runtime).peak)
-        rows.append(Measurement(name, simulate(program, costs[program.stages]), told, runs[name]))
+        rows.append(Measurement(name, simulate(program, costs[program.stages]), told, runs[name][1:]))
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,20 +127,18 @@ class Panel:
         """The shading of ops: a word for it, the shades, and which of them an op has: by the way its microbatch
         takes, or, where all take one, by its rank's chunk."""
         forwards = [op for op in parts_of([event.op for event in self.timeline.events]) if op.kind == "F"]
-        ranks: dict[int | None, set[int]] = defaultdict(set)
-        for op in forwards:
-            ranks[op.stage].add(op.rank)
-        first = min((op.stage for op in forwards if op.stage is not None), default=0)
-        if any(len(found) > 1 for found in ranks.values()):
-            ways = {op.microbatch: op.rank for op in forwards if op.stage == first}
+        homes = sorted({(op.stage or 0, op.rank) for op in forwards})
+        if len(homes) > len({stage for stage, _ in homes}):
+            ways = {op.microbatch: op.rank for op in forwards if op.stage == homes[0][0]}
             rungs = {way: at for at, way in enumerate(sorted(set(ways.values())))}
             by_way = {microbatch: rungs[way] for microbatch, way in ways.items()}
             return "direction", _ladder(len(rungs)), lambda op: by_way.get(op.microbatch)
-        chunks: dict[int, list[int]] = defaultdict(list)
-        for stage, (rank, *_) in sorted((stage, tuple(found)) for stage, found in ranks.items() if stage is not None):
-            chunks[rank].append(stage)
-        by_stage = {stage: at for stages in chunks.values() for at, stage in enumerate(stages)}
-        return "chunk", _ladder(max(map(len, chunks.values()), default=1)), lambda op: by_stage.get(op.stage or 0)
+        chunks: Counter[int] = Counter()
+        by_stage: dict[int, int] = {}
+        for stage, rank in homes:
+            by_stage[stage] = chunks[rank]
+            chunks[rank] += 1
+        return "chunk", _ladder(max(chunks.values(), default=1)), lambda op: by_stage.get(op.stage or 0)
 
     def shade(self, op: Op) -> float:
         """How light an op is drawn."""

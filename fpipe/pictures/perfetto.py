@@ -53,29 +53,18 @@ def _ops(panel: Panel, first: int) -> Iterator[Entry]:
     for op, start, end in panel.events:
         said = {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
         place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
-        yield {
-            "ph": "X",
-            "name": op.cell,
-            "cat": op.kind,
-            "pid": first + op.rank,
-            "tid": _THREADS[kind_of(op.kind).lane],
-            "ts": start * 1e6,
-            "dur": (end - start) * 1e6,
-            "args": {word: given for word, given in place.items() if given is not None} | said,
-        }
+        args = {word: given for word, given in place.items() if given is not None} | said
+        yield _slice(op.cell, op.kind, first + op.rank, kind_of(op.kind).lane, start, end) | {"args": args}
 
 
 def _waits(panel: Panel, first: int) -> Iterator[Entry]:
     for wait in panel.waits:
-        yield {
-            "ph": "X",
-            "name": f"waits {awaited(wait)}".rstrip(),
-            "cat": "wait",
-            "pid": first + wait.rank,
-            "tid": 0,
-            "ts": wait.start * 1e6,
-            "dur": (wait.end - wait.start) * 1e6,
-        }
+        yield _slice(f"waits {awaited(wait)}".rstrip(), "wait", first + wait.rank, "main", wait.start, wait.end)
+
+
+def _slice(name: str, category: str, pid: int, lane: str, start: float, end: float) -> Entry:
+    place = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": _THREADS[lane]}
+    return place | {"ts": start * 1e6, "dur": (end - start) * 1e6}
 
 
 def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
