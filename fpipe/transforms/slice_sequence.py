@@ -13,7 +13,7 @@ from typing import cast
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
-from fpipe.transforms.specs import spec_text
+from fpipe.transforms.specs import batch_spec_text
 
 _BACK = frozenset("BIW")
 
@@ -56,11 +56,9 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
         raise ValueError(f"slices is a whole number, at least 1; found {slices!r}.")
     if type(dim) is not int:
         raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
-    if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
     how: tuple[tuple[str, object], ...] = (("slices", slices),)
     how += (("dim", dim),) if dim != 1 else ()
-    how += (("sequence", spec_text(spec)),) if spec is not None else ()
+    how += (("sequence", batch_spec_text(spec)),) if spec is not None else ()
 
     @transforming
     def transform(program: Program) -> Program:

@@ -131,6 +131,13 @@ def spec_text(spec: Any) -> str:
     return repr(said(spec))
 
 
+def batch_spec_text(spec: Any) -> str:
+    """The text of a spec for the batch: a tuple is the inputs' and the target's."""
+    if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
+    return spec_text(spec)
+
+
 def _named(function: Any) -> _Named:
     """The name that a function is registered under."""
     for name, known in _REGISTERED.items():

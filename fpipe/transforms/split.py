@@ -13,7 +13,7 @@ from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms._copies import copies
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 from fpipe.transforms.slice_sequence import slice_sequence
-from fpipe.transforms.specs import spec_text
+from fpipe.transforms.specs import batch_spec_text
 
 
 def split(
@@ -54,9 +54,7 @@ def split(
     many, how = _sizes(microbatches, size, rows, allow_fewer)
     sliced = slice_sequence(slices)
     if spec is not None:
-        if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
-        how = (*how, ("spec", spec_text(spec)))
+        how = (*how, ("spec", batch_spec_text(spec)))
     if presplit:
         if size is not None or rows is not None:
             raise ValueError("microbatches that are cut already have their own rows: say presplit=True without rows=.")
