@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
@@ -78,29 +78,6 @@ def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
 
 
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
-@example(Run(Net(("tied", "tied"), ("batch", 0), "count"), 2, 3, Chain(("schedule", "merge()")), 1))
-@few(8)
-@given(runs())
-def test_gradients_and_outputs_are_the_references_bit_by_bit(run: Run):
-    expected = fpipe.reference(
-        run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed), microbatches=run.microbatches
-    )
-    found = run.result()
-    assert same_bits(found, expected.loss, expected.grads)
-    pairs = zip(leaves(found.outputs), leaves(expected.outputs), strict=True)
-    assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
-
-
-@few(8)
-@given(runs(nets().map(lambda net: Net(net.bodies, net.takes, net.reduction, "float64"))))
-def test_gradients_are_those_of_the_undivided_batch(run: Run):
-    loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
-    found = run.result()
-    close = lambda one, other: torch.allclose(one, other, rtol=1e-10, atol=1e-12)  # noqa: E731
-    assert close(found.loss, loss)
-    assert all(
-        close(found.grads[number][name], grad) for number, stage in enumerate(grads) for name, grad in stage.items()
-    )
 
 
 @given(plans(), SEED)

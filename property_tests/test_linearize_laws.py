@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe import tree
@@ -24,29 +22,12 @@ from fpipe.graphs.tracing import trace_cache
 from fpipe.program import Program
 from property_tests.bits import bits, tensors
 from property_tests.chains import Chain, chains
+from property_tests.lawful import assert_lawful, own, plain, storages
 from property_tests.stages import Recipe, Stack, recipes, stacks
 from property_tests.strategies import few
 
 SEED = st.integers(0, 2**16)
 ROWS = st.integers(1, 5)
-
-
-def wants(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def storages(held: Iterable[Tensor], aside: Iterable[Tensor] = ()) -> dict[StorageWeakRef, int]:
-    """Bytes of each storage, those of what was given aside."""
-    known = {StorageWeakRef(tensor.untyped_storage()) for tensor in aside}
-    found = {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in held}
-    return {storage: size for storage, size in found.items() if storage not in known}
-
-
-def flops(what: Callable[[], Any]) -> tuple[Any, int]:
-    """What it gives, and its flops. FlopCounterMode takes silu_backward apart: these bits are nobody's."""
-    with FlopCounterMode(display=False) as counter:
-        made = what()
-    return made, counter.get_total_flops()
 
 
 class Newborn(TorchDispatchMode):
@@ -69,68 +50,19 @@ class Newborn(TorchDispatchMode):
 # One stage.
 
 
-@dataclass
-class Autograd:
-    """A stage under plain autograd: what it gives, flops, and the bytes that are saved between."""
-
-    y: Any
-    dy: Any
-    dx: list[Any]
-    dparams: list[Any]
-    flops: int
-    saved: int
-
-
-def autograd(recipe: Recipe, rows: int, seed: int, count: Callable[..., Any] = lambda what: (what(), 0)) -> Autograd:
-    """With `count=flops` the flops are told."""
-
-    def own(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_() if wants(leaf) else leaf
-
-    params, x = tree.tree_map(own, recipe.params(seed)), tree.tree_map(own, recipe.input(rows, seed))
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        y, forth = count(lambda: recipe(params, x))
-    leaves, make = tree.leaves(y), torch.Generator().manual_seed(seed)
-    has = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    seeds = [_like(leaf, make) if one else None for leaf, one in zip(leaves, has, strict=True)]
-    roots, cotangents = ([leaf for leaf, one in zip(found, has, strict=True) if one] for found in (leaves, seeds))
-    wanted = [leaf for leaf in tree.leaves((x, params)) if wants(leaf)]
-    found: Any = [None] * len(wanted)
-    back = 0
-    if roots:
-        found, back = count(lambda: torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
-    each = iter(found)
-    dx, dparams = ([next(each) if wants(leaf) else None for leaf in tree.leaves(value)] for value in (x, params))
-    size = sum(storages(saved, tensors((x, params))).values())
-    return Autograd(y, tree.unflatten(tree.flatten(y)[1], seeds), dx, dparams, forth + back, size)
-
-
-def _like(leaf: Tensor, make: torch.Generator) -> Tensor:
-    """A cotangent, which lies in memory as what it is for, if that has each number once."""
-    return torch.empty_like(leaf).copy_(torch.randn(leaf.shape, generator=make))
-
-
-@few(7)
+@few(10)
 @given(recipes(), ROWS, SEED)
-def test_the_four_functions_give_plain_autograds_bits(recipe: Recipe, rows: int, seed: int):
-    params, x = recipe.params(seed), recipe.input(rows, seed)
-    plain, one = autograd(recipe, rows, seed), fpipe.linearize(recipe.function, params, x)
-    y, res = one.forward(params, x)
-    assert tree.flatten(y)[1] == tree.flatten(plain.y)[1]
-    assert bits(y) == bits(plain.y)
-    dx, dparams = one.backward(params, [*res], plain.dy)
-    assert bits((dx, dparams)) == bits([plain.dx, plain.dparams])
-    halves_dx, wres = one.backward_input(params, [*res], plain.dy)
-    halves = halves_dx, one.backward_weight(params, wres)
-    assert bits(halves) == bits((dx, dparams))
-    assert bits((params, x)) == bits((recipe.params(seed), recipe.input(rows, seed)))
-    assert bits(plain.dy) == bits(autograd(recipe, rows, seed).dy)
+def test_the_four_functions_are_plain_autograds(recipe: Recipe, rows: int, seed: int):
+    """In their bits, and without more work or memory. autograd runs layers that nobody reads, and recomputes what its
+    backward does not need. An op in place is a new tensor in a trace: what it changed may be kept beside what came of
+    it."""
+
+    def given() -> tuple[Any, Any]:
+        return recipe.params(seed), recipe.input(rows, seed)
+
+    right = plain(recipe, *map(own, given()), seed)
+    less_work = recipe.recomputes or recipe.returns in ("params_alone", "input_alone")
+    assert_lawful(recipe.function, given, right, less_work=less_work, more_memory=recipe.in_place)
 
 
 NUMBERS = st.one_of(
@@ -163,41 +95,9 @@ def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
 
 @few(7)
 @given(recipes(), ROWS, SEED)
-def test_nothing_is_computed_twice(recipe: Recipe, rows: int, seed: int):
-    params, x = recipe.params(seed), recipe.input(rows, seed)
-    plain, one = autograd(recipe, rows, seed, flops), fpipe.linearize(recipe.function, params, x)
-    (_, res), forward = flops(lambda: one.forward(params, x))
-    _, backward = flops(lambda: one.backward(params, [*res], plain.dy))
-    (_, wres), first = flops(lambda: one.backward_input(params, [*res], plain.dy))
-    _, then = flops(lambda: one.backward_weight(params, wres))
-    assert first + then == backward
-    # autograd runs layers that nobody reads, and recomputes what its backward does not need; a trace does not
-    if recipe.recomputes or recipe.returns in ("params_alone", "input_alone"):
-        assert forward + backward <= plain.flops
-    else:
-        assert forward + backward == plain.flops
-
-
-@few(7)
-@given(recipes(), ROWS, SEED)
-def test_residuals_hold_no_more_than_autograd_saves(recipe: Recipe, rows: int, seed: int):
-    """An op in place is a new tensor in a trace, so that what it changed may be kept beside what came of it."""
-    params, x = recipe.params(seed), recipe.input(rows, seed)
-    one = fpipe.linearize(recipe.function, params, x)
-    _, res = one.forward(params, x)
-    for function, label in (("backward", "res"), ("backward_weight", "wres")):
-        graph = one.graphs[function]
-        read = {leaf for node in graph.nodes for leaf in node.reads}
-        read |= {leaf for leaves in graph.writes.values() for leaf in leaves}
-        assert {*graph.reads[label]} <= read & {*graph.facts}, label
-    if not recipe.in_place:
-        assert sum(storages(res, tensors((params, x))).values()) <= autograd(recipe, rows, seed).saved
-
-
-@few(7)
-@given(recipes(), ROWS, SEED)
 def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int):
-    params, x, dy = recipe.params(seed), recipe.input(rows, seed), autograd(recipe, rows, seed).dy
+    params, x = recipe.params(seed), recipe.input(rows, seed)
+    dy = plain(recipe, own(params), own(x), seed).dy
     one = fpipe.linearize(recipe.function, params, x)
     whole = bits(one.backward(params, one.forward(params, x)[1], dy)[1])
     assert all(one.graphs.values())  # written down before anybody counts

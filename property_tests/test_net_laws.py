@@ -1,15 +1,17 @@
-"""Whatever modules are nested in which lists: cut between them, a net has its own gradients, or is refused in words."""
+"""Whatever modules are nested in which lists: cut between them, a net has its own gradients, or is refused in words;
+and whatever the rows of a batch, a loss function keeps to them."""
 
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from property_tests.strategies import few
 from tests.own_autograd import own_autograd
 
 WIDTH = 4
@@ -130,7 +132,7 @@ def made(recipe: Recipe) -> nn.Module:
 REFUSED = ("modules to cut after", "choose cuts= that keep it in one")
 
 
-@settings(max_examples=max(1, settings().max_examples // 6))
+@few(3)
 @given(inner=st.lists(RECIPES, min_size=1, max_size=3), stages=st.integers(1, 4))
 def test_a_cut_net_has_its_own_gradients_or_is_refused_in_words(inner: list[Recipe], stages: int) -> None:
     torch.manual_seed(0)
@@ -155,3 +157,35 @@ def test_a_cut_net_has_its_own_gradients_or_is_refused_in_words(inner: list[Reci
         torch.testing.assert_close(found[name], grad, msg=name)
     now = dict(net.named_buffers())
     assert [name for one in result.state or () for name in one if not torch.equal(one[name], now[name])] == []
+
+
+def both_sizes(params: dict[str, Tensor], batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
+    """A loss that asks for the rows of a table and of the batch, also of what it computes."""
+    (table, x), target = batch
+    y = fpipe.boundary(torch.tanh(x @ params["w"]) / x.shape[0])
+    pairs = (y[:, None] * table).reshape(-1, WIDTH)
+    return pairs.square().sum() / x.shape[0] + pairs.shape[0] * table.shape[0] * target.mean()
+
+
+@few(4)
+@given(
+    example=st.tuples(st.integers(2, 4), st.integers(2, 4)),
+    count=st.integers(1, 3),
+    each=st.integers(1, 4),
+    table_rows=st.integers(1, 5),
+)
+def test_each_leaf_of_a_batch_has_rows_of_its_own(example: tuple[int, int], count: int, each: int, table_rows: int):
+    """Whatever the rows of the example, a step whose microbatches take a table whole is the function of each."""
+
+    def batch(rows: int, of_table: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        table, x = (torch.randn(size, WIDTH, dtype=torch.float64) for size in (of_table, rows))
+        return (table, x), torch.randn(rows, dtype=torch.float64)
+
+    params = {"w": torch.randn(WIDTH, WIDTH, dtype=torch.float64)}
+    model, own = fpipe.from_loss(both_sizes, params, batch(*example))
+    (table, x), target = batch(count * each, table_rows)
+    spec = (fpipe.Replicate(), fpipe.Chunk(0)), fpipe.Chunk(0)
+    program = fpipe.chain(fpipe.split(count, spec=spec), fpipe.merge(outputs=False))(fpipe.program(model))
+    parts = zip(x.split(each), target.split(each), strict=True)
+    right = sum(both_sizes(params, ((table, part), aim)) / count for part, aim in parts)
+    torch.testing.assert_close(fpipe.build(program, model)(own, ((table, x), target)).loss, right)

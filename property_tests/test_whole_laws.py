@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,18 @@ from fpipe.schedules.registry import about
 from property_tests.bits import bits
 from property_tests.chains import Chain, chains
 from property_tests.strategies import few
-from property_tests.whole_models import NORMS, Cut, Whole, cuts, plain_step, wholes
+from property_tests.whole_models import (
+    DOORS,
+    NORMS,
+    ONE_SHAPE,
+    Cut,
+    Front,
+    Whole,
+    cuts,
+    of_layer,
+    plain_step,
+    wholes,
+)
 
 IN_ORDER = ("gpipe", "one_f_one_b", "zb_h1")
 
@@ -86,7 +98,7 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
     "tied": lambda run: run.whole.layers.count("tied") > 1,
     "used again": lambda run: "twice" in run.whole.kinds or run.whole.layers.count("reused") > 1,
     "batch norm": lambda run: run.whole.training and not run.whole.kinds.isdisjoint(NORMS),
-    "buffers of its own": lambda run: run.whole.training and "counting" in run.whole.kinds,
+    "buffers of its own": lambda run: run.whole.training and not run.whole.kinds.isdisjoint({"counting", "centred"}),
     "dropout": lambda run: run.whole.draws,
     "frozen": lambda run: bool(run.whole.still),
     "loss of a middle stage": lambda run: bool(run.whole.losses),
@@ -110,16 +122,17 @@ FEATURES: dict[str, Callable[[Run], bool]] = {
 
 
 @st.composite
-def runs(draw: st.DrawFn, undivided: bool = False) -> Run:
-    whole, cut = draw(wholes(undivided)), draw(cuts(undivided))
-    if whole.front == "loss":  # of which only the rows may vary
+def runs(draw: st.DrawFn, undivided: bool = False, front: Front | None = None) -> Run:
+    whole, cut = draw(wholes(undivided, front)), draw(cuts(undivided))
+    if whole.front in ONE_SHAPE:
         cut = replace(cut, lengths=cut.lengths[:1], slices=1, spec=False)
+    if whole.front == "pipe":
+        cut = replace(cut, how="number", rows=cut.rows[:1] * cut.microbatches)
     n, m = len(whole.stages), cut.microbatches
-    in_order = whole.front == "functions" and whole.remembers  # such a function reads the state that it writes
     ranks = draw(st.integers(1, n))
     served = [
         name
-        for name in (("seq1f1b",) if cut.slices > 1 else IN_ORDER if in_order else fpipe.schedules.names())
+        for name in (("seq1f1b",) if cut.slices > 1 else IN_ORDER if whole.in_order else fpipe.schedules.names())
         if about(name).refuses(ranks, n, m) is None
         and (name != "seq1f1b" or cut.slices > 1)
         and (name != "hanayo" or n == 2 * ranks)
@@ -129,17 +142,20 @@ def runs(draw: st.DrawFn, undivided: bool = False) -> Run:
     return Run(
         whole,
         cut,
-        draw(chains(base, named, tables=not in_order, away=True)),
+        draw(chains(base, named, tables=not whole.in_order, away=True)),
         cut.how == "presplit" or draw(st.sampled_from([False, False, True])),
         draw(st.booleans()),
-        draw(st.sampled_from([True, True, False])) and not (in_order and "mean norm" in whole.kinds),
+        draw(st.sampled_from([True, True, False])) and not (whole.in_order and "mean norm" in whole.kinds),
         draw(st.integers(0, 99)),
     )
 
 
+@pytest.mark.parametrize("door", DOORS)
 @few(5)
-@given(runs())
-def test_every_step_is_plain_autograd(run: Run):
+@given(st.data())
+def test_every_door_gives_the_nets_own_gradient(door: str, data: st.DataObject):
+    """The bits of plain autograd over the layers, whatever the model, the batch, the chain and the schedule."""
+    run = data.draw(runs(front=DOORS[door]))
     for name, found in FEATURES.items():
         if found(run):
             event(name)
@@ -157,7 +173,7 @@ def test_every_step_is_plain_autograd(run: Run):
     if run.whole.front == "loss":  # outputs are what the loss reads
         return
     assert bits(found.outputs) == bits(run.joined(right.outputs))
-    remembered = {name: buffer for stage in found.state or () for name, buffer in stage.items()}
+    remembered = {of_layer(name): buffer for stage in found.state or () for name, buffer in stage.items()}
     assert {name: bits(buffer) for name, buffer in remembered.items()} == {
         name: bits(buffer) for name, buffer in right.state.items() if run.whole.remembers
     }

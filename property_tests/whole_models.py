@@ -1,7 +1,7 @@
 """Random whole models as people write them, and a step of them written out by hand, with torch alone.
 
-A recipe says the layers of each stage, what skips what, how it is handed to fpipe (an `nn.Sequential`, or functions of
-one's own) and what is frozen; it makes the model, its parameters and a batch. Between layers goes a tensor of numbers
+A recipe says the layers of each stage, what skips what, by which door it enters fpipe (`DOORS`) and what is frozen; it
+makes the model, its parameters and a batch. Between layers goes a tensor of numbers
 for each row, position and channel, or a dict of several with integers, a mask, a number and None; of that dict is the
 batch, too.
 """
@@ -9,6 +9,7 @@ batch, too.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,12 +18,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 import fpipe
 from fpipe import tree
 
 WIDTH = 4
-Front = Literal["modules", "functions", "loss"]
+Front = Literal["modules", "functions", "loss", "net", "pipe"]
+DOORS: dict[str, Front] = {
+    "from_sequential": "modules",
+    "from_functions": "functions",
+    "from_loss": "loss",
+    "from_module": "net",
+    "from_pipe": "pipe",
+}
+ONE_SHAPE = ("loss", "net", "pipe")
+"""What is traced as a whole: of a batch only the number of rows may vary, and for a Pipe not even that."""
 Reduction = Literal["mean", "sum", "count"]
 
 
@@ -121,6 +132,22 @@ class Counting(nn.Module):
         return torch.sin(h)
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean, which it updates first in training."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Any) -> Tensor:
+        h = gathered(x)
+        if self.training:
+            self.mean.lerp_(h.detach().mean((0, 1)), 0.5)
+        return h - self.mean
+
+
 NORMS = {"norm", "mean norm"}
 """The layers that remember statistics of batches."""
 
@@ -139,6 +166,7 @@ def layers(stages: Sequence[Sequence[str]]) -> dict[str, nn.Module]:
         "mean norm": partial(Norm, momentum=None),
         "forgetful norm": partial(Norm, track_running_stats=False),
         "counting": Counting,
+        "centred": Centred,
         "dropout": partial(Bare, dropout=True),
         "in place": partial(Bare, dropout=False),
         "many": Many,
@@ -149,7 +177,7 @@ def layers(stages: Sequence[Sequence[str]]) -> dict[str, nn.Module]:
 KINDS = (
     *("tied", "linear", "twice", "tied", "unused", "reused", "reused", "tied", "attention"),
     *("norm", "mean norm", "forgetful norm", "dropout", "dropout", "in place", "many", "many", "norm"),
-    *("counting", "counting"),
+    *("counting", "counting", "centred"),
 )
 
 
@@ -233,7 +261,12 @@ class Whole:
     @property
     def remembers(self) -> bool:
         """Whether a step has a state."""
-        return self.training and not self.kinds.isdisjoint({*NORMS, "counting"})
+        return self.training and not self.kinds.isdisjoint({*NORMS, "counting", "centred"})
+
+    @property
+    def in_order(self) -> bool:
+        """Whether forwards read what those before have remembered; a function is taken to."""
+        return self.remembers and (self.front == "functions" or "centred" in self.kinds)
 
     @property
     def still(self) -> list[str]:
@@ -248,13 +281,15 @@ class Whole:
         """The model, its parameters, and its state (None without). A loss function wants an example of a batch."""
         if self.front == "loss":
             return *self.as_loss(example), None
+        if self.front in ("net", "pipe"):
+            return self.as_net(example)
         made = self.as_modules() if self.front == "modules" else self.as_functions()
         return made if self.remembers else (*made[:2], None)
 
     def named(self, model: fpipe.Model, grads: Any) -> dict[str, Tensor | None]:
         """Gradients of a step by the names of the whole net."""
-        if self.front == "loss":
-            return fpipe.join_params(model, grads)
+        if self.front in ONE_SHAPE:
+            return {of_layer(name): grad for name, grad in fpipe.join_params(model, grads).items()}
         return {name: grad for stage in grads for name, grad in stage.items()}
 
     def as_modules(self) -> tuple[fpipe.Model, Any, Any]:
@@ -332,6 +367,21 @@ class Whole:
         owned = {name for stage in own for name in stage}
         return fpipe.freeze(model, *(name for name in self.still if name in owned)), own
 
+    def as_net(self, example: Any) -> tuple[fpipe.Model, Any, Any]:
+        """By `from_module`, or by torch's own split and `from_pipe`: one module that calls its stages."""
+        net = Net(self)
+        ends = [f"stages.{stage}" for stage in range(len(self.stages) - 1)]
+        loss: dict[str, Any] = {"loss": partial(judged, self.reduction), "reduction": self.reduction, "aux": True}
+        if self.front == "net":
+            rows = Cut((3,)).drawn(3, example[1].shape[1], torch.Generator(), getattr(torch, self.dtype))
+            model, params, state = fpipe.from_module(net, cuts=ends, example=rows, **loss)
+        else:
+            begins = {f"stages.{stage}": SplitPoint.BEGINNING for stage in range(1, len(self.stages))}
+            model, params, state = fpipe.from_pipe(pipeline(net, (), example[0], split_spec=begins), **loss)
+        owned = {of_layer(name): name for stage in params for name in stage}
+        still = [owned[name] for name in self.still if name in owned]
+        return fpipe.freeze(model, *still), params, state if any(state) else None
+
     def sources(self, stage: int) -> Any:
         """What a stage takes: what is before, and of the skips the batch, an output, or what was put aside."""
         before = stage - 1 if stage else "batch"
@@ -392,6 +442,29 @@ class Stage(nn.Module):
             return x, aside, None
         each = gathered(x).square()
         return x, aside, each.mean() if self.whole.reduction == "mean" else each.sum()
+
+
+def of_layer(name: str) -> str:
+    """A leaf of a `Net` as its layer calls it."""
+    return re.sub(r"^stages\.\d+\.layers\.", "", name)
+
+
+class Net(nn.Module):
+    """The stages as one module, which takes the batch by keywords."""
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__()
+        self.whole = whole
+        self.stages = nn.ModuleList(Stage(whole, n, nn.ModuleDict(whole.of(n))) for n in range(len(whole.stages)))
+
+    def forward(self, h: Tensor, gate: Tensor, ids: Tensor, nothing: None = None, scale: float = 1.5) -> Any:
+        x = {"h": h, "gate": gate, "ids": ids, "nothing": nothing, "scale": scale}
+        values: dict[tuple[int, bool], Any] = {(-1, False): x}
+        for n, stage in enumerate(self.stages):
+            given = tuple(values[skip[:2]] for skip in [Skip(n - 1, False, n), *self.whole.taken(n)])
+            y, aside, _ = stage(given, 0)
+            values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
+        return values[len(self.stages) - 1, False]
 
 
 @dataclass(frozen=True)
@@ -593,14 +666,21 @@ def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
     return found
 
 
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "net": ("mean norm",),  # reads a number from a buffer
+    "pipe": ("tied", "reused", "twice", "many"),  # of which torch makes several, or other containers
+}
+
+
 @st.composite
-def wholes(draw: st.DrawFn, reproducible: bool = False) -> Whole:
+def wholes(draw: st.DrawFn, reproducible: bool = False, front: Front | None = None) -> Whole:
     """Draw a model of 1 to 4 stages; with `reproducible` one whose gradients do not depend on how a batch is cut."""
     n = draw(st.sampled_from([3, 2, 4, 1]))
-    front = draw(st.sampled_from(["functions", "modules", "functions", "modules", "loss"]))
+    front = front or draw(st.sampled_from(["functions", "modules", "functions", "modules", "loss"]))
     kinds = [kind for kind in KINDS if "norm" not in kind and kind != "dropout"] if reproducible else list(KINDS)
-    if front == "loss" or reproducible:  # which write no buffers
-        kinds = [kind for kind in kinds if kind not in (*NORMS, "counting")]
+    if front in ("loss", "pipe") or reproducible:  # which write no buffers
+        kinds = [kind for kind in kinds if kind not in (*NORMS, "counting", "centred")]
+    kinds = [kind for kind in kinds if kind not in LEFT_OUT.get(front, ())]
     stages = tuple(tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))) for _ in range(n))
     possible = [Skip(out, False, into) for into in range(n) for out in range(-1, into - 1)]
     possible += [Skip(out, True, into) for into in range(n) for out in range(into) if len(stages[out]) > 1]
@@ -616,8 +696,8 @@ def wholes(draw: st.DrawFn, reproducible: bool = False) -> Whole:
         tuple(stage for stage in range(n - 1) if front == "functions" and draw(st.booleans())),
         draw(some) if front == "functions" and not reproducible else (),
         tuple(frozen),
-        front == "modules" and draw(st.booleans()),
-        reproducible or front == "loss" or draw(st.sampled_from([True, False, True])),
+        front in ("modules", "net") and draw(st.booleans()),
+        reproducible or front in ("loss", "pipe") or draw(st.sampled_from([True, False, True])),
         "float64" if reproducible else draw(st.sampled_from(["float32", "float64"])),
         draw(st.integers(0, 99)),
     )

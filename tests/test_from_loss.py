@@ -119,22 +119,6 @@ def test_stages_skips_and_ties_fall_out_of_the_dataflow():
     assert list(own[2])[:2] == ["blocks.1.gain", "blocks.1.bias"]
 
 
-@pytest.mark.parametrize("microbatches", [3, 8])
-def test_its_gradients_are_the_functions_own(microbatches: int):
-    """Leaves that one stage reads are bitwise; where stages meet (the tied embedding, the skip) sums come in another
-    order than in one graph."""
-    model, own, params, batch = cut_gpt()
-    schedule = (fpipe.checkpoint("always"), fpipe.split_backward(), fpipe.schedules.one_f_one_b(4), fpipe.merge())
-    program = fpipe.chain(fpipe.split(microbatches), *schedule)(fpipe.program(model))
-    assert fpipe.verify(program, model, own, batch).bitwise
-    grads = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    right = own_grads(gpt, params, batch, microbatches)
-    found = torch.utils._pytree.tree_leaves(grads)
-    assert all(torch.equal(a, b) for a, b in zip(found[2:], right[2:], strict=True))
-    for one, other in zip(found[:2], right[:2], strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_join_params_gives_the_pytree_back_and_split_params_undoes_it():
     model, own, params, _ = cut_gpt()
     whole = fpipe.join_params(model, own)
@@ -148,24 +132,6 @@ def test_join_params_gives_the_pytree_back_and_split_params_undoes_it():
 def test_a_boundary_outside_from_loss_changes_nothing():
     x = {"a": torch.ones(2), "n": 3}
     assert fpipe.boundary(x) is x
-
-
-def test_branches_need_no_chain():
-    """Two towers and a head: the second tower takes the batch, not the first."""
-
-    def towers(params: dict[str, Tensor], batch: tuple[tuple[Tensor, Tensor], Tensor]) -> Tensor:
-        (left, right), target = batch
-        one = torch.tanh(left @ params["left"])
-        right, one = fpipe.boundary((right, one))
-        other = torch.tanh(right @ params["right"])
-        one, other = fpipe.boundary((one, other))
-        return ((one * other) @ params["head"] - target).square().mean()
-
-    params = {name: torch.randn(4, 4) for name in ("left", "right", "head")}
-    batch = rows(), torch.randn(6, 4)
-    model, own = fpipe.from_loss(towers, params, batch)
-    assert model.inputs == ("batch", "batch", (0, 1))
-    assert fpipe.verify(merged(model, 3, fpipe.schedules.one_f_one_b(3)), model, own, batch).bitwise
 
 
 def test_what_an_early_stage_hands_to_others_and_to_the_loss():
@@ -276,18 +242,6 @@ def test_blocks_may_hold_marks_and_the_loss(loss_fn: Any):
             torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
         else:
             assert torch.equal(one, other)
-
-
-def test_losses_that_count():
-    def masked(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        y, keep = fpipe.boundary(torch.tanh(batch[0] @ params["w"])) @ params["w"], batch[1] > 0
-        return ((y - batch[1]) * keep).square().sum(), keep.sum()
-
-    params, batch = square(), rows(7)
-    model, own = fpipe.from_loss(masked, params, batch, reduction="count")
-    total, count = masked(params, batch)
-    torch.testing.assert_close(fpipe.build(merged(model, 3), model)(own, batch).loss, total / count)
-    assert fpipe.verify(merged(model, 3), model, own, batch).bitwise
 
 
 class Tripled(torch.autograd.Function):
@@ -1113,19 +1067,6 @@ def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: boo
     assert torch.equal(fpipe.build(fpipe.program(model), model)(own, batch).loss, loss_fn(params, batch))
     net.train()
     assert torch.equal(step(own, batch, key=0).loss, before)
-
-
-def test_parameters_that_the_net_has_no_more_are_refused():
-    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    batch = rows()
-    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), batch)
-    step = fpipe.build(fpipe.program(model), model)
-    step(own, batch)
-    net.load_state_dict({name: leaf.clone() for name, leaf in net.state_dict().items()}, assign=True)
-    words = "have the '0.weight' that was handed out with the model; the net has another tensor in its place by now"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        step(own, batch)
-    step(fpipe.split_params(model, dict(net.named_parameters())), batch)
 
 
 def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
