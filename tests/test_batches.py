@@ -134,66 +134,6 @@ def ragged(lengths=(5, 2, 9), rows=(2, 3, 1), width=3):
     ]
 
 
-def summed_attention(p, x):
-    weights = torch.softmax(x @ p["w"] @ x.transpose(1, 2), -1)
-    return x + weights @ x
-
-
-def tokens(y, t):
-    return (y - t).square().sum(), y.shape[0] * y.shape[1]
-
-
-@TRACED
-@pytest.mark.parametrize("reduction", ["mean", "sum", "count"])
-def test_each_microbatch_may_have_its_own_shape(trace: bool, reduction: str):
-    loss = {"mean": mean, "sum": lambda y, t: (y - t).square().sum(), "count": tokens}[reduction]
-    model = fpipe.from_functions([summed_attention, linear, summed_attention], loss, reduction=reduction)
-    given, parts = params(3), ragged()
-    pipeline = fpipe.chain(
-        fpipe.split(3, presplit=True),
-        fpipe.checkpoint("except_last"),
-        fpipe.schedules.zb_h1(3),
-        fpipe.merge(outputs="stream"),
-        fpipe.communicate(),
-    )
-    program = pipeline(fpipe.program(model, input_grads=True))
-    assert fpipe.Program.parse(str(program)) == program
-    assert fpipe.verify(program, model, given, parts).bitwise
-    found = fpipe.build(program, model, trace=trace)(given, parts)
-    own = [{"w": p["w"].clone().requires_grad_()} for p in given]
-    losses = [loss(summed_attention(own[2], linear(own[1], summed_attention(own[0], x))), t) for x, t in parts]
-    if reduction == "count":
-        whole = sum(one[0] for one in losses) / sum(one[1] for one in losses)
-    else:
-        weights = [len(x) / 6 for x, _ in parts] if reduction == "mean" else [1.0] * 3
-        whole = sum(one * weight for one, weight in zip(losses, weights, strict=True))
-    whole.backward()
-    assert torch.allclose(found.loss, whole)
-    assert [y.shape for y in found.outputs] == [x.shape for x, _ in parts]
-    assert [dx.shape for dx in found.input_grads] == [x.shape for x, _ in parts]
-    for grads, leaf in zip(found.grads, own, strict=True):
-        assert torch.allclose(grads["w"], leaf["w"].grad, atol=1e-5)
-
-
-def test_a_batch_cut_already_gives_the_bits_of_one_that_is_cut():
-    model = fpipe.from_functions([linear] * 2, mean)
-    x, t = batch(7)
-    pairs = [*zip(x.tensor_split(3), t.tensor_split(3), strict=True)]
-    found = [
-        fpipe.build(fpipe.chain(how, fpipe.merge())(fpipe.program(model)), model)(params(), given)
-        for how, given in (
-            (fpipe.split(3), (x, t)),
-            (fpipe.split(3, presplit=True), pairs),
-            (fpipe.split(3, presplit=True), (x.tensor_split(3), t.tensor_split(3))),
-        )
-    ]
-    found.append(fpipe.reference(model, params(), pairs))
-    for one in found[1:]:
-        assert torch.equal(one.loss, found[0].loss)
-        assert torch.equal(one.outputs, found[0].outputs)
-        assert torch.equal(one.grads[1]["w"], found[0].grads[1]["w"])
-
-
 @TRACED
 def test_two_pipelines_in_a_row_join_nothing_in_between(trace: bool):
     """The first one's outputs go on per microbatch, and the gradients of the second one's inputs come back so."""
@@ -221,30 +161,6 @@ def test_two_pipelines_in_a_row_join_nothing_in_between(trace: bool):
 
 
 # Keywords
-
-
-@TRACED
-def test_a_dict_of_inputs_is_what_a_stage_takes(trace: bool):
-    """`x` is one pytree and never spread; a function of keywords takes it as `**x`."""
-
-    class Embed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.kinds = nn.Embedding(11, 3), nn.Embedding(2, 3)
-
-        def forward(self, x):
-            return self.together(**x)
-
-        def together(self, *, ids, kind, scale=1.0):
-            return (self.words(ids) + self.kinds(kind)) * scale
-
-    net = nn.Sequential(Embed(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
-    inputs = {"ids": torch.randint(0, 11, (7,)), "kind": torch.randint(0, 2, (7,)), "scale": 0.5}
-    program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, own, (inputs, batch(7)[1])).bitwise
-    found = fpipe.build(program, model, trace=trace)(own, (inputs, batch(7)[1]))
-    assert torch.allclose(found.outputs, net(inputs), atol=1e-6)
 
 
 class Encoder(nn.Module):

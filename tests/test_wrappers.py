@@ -1,6 +1,5 @@
 """Nets as people write and wrap them: cut at stages they have their own loss and gradients, or are refused by name."""
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -71,40 +70,6 @@ class TrainingStep(nn.Module):
         return self.module.training_step((batch[0], batch[1]), 0)
 
 
-class LowRank(nn.Module):
-    """A frozen layer, and beside it what is trained, as adapters have it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.up(self.down(self.drop(x)))
-
-
-def adapted() -> nn.Module:
-    net = Chain().requires_grad_(False)
-    for block in net.blocks:
-        assert isinstance(block, Block)
-        block.up, block.down = LowRank(block.up), LowRank(block.down)  # pyright: ignore[reportAttributeAccessIssue]
-    return net
-
-
-class Shared(nn.Module):
-    """One block called again and again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = self.block(x)
-        return self.head(x)
-
-
 class Translator(nn.Module):
     """torch's own transformer, its decoder causal, its encoder's output read by both layers of the decoder."""
 
@@ -132,62 +97,6 @@ def translation() -> dict[str, Tensor]:
     padding[:, -2:] = True
     said = torch.randint(0, 16, (ROWS, 6))
     return {"source": torch.randint(0, 16, (ROWS, 6)), "said": said[:, :-1], "padding": padding, "labels": said[:, 1:]}
-
-
-class Convolved(nn.Module):
-    """Two convolutions with a norm of groups, told the time where there is one."""
-
-    def __init__(self, into: int, out: int, time: int = 0) -> None:
-        super().__init__()
-        self.one, self.other = nn.Conv2d(into, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-        self.norm = nn.GroupNorm(2, out)
-        self.time = nn.Linear(time, out) if time else None
-
-    def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
-        x = F.silu(self.norm(self.one(x)))
-        if self.time is not None and time is not None:
-            x = x + self.time(time)[:, :, None, None]
-        return F.silu(self.other(x))
-
-
-class UNet(nn.Module):
-    """Down and up again, what was seen on the way down read once more on the way up."""
-
-    def __init__(self, time: int = 0) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Convolved(3, 4, time), Convolved(4, 8, time)])
-        self.middle = Convolved(8, 8, time)
-        self.up = nn.ModuleList([Convolved(16, 4, time), Convolved(8, 4, time)])
-        self.head = nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
-        skips: list[Tensor] = []
-        for block in self.down:
-            x = block(x, time)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x, time)
-        for block in self.up:
-            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1), time)
-        return self.head(x)
-
-
-class Denoiser(nn.Module):
-    """Adds noise that it draws itself, and says what it was; `alphas` is a table of the schedule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.embed = UNet(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.alphas: Tensor
-        self.register_buffer("alphas", torch.linspace(0.99, 0.1, 10))
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        noise = torch.randn_like(x)
-        alpha = self.alphas[time][:, None, None, None]
-        rate = torch.exp(torch.arange(WIDTH // 2) * (-math.log(100.0) / WIDTH))
-        angles = time[:, None] * rate
-        told = F.silu(self.embed(torch.cat([angles.sin(), angles.cos()], -1)))
-        return F.mse_loss(self.net(alpha.sqrt() * x + (1 - alpha).sqrt() * noise, told), noise)
 
 
 class TwoTowers(nn.Module):
@@ -243,16 +152,11 @@ def itself(output: Any, _: Any) -> Tensor:
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 SLOW = pytest.mark.deep
 NETS = {
-    "the net of a Lightning module": Wrapped(
-        lambda: Lightning().model, lambda: (rows(WIDTH), rows(WIDTH)), BLOCKS, F.mse_loss
-    ),
     "a training step": Wrapped(
         lambda: TrainingStep(Lightning()),
         lambda: ((rows(WIDTH), rows(WIDTH)), None),
         tuple(f"module.model.{path}" for path in BLOCKS),
     ),
-    "frozen weights with adapters": Wrapped(adapted, lambda: (rows(WIDTH), rows(WIDTH)), BLOCKS, F.mse_loss),
-    "a shared block": Wrapped(Shared, lambda: (rows(WIDTH), rows(WIDTH)), ("block",) * 3, F.mse_loss, ("block.",)),
     "torch's transformer": Wrapped(
         Translator,
         lambda: (translation(), None),
@@ -260,23 +164,13 @@ NETS = {
         None,
         ("words.", "both.encoder."),
     ),
-    "a U-Net": Wrapped(
-        UNet, lambda: (rows(3, 8, 8), rows(3, 8, 8)), ("down.0", "down.1", "up.0"), F.mse_loss, ("down.",)
-    ),
-    "a denoiser": Wrapped(
-        Denoiser,
-        lambda: ((rows(3, 8, 8), torch.randint(0, 10, (ROWS,))), None),
-        ("net.down.0", "net.down.1", "net.up.0"),
-        None,
-        ("net.down.", "embed."),
-    ),
     "two towers": Wrapped(
         TwoTowers,
         lambda: ({"said": rows(WIDTH), "seen": rows(WIDTH), "smooth": 0.1}, None),
         ("left.blocks.0", "left.blocks.1", "right.blocks.0"),
     ),
 }
-FAST = ("a training step", "frozen weights with adapters", "a shared block")
+FAST = ("a training step", "two towers")
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=SLOW) for name in NETS])
