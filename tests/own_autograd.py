@@ -43,7 +43,8 @@ def own_autograd(
         stage = 0
         seed()
         made = called(net, inputs)
-        one = (made.loss if loss is None else loss(made, target)) * (count / rows)
+        own = loss(made, target) if loss is not None else made if isinstance(made, Tensor) else made["loss"]
+        one = own * (count / rows)
         found = torch.autograd.grad(one, [*trained.values()], materialize_grads=True)
         total = total + one.detach() if index else one.detach()
         grads = {name: grads[name] + grad if index else grad for name, grad in zip(trained, found, strict=True)}
@@ -73,3 +74,30 @@ def without_caches(net: Any) -> None:
     for module in net.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
+
+
+def assert_own(
+    net: nn.Module, batch: tuple[Any, Any], ends: Sequence[str], loss: Any = None, near: tuple[str, ...] = ()
+) -> None:
+    """A net cut in four has its own loss, gradients and state: bit by bit, but for tied leaves, which stages add up,
+    and what begins with a path of `near`; the loss too where that is all."""
+    key, parts = 3, 2
+    model, params, state = fpipe.from_module(net, 4, example=batch, loss=loss)
+    steps = fpipe.schedules.zb_h1(4), fpipe.checkpoint("except_last"), fpipe.merge()
+    program = fpipe.chain(fpipe.split(parts), *steps)(fpipe.program(model))
+    kept = state if any(state) else None
+    report = fpipe.verify(program, model, params, batch, state=kept, key=key)
+    assert report.bitwise, report
+    result = fpipe.build(program, model)(params, batch, state=kept, key=key)
+    without_caches(net)
+    right_loss, right = own_autograd(net, batch, parts, key=key, ends=ends, loss=loss)
+    found = fpipe.join_params(model, result.grads)
+    assert found.keys() >= right.keys()
+    summed = {name for tie in model.ties for _, name in tie}
+    for name, one, other in [("", result.loss, right_loss), *((name, found[name], right[name]) for name in right)]:
+        if name in summed or name.startswith(near):
+            torch.testing.assert_close(one, other, msg=name)
+        else:
+            assert torch.equal(one, other), (name, (one - other).abs().max())
+    now = dict(net.named_buffers())
+    assert [name for one in result.state or () for name in one if not torch.equal(one[name], now[name])] == []

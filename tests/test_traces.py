@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,19 +100,6 @@ def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
     fpipe.build(program(model, m=2), model)(params, batch)
     parts = ["sizes of the batch", "embedding", "block", "sizes of activations", "head", "loss"]
     assert traced.count("trace") == len(parts)
-
-
-def test_a_second_step_and_a_second_build_trace_nothing_and_another_shape_does(traced: list[str]):
-    model, params, batch = blocks()
-    step = fpipe.build(program(model), model)
-    step(params, batch)
-    traced.clear()
-    step(params, batch)
-    fpipe.build(program(model), model)(params, batch)
-    fpipe.build(program(model, fpipe.checkpoint(), fpipe.split_backward()), model)(params, batch)
-    assert traced == []
-    step(params, (batch[0][:4], batch[1][:4]))
-    assert "trace" in traced
 
 
 def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
@@ -329,23 +315,6 @@ def test_a_backward_that_reads_residuals_last_holds_no_more_than_autograds(net: 
     assert ours.most <= eager.most
 
 
-@every_chain
-def test_between_the_halves_nothing_is_left_that_w_does_not_read(net: nn.Module, x: Tensor):
-    one, params = linearized(net, x)
-    y, res = one.forward(params, x.clone())
-    seen = {StorageWeakRef(leaf.untyped_storage()) for leaf in res}
-    del y
-    dx, wres = one.backward_input(params, res, torch.randn_like(x), last=True)
-    kept = {StorageWeakRef(leaf.untyped_storage()) for leaf in wres}
-    assert res == []
-    assert all(storage.expired() or storage in kept for storage in seen)
-    gradients = one.backward_weight(params, wres, last=True)
-    assert wres == []
-    del dx
-    own = {StorageWeakRef(leaf.untyped_storage()) for leaf in (*leaves(gradients), *params.values())}
-    assert all(storage.expired() or storage in own for storage in seen | kept)
-
-
 def test_residuals_that_are_read_again_stay():
     net, x = Attention(16, 2), torch.randn(2, 4, 16)
     one, params = linearized(net, x)
@@ -378,21 +347,17 @@ def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x:
     assert ours.most - gradients <= eager.most
 
 
+# What cannot be traced.
+
+
 def test_the_sizes_of_a_program_without_a_trace_are_not_known():
     model = fpipe.from_functions([looks], loss=squares)
     with pytest.raises(ValueError, match=r"not known before it runs: stage 0 \(looks\): DataDependent"):
         fpipe.sizes(fpipe.program(model), model, ({"w": torch.eye(4)},), (torch.ones(2, 4), torch.ones(2, 4)))
 
 
-# What cannot be traced.
-
-
 def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return x @ p["w"] if x.sum() > 0 else (x * 2) @ p["w"]
-
-
-def chooses(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return x[x[:, 0] > 0] @ p["w"]
 
 
 def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -407,7 +372,7 @@ STEPS = {"B": (), "I W": (fpipe.split_backward(),), "R": (fpipe.checkpoint(),)}
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("odd", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("odd", [(1,), (0, 2), (0, 1, 2)], ids=str)
 def test_a_stage_that_looks_at_data_runs_among_traced_ones(odd: tuple[int, ...], steps, traced: list[str]):
     def own(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return smooth(p, x)
@@ -569,23 +534,6 @@ def test_what_torch_func_saves_cannot_be_counted():
         run(({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4)))
 
 
-def test_shapes_that_change_with_the_data_end_the_traces_with_a_warning():
-    model = fpipe.from_functions([chooses, smooth], loss=total)
-    params, x = ({"w": torch.randn(4, 4)},) * 2, torch.ones(6, 4)
-    step = fpipe.build(program(model, m=2, ranks=1), model)
-    with pytest.warns(UserWarning, match="a stage runs under autograd"):
-        step(params, (x, x))
-    x = torch.randn(6, 4).abs()
-    x[1] *= -1
-    changed = r"steps run every stage under autograd from now on: 0F0 wrote y\[0,0\] as float32\[2, 4\] with strides"
-    with pytest.warns(UserWarning, match=changed):
-        result = step(params, (x, x))
-    assert same(result, fpipe.reference(model, params, (x, x), microbatches=2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert same(step(params, (x, x)), result)
-
-
 def test_an_error_of_the_numbers_is_raised_as_it_is():
     """After any RuntimeError the whole step ran a second time, untraced: out of memory, that took even more of it."""
     ran: list[int] = []
@@ -602,25 +550,6 @@ def test_an_error_of_the_numbers_is_raised_as_it_is():
         step(params, (9 * good, good))
     assert same(step(params, (good, good)), right)
     assert len(ran) == before
-
-
-def test_an_op_whose_fake_kernel_is_wrong_ends_the_traces_with_a_warning():
-    """Its trace says other shapes than it gives, and the op behind it fails: by hand the step works."""
-    with torch.library._scoped_library("fpipe_tests", "FRAGMENT") as library:
-        library.define("half(Tensor x) -> Tensor")
-        library.impl("half", lambda x: x[:, ::2].clone(), "CPU")
-        library.impl("half", torch.clone, "Meta")
-
-        def halves(p: dict[str, Tensor], x: Tensor) -> Tensor:
-            y = torch.ops.fpipe_tests.half(x.detach())
-            return y.view(y.shape[0] * y.shape[1]).sum() * p["w"]
-
-        model = fpipe.from_functions([halves], loss=lambda y, t: y.sum())
-        step = fpipe.build(program(model, m=1, ranks=1), model)
-        params, x = ({"w": torch.ones(2)},), torch.ones(2, 4)
-        with pytest.warns(UserWarning, match="steps run every stage under autograd from now on"):
-            result = step(params, (x, x))
-    assert result.loss == 8
 
 
 def test_without_traces_the_python_of_a_stage_runs_every_time():
@@ -641,14 +570,6 @@ def test_without_traces_the_python_of_a_stage_runs_every_time():
     count.clear()
     assert same(step(params, batch), plain(params, batch))
     assert len(count) == 3  # the plain one's
-
-
-def test_parameters_that_want_gradients_get_none():
-    model = fpipe.from_functions([smooth, lambda p, x: x], loss=squares)
-    params = ({"w": nn.Parameter(torch.randn(4, 4))}, {})
-    result = fpipe.build(program(model, m=2), model)(params, (torch.randn(4, 4), torch.randn(4, 4)))
-    assert params[0]["w"].grad is None
-    assert not any(leaf.requires_grad for leaf in leaves((result.loss, result.grads, result.outputs)))
 
 
 # Found by a review, each once wrong without a word.
@@ -705,53 +626,11 @@ def test_an_operand_that_repeats_one_number_is_not_probed():
     assert same(found, fpipe.reference(model, params, batch, microbatches=2))
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, mask: Tensor | None = None) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.register_buffer("mask", mask)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, attn_mask=self.mask)[0]
-
-
-ATTENTION: dict[str, Callable[[], nn.Module]] = {
-    "MultiheadAttention": SelfAttention,
-    "masked": lambda: SelfAttention(torch.ones(3, 3, dtype=torch.bool).triu(1)),
-    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
-}
-
-
-@pytest.mark.parametrize("frozen", ["none", "every other parameter", "all"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "attention",
-    [
-        pytest.param(make, id=name, marks=pytest.mark.deep if name == "TransformerEncoder" else [])
-        for name, make in ATTENTION.items()
-    ],
-)
-def test_frozen_attention_is_traced_and_runs_as_plain_autograd_does(attention, training: bool, frozen: str):
-    """Where it wants no gradient torch runs it as one op, which make_fx used to keep it from."""
-    first, last = attention().train(training), attention().train(training)
-    for k, leaf in enumerate([*first.parameters(), *last.parameters()]):
-        leaf.requires_grad_(frozen == "none" or (frozen != "all" and k % 2 == 0))
-    net = nn.Sequential(first, nn.Linear(8, 8), last)
-    model, params, _ = fpipe.from_sequential(net, sizes=[1, 1, 1], loss=squares)
-    batch = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
-    expected = fpipe.reference(model, params, batch, microbatches=2, key=1)
-    for steps in ([], [fpipe.split_backward(), fpipe.checkpoint("always")]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert same(fpipe.build(program(model, *steps, m=2), model)(params, batch, key=1), expected)
-
-
 def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
     model, params, _ = fpipe.from_sequential(nn.Sequential(layer, nn.Linear(8, 8)), stages=2, loss=squares)
     step, batch = fpipe.build(program(model, m=2), model), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
-    step(params, batch)
+    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
     with Ops() as ops:
         step(params, batch)
     assert ops.ran["aten._transformer_encoder_layer_fwd.default"] == 2

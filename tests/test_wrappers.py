@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from tests.families import FAMILIES
-from tests.own_autograd import own_autograd
+from tests.own_autograd import assert_own, own_autograd
 from tests.toys import merged
 
 WIDTH, ROWS, KEY, PARTS = 8, 4, 3, 2
@@ -145,10 +145,6 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(ROWS, *shape)
 
 
-def itself(output: Any, _: Any) -> Tensor:
-    return output["loss"] if isinstance(output, dict) else output
-
-
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 SLOW = pytest.mark.deep
 NETS = {
@@ -178,18 +174,7 @@ def test_a_net_as_people_write_it_has_its_own_gradients(name: str) -> None:
     torch.manual_seed(0)
     made = NETS[name]
     net, batch = made.make(), made.batch()
-    model, params, _ = fpipe.from_module(net, 4, example=batch, loss=made.loss)
-    program = merged(model, PARTS, fpipe.schedules.zb_h1(4), fpipe.checkpoint("except_last"))
-    result = fpipe.build(program, model)(params, batch, key=KEY)
-    loss, right = own_autograd(net, batch, PARTS, key=KEY, ends=made.ends, loss=made.loss or itself)
-    assert torch.equal(result.loss, loss)
-    found = fpipe.join_params(model, result.grads)
-    assert found.keys() == right.keys()
-    for name, grad in right.items():
-        if made.summed and name.startswith(made.summed):
-            torch.testing.assert_close(found[name], grad, msg=name)
-        else:
-            assert torch.equal(found[name], grad), (name, (found[name] - grad).abs().max())
+    assert_own(net, batch, made.ends, made.loss, made.summed)
 
 
 def test_a_net_that_fixes_its_rows_is_told_how_it_would_not() -> None:
