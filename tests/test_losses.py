@@ -206,13 +206,6 @@ def test_frozen_leaves_have_no_gradient_and_the_others_theirs():
     assert whole.grad is None
 
 
-def test_parameters_of_a_module_that_do_not_train_are_no_parameters():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net[0].weight.requires_grad_(False)
-    _, own, _ = fpipe.from_sequential(net, stages=2)
-    assert [list(stage) for stage in own] == [["0.bias"], ["1.weight", "1.bias"]]
-
-
 def test_what_does_not_train_is_not_kept():
     model = fpipe.from_functions([linear] * 2, mean)
     sizes = [fpipe.sizes(fpipe.program(m), m, params(stages=2), batch()) for m in (model, fpipe.freeze(model, 0))]
@@ -221,14 +214,6 @@ def test_what_does_not_train_is_not_kept():
 
 
 # Gradients of inputs
-
-
-def test_without_gradients_there_are_none_of_inputs_either():
-    model = model_of("mean")
-    program = fpipe.chain(fpipe.split(2), fpipe.merge(aux=JOIN), fpipe.forward_only())
-    found = fpipe.build(program(fpipe.program(model, input_grads=True)), model)(params(), batch())
-    assert (found.input_grads, found.grads) == (None, None)
-    assert torch.equal(found.aux["right"], fpipe.reference(model, params(), batch()).aux["right"])
 
 
 # Scales, several steps, norms

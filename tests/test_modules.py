@@ -3,13 +3,11 @@ import pickle
 import re
 import threading
 import warnings
-from collections import OrderedDict
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.models.from_functions import from_functions
@@ -73,33 +71,6 @@ def mlp(**more):
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), **more)
 
 
-def kinds():
-    """Nets of kinds that `test_module_kinds` has not, and an input for each."""
-    torch.manual_seed(0)
-    word, sequence = torch.randint(5, (4, 7)), torch.randn(4, 7, 8)
-    attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    recomputed = Toy(
-        lambda own, x: checkpoint(lambda h: own.inner(h).sin(), x, use_reentrant=False), inner=nn.Linear(3, 3)
-    )
-    first = Toy(lambda own, x: own.rnn(x)[0], rnn=nn.LSTM(8, 3, batch_first=True))
-    ordered = OrderedDict(embed=nn.Linear(3, 4), act=nn.ReLU(), head=nn.Linear(4, 1))
-    return {
-        "mlp": (mlp(), torch.randn(4, 3)),
-        "tied": (nn.Sequential(nn.Linear(3, 3), Tied(), nn.Linear(3, 1)), torch.randn(4, 3)),
-        "attention": (nn.Sequential(nn.Embedding(5, 8), attention, nn.Linear(8, 5)), word),
-        "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval(), sequence),
-        "frozen": (nn.Sequential(nn.Linear(8, 8), frozen(nn.Linear(8, 8)), nn.Linear(8, 1)), sequence),
-        "weight norm": (nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 3))), sequence),
-        "pruned": (nn.Sequential(nn.Linear(8, 8), prune.l1_unstructured(nn.Linear(8, 3), "weight", 0.5)), sequence),
-        "rnn": (nn.Sequential(nn.Linear(8, 8), first, nn.Linear(3, 1)), sequence),
-        "named": (nn.Sequential(ordered), torch.randn(4, 3)),
-        "recomputed": (nn.Sequential(nn.Linear(3, 3), recomputed, nn.Linear(3, 1)), torch.randn(4, 3)),
-    }
-
-
-KINDS = sorted(kinds())
-
-
 def run(model, params, x):
     """Loss and gradients of sum(y * y), stage by stage, as a pipeline computes them."""
     own = [{name: leaf.detach().requires_grad_() for name, leaf in stage.items()} for stage in params]
@@ -118,47 +89,6 @@ def run(model, params, x):
     return y, tuple(reversed(grads))
 
 
-def everything(net):
-    """What a user could see of a module."""
-    seen = {}
-    for path, module in net.named_modules():
-        seen[path, "module"] = id(module)
-        for name, value in vars(module).items():
-            simple = isinstance(value, dict)
-            seen[path, name] = {key: id(entry) for key, entry in value.items()} if simple else value
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        seen[name] = (tensor.requires_grad, tensor.grad, tensor._version, tensor.tolist())
-    return repr(seen)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stages_are_the_net_which_is_never_changed_and_compute_with_the_params_they_are_given(kind):
-    net, x = kinds()[kind]
-    before = everything(net)
-    model, params, state = from_sequential(net, stages=2)
-    y, grads = run(model, params, x)
-    assert everything(net) == before
-    whole = net(x)
-    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad((whole * whole).sum(), list(trained.values()))
-    assert torch.equal(y, whole)
-    assert state == ({}, {})
-    joined = join_params(model, grads)
-    assert all(torch.equal(joined[name], grad) for name, grad in zip(trained, found, strict=True))
-    other = tuple({name: torch.randn_like(leaf) for name, leaf in stage.items()} for stage in params)
-    y, grads = run(model, other, x)
-    net.load_state_dict(join_params(model, other), strict=False)
-    again, grads_again = run(model, params, x)
-    assert torch.equal(y, again)
-    assert all(torch.equal(one[name], two[name]) for one, two in zip(grads, grads_again, strict=True) for name in one)
-    both = join_params(model, params)
-    assert both.keys() == {name for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
-    assert all(both[name].data_ptr() == net.state_dict()[name].data_ptr() for name in both)
-    back = split_params(model, both)
-    assert [list(stage.items()) for stage in back] == [list(stage.items()) for stage in params]
-    assert join_params(model, back) == both
-
-
 def test_params_and_grads_of_functions_are_joined_by_stage():
     def f(params, x):
         return x
@@ -173,26 +103,6 @@ def test_params_and_grads_of_functions_are_joined_by_stage():
         ValueError, match=re.escape("[0]['e'] and [2]['head'] are one parameter, but have different values.")
     ):
         split_params(model, {**whole, 2: {"b": w, "head": e + 1}})
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_an_optimizer_of_the_params_trains_the_module(optimizer):
-    x = torch.randn(4, 3)
-    net, plain = mlp(), mlp()
-    model, params, _ = from_sequential(net, stages=3)
-    ours = optimizer((leaf for stage in params for leaf in stage.values()), lr=0.1)
-    theirs = optimizer(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        _, grads = run(model, params, x)
-        ours.zero_grad()
-        assign_grads(params, grads)
-        ours.step()
-        theirs.zero_grad()
-        (plain(x) ** 2).sum().backward()
-        theirs.step()
-    assert torch.equal(net(x), plain(x))
-    assert not torch.equal(net(x), mlp()(x))
-    assert all(p.grad is None for p in net.parameters())
 
 
 def test_an_optimizer_of_the_net_itself_trains_with_its_gradients():
@@ -254,39 +164,6 @@ def test_sizes_say_how_many_children_each_stage_has():
     assert params[1] == {}
 
 
-def test_frozen_parameters_and_buffers_are_constants_read_at_each_call():
-    net = nn.Sequential(frozen(nn.Linear(3, 3)), nn.BatchNorm1d(3).eval())
-    model, params, _ = from_sequential(net, stages=1)
-    assert list(params[0]) == ["1.weight", "1.bias"]
-    x = torch.randn(4, 3)
-    with torch.no_grad():
-        net[0].weight.fill_(2.0)
-        net[1].running_mean.fill_(3.0)
-    assert torch.equal(model.stages[0].forward(params[0], x), net(x))
-
-
-def test_the_mode_is_read_at_each_call():
-    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
-    model, params, _ = from_sequential(net, stages=1)
-    net.train()
-    assert (model.stages[0].forward(params[0], torch.zeros(50, 3)) == 0).any()
-
-
-def test_hooks_of_children_run():
-    net, x, seen = mlp(), torch.randn(4, 3), []
-    net[2].register_forward_hook(lambda module, args, y: seen.append("forward") or 2 * y)
-    net[0].register_forward_pre_hook(lambda module, args: seen.append("before"))
-    net[4].register_full_backward_hook(lambda module, dx, dy: seen.append("backward") or (3 * dx[0],))
-    net[2].register_full_backward_pre_hook(lambda module, dy: (5 * dy[0],))
-    model, params, _ = from_sequential(net, stages=3)
-    y, grads = run(model, params, x)
-    assert seen == ["before", "forward", "backward"]
-    whole = net(x)
-    found = torch.autograd.grad((whole * whole).sum(), list(net.parameters()))
-    assert torch.equal(y, whole)
-    assert all(map(torch.equal, join_params(model, grads).values(), found))
-
-
 @pytest.mark.parametrize("how", ["in place", "rebound", "new"])
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
 def test_a_written_buffer_does_not_pass_silently(how, trace):
@@ -342,10 +219,11 @@ def test_threads_that_run_one_stage_do_not_mix_their_params():
 
 
 def test_a_model_can_be_copied_and_sent_to_another_process():
-    model, params, _ = from_sequential(mlp(), stages=2)
-    x = torch.randn(4, 3)
+    model, params, _ = from_sequential(mlp(), stages=2, loss=nn.functional.mse_loss)
+    batch = torch.randn(4, 3), torch.randn(4, 2)
+    right = build(training_step(model), model)(params, batch).loss
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(run(other, params, x)[0], run(model, params, x)[0])
+        assert torch.equal(build(training_step(other), other)(params, batch).loss, right)
 
 
 def test_one_module_may_stand_twice_in_a_stage():
@@ -549,9 +427,8 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, policy, trace):
+def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, trace):
     """torchgpipe's gradients at such a cut are wrong in silence. The op is named, and the batch stays."""
     torch.manual_seed(0)
     batch = torch.randn(6, 8), torch.randn(6, 8)
@@ -560,7 +437,7 @@ def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, 
         parts = [nn.Linear(8, 8), IN_PLACE[name], nn.Linear(8, 8)]
         net = nn.Sequential(*parts) if number else nn.Sequential(*parts[1:], nn.Tanh())
         model, params, _ = from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
-        program = chain(split(3), policy(), gpipe(2), merge())(training_step(model))
+        program = chain(split(3), gpipe(2), merge())(training_step(model))
         sentence = rf"stage {number} \(.*\) writes what it was given in place.*; a stage and a loss are pure functions"
         with pytest.raises(RuntimeError, match=sentence) as caught:
             build(program, model, trace=trace)(params, batch, key=1)

@@ -125,15 +125,6 @@ def test_a_hundred_layers_of_dropout_drop_in_the_gradient_what_they_drop(trace: 
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
 
-def test_another_key_draws_other_numbers_and_retraces_nothing():
-    net, batch = case("Dropout")
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
-    step = fpipe.build(merged(model, 4), model)
-    losses = [step(params, batch, key=key).loss for key in (1, 2, 1)]
-    assert not torch.equal(losses[0], losses[1])
-    assert torch.equal(losses[0], losses[2])
-
-
 def noisy(y: Tensor, target: Tensor) -> Tensor:
     return (F.dropout(y) - target).square().mean()
 
@@ -381,22 +372,6 @@ def test_fold_in_is_even_and_depends_on_order():
     assert fpipe.fold_in(1, 2, 3) != fpipe.fold_in(1, 3, 2) != fpipe.fold_in(3, 1, 2)
 
 
-def test_a_function_may_have_state():
-    """One whose output reads it: forwards keep to the order of the microbatches."""
-
-    def counted(p: dict[str, Tensor], x: Tensor, *, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return x @ p["w"] * state["n"], {"n": state["n"] + 1}
-
-    model = fpipe.from_functions([counted], F.mse_loss)
-    params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = merged(model, 3, fpipe.checkpoint())
-    state = ({"n": torch.tensor(1.0)},)
-    assert fpipe.verify(program, model, params, batch, state=state).bitwise
-    assert fpipe.build(program, model)(params, batch, state=state).state[0]["n"] == 4
-    with pytest.raises(fpipe.ProgramError, match=r"0F1 reads state\[0,0\] .*, which comes later on the same rank"):
-        fpipe.schedules.from_table([["0F1", "0F0", "0F2", "0B0", "0B1", "0B2"]])(program)
-
-
 def test_a_rare_choice_by_pythons_random_numbers_is_not_traced_away():
     """Two keys that choose alike gave one trace, and 6 of 10 keys then another loss, in silence: random.Random takes
     an int without asking it."""
@@ -478,22 +453,3 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
     drawn.append(torch.rand(2))
     assert len(drawn) > 2
     assert all(map(torch.equal, drawn, wanted))
-
-
-def test_torchs_generator_is_back_after_a_stage_that_linearizes_another():
-    """What watches it for the outer one is there again after the inner one."""
-    seen: list[Any] = []
-
-    def outer(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        before = torch.default_generator
-        try:
-            fpipe.linearize(lambda p, x: x @ p["w"], {"w": torch.eye(4)}, torch.ones(2, 4))
-        finally:
-            seen.append(torch.default_generator is before)
-        return x @ p["w"]
-
-    own = torch.default_generator
-    with contextlib.suppress(ValueError):  # the outer one is not traced then
-        fpipe.linearize(outer, {"w": torch.eye(4)}, torch.ones(2, 4))
-    assert {*seen} == {True}
-    assert vars(torch)["default_generator"] is own is torch.random.default_generator

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import fpipe
 from fpipe.transforms._rewrite import Transform
-from tests.toys import POLICIES, Ops, Toy, assert_unsplit, merged, one_by_one, remembered, twice
+from tests.toys import POLICIES, Toy, assert_unsplit, merged, one_by_one, remembered, twice
 
 MSE, CROSS = nn.functional.mse_loss, nn.functional.cross_entropy
 torch.manual_seed(0)
@@ -65,24 +64,24 @@ def cut_conv_net(momentum: float | None = 0.1) -> tuple[nn.Sequential, nn.Module
 
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_buffers_and_gradients_are_those_of_the_unsplit_module(schedule, policy, momentum, trace):
+def test_buffers_and_gradients_are_those_of_the_unsplit_module(schedule, momentum, trace):
     """torch 2.13's pipeline counts m+1 batches, and keeps a running mean of its dry run on uninitialised memory."""
     net, right, model, params, state = cut_conv_net(momentum)
     before = conv_net(momentum).state_dict()
-    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
-    result = fpipe.build(program, model, trace=trace)(params, (X, T), state=state)
-    assert remembered(result).keys() == dict(right.named_buffers()).keys()
-    assert remembered(result)["1.num_batches_tracked"] == 4
-    assert_unsplit(model, result, right)
+    for policy in (POLICIES["kept"], POLICIES["recomputed and split"]):
+        result = fpipe.build(merged(model, 4, *policy, SCHEDULES[schedule]), model, trace=trace)(
+            params, (X, T), state=state
+        )
+        assert remembered(result).keys() == dict(right.named_buffers()).keys()
+        assert remembered(result)["1.num_batches_tracked"] == 4
+        assert_unsplit(model, result, right)
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_state_is_verified_too(policy: str):
+def test_state_is_verified_too():
     _, _, model, params, state = cut_conv_net()
-    report = fpipe.verify(merged(model, 4, *POLICIES[policy], SCHEDULES["1f1b"]), model, params, (X, T), state=state)
+    report = fpipe.verify(merged(model, 4, SCHEDULES["1f1b"]), model, params, (X, T), state=state)
     assert report.bitwise
     assert any(leaf.name == "state[2]['7.running_var']" for leaf in report.leaves)
 
@@ -420,17 +419,6 @@ def test_statistics_of_another_dtype_are_refused(rows: torch.dtype, held: torch.
         step(params, batch, state=state)
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_statistics_may_be_wider_than_rows(kept: torch.dtype):
-    norm = nn.BatchNorm1d(4, affine=False)
-    model, params, state = fpipe.from_sequential(nn.Sequential(norm), 1, loss=MSE)
-    batch = torch.randn(4, 4).bfloat16(), torch.randn(4, 4).bfloat16()
-    own = {name: one.to(kept) if one.is_floating_point() else one for name, one in state[0].items()}
-    found = remembered(fpipe.build(fpipe.program(model), model)(params, batch, state=(own,)))
-    norm.to(kept)(batch[0])
-    assert all(torch.equal(found[f"0.{name}"], one) for name, one in norm.named_buffers())
-
-
 @pytest.mark.parametrize("trace", [True, False])
 def test_what_a_norm_remembers_is_not_read_in_silence(trace: bool):
     """There was none while a stage ran, and who asked whether there was went on without it."""
@@ -456,7 +444,7 @@ def test_a_buffer_whose_data_is_assigned_is_told():
     assert torch.equal(found[1]["4.mean"], right[1]["4.mean"])
 
 
-@pytest.mark.parametrize("name", ["spectral norm", "a counter", "another"])
+@pytest.mark.parametrize("name", ["a counter", "another"])
 def test_verify_and_equal_stages_know_it_too(name: str):
     """Equal stages share a trace, under names that are not theirs."""
     _, _, model, params, state = cut_reader(name)
@@ -499,10 +487,6 @@ def test_in_eval_what_asks_for_its_mode_reads_constants():
         fpipe.build(program, model)(params, ROWS)
 
 
-def inner(own: Any, x: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(lambda x: own.counter(x).sin(), x, use_reentrant=False)
-
-
 def test_what_would_count_twice_is_refused():
     def again(own: Any, x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(lambda x: own.counter(x).sin(), x, use_reentrant=False)
@@ -532,30 +516,6 @@ def test_what_a_stage_remembers_has_one_home():
 
 
 # Where the statistics before are there already, a forward writes them as it normalises.
-
-
-@functools.cache
-def three_equal_blocks() -> tuple[fpipe.Model, Any, Any]:
-    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)) for _ in range(3)))
-    return fpipe.from_sequential(net, stages=3, loss=MSE)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_update_is_a_pass_of_its_own_only_where_forwards_are_out_of_order(schedule: str, policy: str):
-    model, params, state = three_equal_blocks()
-    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
-    step, batch = fpipe.build(program, model), (X, torch.randn_like(X))
-    step(params, batch, state=state)
-    with Ops() as ops:
-        step(params, batch, state=state)
-    # The first makes the statistics that the others write, if it does not follow its F at once. Late are those whose F
-    # is not in the order of the microbatches, here that of 2.
-    late = [2] if schedule == "out of order" else []
-    behind = [(op, before) for before, op in pairwise(program.ops) if op.kind == "U"]
-    first = [op for op, before in behind if op.microbatch == 0 and before[:3] != ("F", op.stage, 0)]
-    own = [*first, *(op for op, _ in behind if op.microbatch in late)]
-    assert ops.ran["aten.batch_norm_update_stats.default"] == len(own)
 
 
 NORMS = {
@@ -600,17 +560,6 @@ def test_a_momentum_that_is_changed_between_steps_is_that_of_the_step():
         right = dict(unsplit(net).named_buffers())
         result = step(params, (X, T), state=state)
         assert all(torch.equal(leaf, right[name]) for stage in result.state for name, leaf in stage.items())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_bytes_that_are_held_are_told_before(schedule: str, policy: str):
-    _, _, model, params, state = cut_conv_net()
-    program = merged(model, 4, *POLICIES[policy], SCHEDULES[schedule])
-    sizes = fpipe.sizes(program, model, params, (X, T), state=state)
-    held = fpipe.build(program, model, record=True)(params, (X, T), state=state).timeline.peak
-    assert sizes.peak == held
-    assert fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak == held
 
 
 def test_what_is_not_finite_is_told_of_the_op_that_wrote_it():
@@ -663,14 +612,6 @@ def test_threads_that_run_one_norm_take_turns_in_looking_at_its_mode_too():
     assert all(torch.equal(loss, found[0]) for loss in found)
 
 
-def test_deferred_stages_of_one_module_still_take_turns():
-    one = nn.Linear(8, 8)
-    net = nn.Sequential(one, nn.BatchNorm1d(8), one, nn.BatchNorm1d(8))
-    model, _, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=MSE)
-    first, last = (stage.forward for stage in fpipe.deferred_batch_norm(model).stages)
-    assert first.lock is last.lock
-
-
 def across(own: Any, x: Tensor) -> Tensor:
     """A batch norm over what is in dim 2, so that sequences can be sliced."""
     return own.norm(x.transpose(1, 2)).transpose(1, 2)
@@ -701,8 +642,9 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("norm", ["batch", "deferred", "instance"])
+@pytest.mark.parametrize(
+    ("other", "norm"), [*((other, "batch") for other in OTHERS), ("too few", "deferred"), ("too few", "instance")]
+)
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
 def test_statistics_of_other_channels_are_refused(other: str, norm: str, trace: bool | None):
     """A batch norm's update read and wrote past the end of those that were too few, without a word."""
