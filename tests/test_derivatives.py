@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe import tree
+from tests.refusals import refusals
 
 Named = dict[str, Tensor]
 
@@ -280,39 +280,41 @@ def test_a_model_that_is_made_of_another_prints_how() -> None:
     assert str(fpipe.per_example(model)) == f"{how}\n{model}"
 
 
-def test_sums_of_rows_are_refused():
-    model = fpipe.from_functions([linear], squares)
-    rows = fpipe.per_example(model)
-    with pytest.raises(ValueError, match="this model is per_example already"):
-        fpipe.per_example(rows)
-    with pytest.raises(ValueError, match=r'adds gradients of single rows.*merge\(grads="rows"\)'):
-        step(rows, 1)
-    with pytest.raises(ValueError, match=r'merge\(grads="rows"\) is for gradients of single rows'):
-        step(model, 1, "rows")
-    for split, word in (
-        (partial(fpipe.split, spec=fpipe.Chunk(1)), "the spec"),
-        (partial(fpipe.split, slices=2), "slices"),
-    ):
-        with pytest.raises(ValueError, match=f"takes rows of dim 0 apart, of whole sequences; found {word}"):
-            fpipe.build(split(2)(fpipe.program(rows)), rows)
-    replicated = fpipe.chain(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())(fpipe.program(rows))
-    with pytest.raises(ValueError, match="adds up over replicas, whose single rows are not the same: leave data_par"):
-        fpipe.build(replicated, rows)  # row i of one replica was added to row i of another
-    with pytest.raises(ValueError, match="grads is 'sum' or 'rows', found 'mean'"):
-        fpipe.merge(grads="mean")
+MODEL = fpipe.from_functions([linear], squares)
+ROWS = fpipe.per_example(MODEL)
 
 
-@pytest.mark.parametrize(
-    ("tangents", "sentence"),
-    [
-        ({"w": torch.ones(3)}, r"the tangent at \['w'\] is float32\[2\]; found float32\[3\]"),
-        ({"w": torch.ones(2).double()}, r"is float32\[2\]; found float64\[2\]"),
-        ({"v": torch.ones(2)}, r"only one of the two has a leaf at \['w'\]"),
-        ({"w": 1.0}, r"is float32\[2\]; found float"),
-    ],
+def built(split: Any, *more: Any) -> Any:
+    return fpipe.build(fpipe.chain(split, *more)(fpipe.program(ROWS)), ROWS)
+
+
+test_what_has_no_rows_or_tangents_is_refused = refusals(
+    globals(),
+    """
+fpipe.per_example(ROWS)
+    ValueError: this model is per_example already
+step(ROWS, 1)
+    ValueError: adds gradients of single rows
+step(MODEL, 1, "rows")
+    ValueError: merge(grads="rows") is for gradients of single rows
+built(fpipe.split(2, spec=fpipe.Chunk(1)))
+    ValueError: takes rows of dim 0 apart, of whole sequences; found the spec
+built(fpipe.split(2, slices=2))
+    ValueError: takes rows of dim 0 apart, of whole sequences; found slices
+# Row i of one replica was added to row i of another.
+built(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())
+    ValueError: adds up over replicas, whose single rows are not the same: leave data_par
+fpipe.merge(grads="mean")
+    ValueError: grads is 'sum' or 'rows', found 'mean'
+fpipe.make_dual({"w": torch.ones(2)}, {"w": torch.ones(3)})
+    ValueError: the tangent at ['w'] is float32[2]; found float32[3]
+fpipe.make_dual({"w": torch.ones(2)}, {"w": torch.ones(2).double()})
+    ValueError: is float32[2]; found float64[2]
+fpipe.make_dual({"w": torch.ones(2)}, {"v": torch.ones(2)})
+    ValueError: only one of the two has a leaf at ['w']
+fpipe.make_dual({"w": torch.ones(2)}, {"w": 1.0})
+    ValueError: is float32[2]; found float
+fpipe.make_dual(torch.arange(2), torch.arange(2))
+    ValueError: is None: int64[2] has no derivative; found int64[2]
+""",
 )
-def test_odd_tangents_are_refused(tangents: Any, sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        fpipe.make_dual({"w": torch.ones(2)}, tangents)
-    with pytest.raises(ValueError, match=r"is None: int64\[2\] has no derivative; found int64\[2\]"):
-        fpipe.make_dual(torch.arange(2), torch.arange(2))

@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.tree import leaves
 from tests.own_autograd import own_autograd
 from tests.toys import merged, one_by_one, remembered
@@ -65,23 +63,6 @@ def pipeline(model: fpipe.Model, microbatches: int = 4) -> fpipe.Program:
     return merged(model, microbatches, fpipe.schedules.zb_h1(stages))
 
 
-@pytest.mark.parametrize("stages", [3, *(pytest.param(count, marks=pytest.mark.deep) for count in (2, 4))])
-def test_the_gradients_are_the_nets_own(stages: int) -> None:
-    """Bit by bit, dropout drawn by key, but for the tied leaf, whose two uses are added up stage by stage."""
-    torch.manual_seed(0)
-    net, batch = Net(4, nn.Dropout), rows()
-    model, params, state = fpipe.from_module(net, stages, loss=F.mse_loss, example=batch)
-    ends = {2: ("blocks.1",), 3: ("blocks.0", "blocks.2"), 4: ("blocks.0", "blocks.1", "blocks.2")}[stages]
-    result = fpipe.build(pipeline(model), model)(params, batch, key=5)
-    found = fpipe.join_params(model, result.grads)
-    _, right = own_autograd(net, batch, 4, key=5, ends=ends, loss=F.mse_loss)
-    torch.testing.assert_close(found["embed.weight"], right.pop("embed.weight"))
-    assert [name for name in right if not torch.equal(found[name], right[name])] == []
-    assert fpipe.verify(pipeline(model), model, params, batch, key=5).bitwise
-    assert found.keys() == {name for name, _ in net.named_parameters(remove_duplicate=False)}
-    assert not any(state)
-
-
 def test_embeddings_are_in_the_first_stage_and_the_head_in_the_last() -> None:
     net = Net(4)
     model, _, _ = fpipe.from_module(net, 4, loss=F.mse_loss, example=rows())
@@ -109,13 +90,6 @@ def test_batch_norms_are_state_as_the_modules_have_it(kind: type[Net]) -> None:
     assert [len(one) for one in result.state] == [6 // stages] * stages
     assert [name for name, held in remembered(result).items() if not torch.equal(held, now[name])] == []
     assert now["blocks.0.middle.0.num_batches_tracked"] == 8 // stages
-
-
-def test_other_numbers_of_rows_need_no_other_graph() -> None:
-    net = Net(2)
-    model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=rows(4))
-    for count in (1, 3, 8):
-        assert fpipe.verify(pipeline(model, 1), model, params, rows(count)).bitwise
 
 
 def test_stages_are_balanced_by_costs_that_were_said_or_measured() -> None:
@@ -253,61 +227,6 @@ class Marked(Around):
     def around(self, block: nn.Module, x: Tensor) -> Tensor:
         y = block(x)
         return fpipe.boundary(y) if block is self.blocks[0] else y
-
-
-class Crossed(Net):
-    """The first block is read by the last again, and two in the middle share a weight."""
-
-    def __init__(self) -> None:
-        super().__init__(7, nn.Dropout)
-        self.blocks[3].up.weight = self.blocks[2].up.weight  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](first := self.blocks[0](x))
-        mask = torch.ones_like(x).tril()
-        for block in self.blocks[2:6]:
-            x = block(x * mask)
-        return self.blocks[6](x + 2 * first)
-
-
-def test_blocks_of_a_stage_are_traced_apart_where_nothing_else_reads_what_they_hand_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A skip over blocks, or a leaf of two, makes them one piece: its gradients are added in autograd's order."""
-    torch.manual_seed(0)
-    net, chain, batch = Crossed(), nn.Sequential(*(Block(nn.Dropout()) for _ in range(5))), rows()
-    for whole, cuts, pieces in ((net, [], [2]), (net, ["blocks.1"], [1, 4]), (chain, [], [5])):
-        model, params, _ = fpipe.from_module(whole, cuts=cuts, loss=F.mse_loss, example=batch)
-        program = fpipe.chain(fpipe.checkpoint(), fpipe.split_backward())(pipeline(model, 2))
-        found = fpipe.build(program, model)(params, batch, key=3)
-        assert [len(stage.forward.pieces) for stage in model.stages] == pieces  # pyright: ignore[reportFunctionMemberAccess]
-        assert fpipe.verify(program, model, params, batch, key=3).bitwise
-        with monkeypatch.context() as patch:
-            patch.setattr(GraphStage, "pieces", ())
-            again = fpipe.build(program, replace(model))(params, batch, key=3)
-        assert all(map(torch.equal, leaves((found.loss, found.grads)), leaves((again.loss, again.grads))))
-
-
-class OwnMask(nn.Module):
-    """Each block makes its own mask, as many do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.full((x.shape[1], x.shape[1]), -1e4).triu(1)
-        sin, cos = torch.arange(16.0).split(8)
-        return x * sin + (self.q(x) @ self.k(x).transpose(1, 2) + mask).softmax(-1) @ (x * cos)
-
-
-def test_a_mask_that_one_block_reads_is_made_in_it_and_held_no_longer() -> None:
-    """All masks were made first, and a forward held them together."""
-    net, batch = nn.Sequential(*(OwnMask() for _ in range(3))), (torch.randn(4, 5, 8), torch.randn(4, 5, 8))
-    model, params, _ = fpipe.from_module(net, 1, loss=F.mse_loss, example=batch)
-    made = [value for piece in model.stages[0].forward.pieces for value in piece.makes]  # pyright: ignore[reportFunctionMemberAccess]
-    assert sum(isinstance(one.meta["val"], Tensor) for one in made) == 3 + 2 * 3, "outputs, and parts of tables"
-    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
 
 
 def test_an_example_with_the_loss_nan_is_refused() -> None:
@@ -769,17 +688,6 @@ def test_a_copy_of_a_model_is_the_model() -> None:
     for model in (copy.deepcopy(made[0]), pickle.loads(pickle.dumps(made[0]))):
         assert str(model) == str(made[0])
         assert all(map(torch.equal, stepped(model, *made[1:], batch), found))
-
-
-def in_a_process(rank: int, made: Any, batch: Any, found: list[Tensor]) -> None:
-    assert all(map(torch.equal, stepped(*made, batch), found)), rank
-
-
-@pytest.mark.deep
-def test_a_model_is_handed_to_processes_that_are_spawned() -> None:
-    batch = rows()
-    made = fpipe.from_module(Net(2, Statistics, nn.Dropout), 2, loss=F.mse_loss, example=batch)
-    torch.multiprocessing.spawn(in_a_process, (made, batch, stepped(*made, batch)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class InPlace(Net):

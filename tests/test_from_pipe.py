@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
 import fpipe
+from tests.refusals import refusals
 
 WIDTH, ROWS, MICROBATCHES = 6, 3, 4
 MSE = nn.functional.mse_loss
@@ -206,21 +207,18 @@ class Returning(nn.Module):
         return self.b(h), x if self.inputs else h
 
 
-LAST = "the outputs of a pipeline are those of its last stage, 1. Return it no more, or split the net behind it."
-
-
-@pytest.mark.parametrize(
-    ("inputs", "sentence"),
-    [(False, f"which it makes in stage 0; {LAST}"), (True, f"the net returns 'x', which it is handed; {LAST}")],
+test_what_is_no_pipe_of_stages_is_refused = refusals(
+    globals(),
+    """
+fpipe.from_pipe(pipeline(Returning(), (torch.ones(2, WIDTH),)))
+    ValueError: which it makes in stage 0; the outputs of a pipeline are those of its last stage, 1. Return it no more,
+    or split the net behind it.
+fpipe.from_pipe(pipeline(Returning(inputs=True), (torch.ones(2, WIDTH),)))
+    ValueError: the net returns 'x', which it is handed; the outputs of a pipeline are those of its last stage, 1.
+fpipe.from_pipe(nn.Linear(2, 2))
+    TypeError: what torch.distributed.pipelining.pipeline returns, found Linear.
+""",
 )
-def test_an_output_of_an_earlier_stage_is_refused(inputs: bool, sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.from_pipe(pipeline(Returning(inputs), (torch.ones(2, WIDTH),)))
-
-
-def test_what_is_no_pipe_is_refused():
-    with pytest.raises(TypeError, match=re.escape("what torch.distributed.pipelining.pipeline returns, found Linear.")):
-        fpipe.from_pipe(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """checkpoint(grain="layer"): the backward computes one layer after the other again, from what enters each of them."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from examples import demo
+from tests.refusals import refusals
 from tests.test_traces import Attention, Peak
 
 M = 4
@@ -93,19 +93,6 @@ def test_a_stage_is_computed_again_once_for_each_microbatch(grain: Any, products
 
     again = fpipe.checkpoint(grain=grain)
     assert flops(again) - flops() == flops(again, HALVES) - flops(HALVES) == products * 2 * 32 * 64 * 64
-
-
-def test_always_holds_at_most_a_quarter_of_never_on_the_demo_s_gpt():
-    sizes = demo.Sizes()
-    model, params, _ = fpipe.from_sequential(demo.gpt(sizes), stages=4, loss=demo.cross_entropy)
-    batch = next(demo.batches(sizes))
-
-    def held(*steps: Any) -> int:
-        return sum(fpipe.sizes(program_of(model, *steps, ranks=4, m=8), model, params, batch).peak)
-
-    assert held(fpipe.checkpoint()) <= held() / 4
-    assert held(LAYERS) <= held() / 8
-    assert held(LAYERS, HALVES) <= held(HALVES) / 4
 
 
 def test_what_always_holds_of_never_is_as_the_page_says():
@@ -223,22 +210,20 @@ def test_marks_hold_in_a_loss_function_too():
     assert sizes.bytes[fpipe.Value("res", 0, 0)] == 8 * 16 * 4  # the tanh
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "grain": ({"grain": "op"}, ValueError, "grain is 'stage' or 'layer', found 'op'."),
-    "groups": ({"grain": "layer", "groups": [(0, 1)]}, ValueError, "groups= is for grain='stage'"),
-    "save": ({"save": [aten.mm.default]}, ValueError, "save= is what a backward finds that computes its stage again"),
-    "a packet": ({"grain": "layer", "save": [aten.mm]}, TypeError, "an op is named with its overload, such as"),
-    "tensors": (
-        {"grain": "layer", "save": lambda ctx, op, x: True},
-        TypeError,
-        "It is asked as policy(ctx, op), without tensors, since a program knows none.",
-    ),
-    "an answer": ({"grain": "layer", "save": lambda ctx, op: "yes"}, TypeError, "a policy answers with a torch.utils."),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str):
-    said, error, sentence = REFUSED[name]
-    with pytest.raises(error, match=re.escape(sentence)):
-        fpipe.checkpoint(**said)
+test_refused = refusals(
+    globals(),
+    """
+fpipe.checkpoint(grain="op")
+    ValueError: grain is 'stage' or 'layer', found 'op'.
+fpipe.checkpoint(grain="layer", groups=[(0, 1)])
+    ValueError: groups= is for grain='stage'
+fpipe.checkpoint(save=[aten.mm.default])
+    ValueError: save= is what a backward finds that computes its stage again
+fpipe.checkpoint(grain="layer", save=[aten.mm])
+    TypeError: an op is named with its overload, such as
+fpipe.checkpoint(grain="layer", save=lambda ctx, op, x: True)
+    TypeError: It is asked as policy(ctx, op), without tensors, since a program knows none.
+fpipe.checkpoint(grain="layer", save=lambda ctx, op: "yes")
+    TypeError: a policy answers with a torch.utils.
+""",
+)
