@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+ERRORS = ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, OSError, AssertionError
+
 
 def refusals(names: dict[str, Any], text: str) -> Callable[[str, str], None]:
     """A test with a case for each call of a text: it raises an error of that class, and its message has the sentence.
@@ -22,7 +24,7 @@ def refusals(names: dict[str, Any], text: str) -> Callable[[str, str], None]:
     @pytest.mark.parametrize(("call", "error"), cases, ids=[call for call, _ in cases])
     def test(call: str, error: str) -> None:
         kind, _, sentence = error.partition(": ")
-        with pytest.raises((ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, OSError)) as told:
+        with pytest.raises(ERRORS) as told:
             eval(call, names)
         assert kind in [base.__name__ for base in type(told.value).__mro__]
         assert sentence in in_a_line(str(told.value))

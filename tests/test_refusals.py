@@ -11,7 +11,6 @@ from torch import nn
 import fpipe
 from fpipe import Op, Program, Value, schedules
 from fpipe.program import KINDS
-from fpipe.testing import BrokenLaw, check_schedule
 from tests.refusals import refusals
 from tests.toys import Toy, merged
 
@@ -47,107 +46,6 @@ def loss_fn(params: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
 
 def linear(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return x @ params["w"]
-
-
-Case = tuple[Callable[[], Any], str]
-
-
-test_every_refusal_is_reached = refusals(
-    globals(),
-    r"""
-fpipe.check(at_homes())
-    ProgramError: loss[0,0] has no home: name at least one rank.
-at_homes(-1)
-    ProgramError: rank -1 is no rank: ranks are 0..n-1.
-also_out(SENT, first(SENT, 'SEND').writes[0])
-    ProgramError: the output aux = y[0,0]>1 @ 1 is in flight; name the copy that its RECV writes.
-also_out(FREED, first(FREED, 'FREE').reads[0])
-    ProgramError: the output aux = x[0,0] @ 1 is freed before it is handed back.
-fpipe.pair(TWO.ops[0])
-    ProgramError: a PAIR has two parts, found 1.
-fpipe.pair('0F0', '0B1')
-    TypeError: pair() takes ops, as a program has them; found str.
-Program.parse(3)
-    TypeError: parse() reads the text of a program, str(program); found int.
-fpipe.program(fpipe.from_functions([linear]), inputs=('batch',))
-    ValueError: inputs= goes with a number of stages; a Model already says what its stages take.
-fpipe.register_kind('ZIP', 'table')
-    TypeError: say fpipe.Kind('table'), 'before' or 'after', found str.
-fpipe.register_meaning('F', print)
-    ValueError: F has its meaning already.
-fpipe.register_meaning('REDUCE', 3)
-    ValueError: a rule is a function, found 3.
-fpipe.chain(fpipe.split(2), 3)
-    TypeError: number 1 of the chain is no transform, found int; a transform is made by a call, such as
-    fpipe.schedules.
-fpipe.chain(lambda program: 3)(TWO)
-    TypeError: number 0 of the chain gave a int, no Program; a transform is made by a call, such as fpipe.schedules.
-fpipe.chain(fpipe.split(4), schedules.chimera(2), fpipe.communicate(), fpipe.merge())(TWO)
-    ProgramError: results of this program travel to several homes already; merge before communicate().
-fpipe.place([0, 1], ranks=2)
-    ValueError: ranks= goes with a named placement (linear, looped, v, bidirectional); a list or a function says
-    them itself.
-fpipe.place(3)
-    TypeError: a placement is a name, a list with each stage's rank, or a function; found 3.
-fpipe.place('zigzag')
-    ValueError: 'zigzag' is not a placement; known: linear,
-fpipe.place([0, -1])(TWO)
-    ProgramError: the placement puts 1F0 on rank -1; a rank is a whole number from 0.
-fpipe.place(lambda kind, stage, microbatch: 'a')(TWO)
-    ProgramError: the placement puts 0F0 on rank 'a'; a rank is a whole number from 0.
-fpipe.chain(fpipe.split(4), schedules.dualpipev(2), fpipe.place(lambda kind, stage, at: at))(FOUR)
-    ProgramError: the parts of (0F3;3B1) would be on ranks [1, 3]; a PAIR is on one rank.
-fpipe.reorder([['0F0', '1F0', '1B0', '0B0', 'ADD(sum[0,1])']])(TWO)
-    ProgramError: rank 0, cell 4: the program has no op ADD(sum[0,1]).
-fpipe.split_backward(3)
-    TypeError: where is f(stage, microbatch) -> bool or None, found 3.
-schedules.from_table('own.csv')
-    ProgramError: 'own.csv' is the name of a file, it seems; hand in pathlib.Path('own.csv').
-schedules.from_table(3)
-    TypeError: a table is a list of rows, {rank: row}, text or a path; found int.
-schedules.from_table([[3]])
-    TypeError: a cell is text such as '2F0', or (kind, stage, microbatch, slice); found 3.
-schedules.from_table([])
-    ProgramError: the table is empty; give a list of cells for each rank.
-schedules.from_table('\n')
-    ProgramError: the table is empty; write a line of cells for each rank.
-fpipe.interop.torch_pipelining.from_csv(3)
-    TypeError: a table is CSV text or the path of a CSV file, found int.
-schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
-    ProgramError: the placement names 1 ranks; from_generator was told 2.
-schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)
-    ProgramError: the placement names 2 ranks; from_priority was told 3.
-schedules.register('my own', schedules.gpipe)
-    ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
-schedules.register('mine', 3)
-    TypeError: a schedule is a function of ranks that gives a transform, found 3.
-check_schedule('gpipe', ranks=[2], microbatches=[2], serves=lambda ranks, microbatches: False)
-    ValueError: there is no size to try: say other ranks=, microbatches= or serves=.
-fpipe.from_functions(linear)
-    TypeError: from_functions takes a list of functions, one per stage; found function.
-fpipe.Stage(lambda p, x, *, state: (x, state), frozenset({'state'}), update=lambda state, x: state)
-    ValueError: a stage that asks for its state returns the new one itself; it has no update= beside that.
-fpipe.Stage(linear, notes=True)
-    ValueError: notes and counts are for a stage's update=, which is missing.
-fpipe.Model((linear,), None, ('batch',))
-    TypeError: a Model is made of fpipe.Stage, found function; see from_functions.
-fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE])
-    ValueError: the whole has another structure than the params that the model was made with.
-fpipe.linearize(linear, EYE, BATCH[0]).forward(EYE | {'v': torch.eye(4)}, BATCH[0])
-    ValueError: forward takes 1 leaves as params, found 2.
-nn.Sequential(fpipe.Pop('early'))(BATCH[0])
-    RuntimeError: Pop('early') takes a value up inside a stage of fpipe.from_sequential; for the whole net in one,
-    stages=1 and
-fpipe.from_loss(lambda p, b: fpipe.boundary((b[0] @ p['w'] - b[1]).mean()), EYE, BATCH)
-    ValueError: boundary 1 has nothing to compute behind it; leave it out.
-""",
-)
-
-
-def test_laws_that_do_not_hold_are_named():
-    words = "<lambda> at ranks=2, microbatches=2, stages=2: it makes a program of these sizes.\n  the table does not"
-    with pytest.raises(BrokenLaw, match=f"^{re.escape(words)}"):
-        check_schedule(lambda ranks: schedules.from_table([["0F0", "0B0"]]), ranks=[2], microbatches=[2])
 
 
 class Odd:
@@ -226,9 +124,104 @@ HALVES = fpipe.split(2)(fpipe.program(2))
 ZERO_BUBBLE = "0F0 0F1 0B0 0W0 0B1 0W1 \n 1F0 1B0 1F1 1B1 1W0 1W1"
 
 
-test_a_slip_of_somebody_new_ends_in_the_way_out = refusals(
+def test_tables_of_others_are_read_in_their_letters():
+    ours = fpipe.schedules.from_table("0F0 0F1 0I0 0W0 0I1 0W1 \n 1F0 1I0 1F1 1I1 1W0 1W1")(HALVES)
+    assert fpipe.schedules.from_table(ZERO_BUBBLE, notation="zb")(HALVES) == ours
+    whole = fpipe.schedules.from_table("0F0 0F1 0BW0 0BW1 \n 1F0 1BW0 1F1 1BW1", notation="zb")(HALVES)
+    assert whole == fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")(HALVES)
+    pairs = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    assert fpipe.schedules.from_table(pairs)(HALVES).table()[0] == ["0F0", "(0F1;0B0)", "0B1"]
+
+
+test_refusals = refusals(
     globals(),
     r"""
+fpipe.check(at_homes())
+    ProgramError: loss[0,0] has no home: name at least one rank.
+at_homes(-1)
+    ProgramError: rank -1 is no rank: ranks are 0..n-1.
+also_out(SENT, first(SENT, "SEND").writes[0])
+    ProgramError: the output aux = y[0,0]>1 @ 1 is in flight; name the copy that its RECV writes.
+also_out(FREED, first(FREED, "FREE").reads[0])
+    ProgramError: the output aux = x[0,0] @ 1 is freed before it is handed back.
+fpipe.pair(TWO.ops[0])
+    ProgramError: a PAIR has two parts, found 1.
+fpipe.pair("0F0", "0B1")
+    TypeError: pair() takes ops, as a program has them; found str.
+Program.parse(3)
+    TypeError: parse() reads the text of a program, str(program); found int.
+fpipe.program(fpipe.from_functions([linear]), inputs=("batch",))
+    ValueError: inputs= goes with a number of stages; a Model already says what its stages take.
+fpipe.register_kind("ZIP", "table")
+    TypeError: say fpipe.Kind('table'), 'before' or 'after', found str.
+fpipe.register_meaning("F", print)
+    ValueError: F has its meaning already.
+fpipe.register_meaning("REDUCE", 3)
+    ValueError: a rule is a function, found 3.
+fpipe.chain(fpipe.split(2), 3)
+    TypeError: number 1 of the chain is no transform, found int; a transform is made by a call, such as fpipe.schedules.
+fpipe.chain(lambda program: 3)(TWO)
+    TypeError: number 0 of the chain gave a int, no Program; a transform is made by a call, such as fpipe.schedules.
+fpipe.chain(fpipe.split(4), schedules.chimera(2), fpipe.communicate(), fpipe.merge())(TWO)
+    ProgramError: results of this program travel to several homes already; merge before communicate().
+fpipe.place([0, 1], ranks=2)
+    ValueError: ranks= goes with a named placement (linear, looped, v, bidirectional); a list or a function says them
+    itself.
+fpipe.place(3)
+    TypeError: a placement is a name, a list with each stage's rank, or a function; found 3.
+fpipe.place("zigzag")
+    ValueError: 'zigzag' is not a placement; known: linear,
+fpipe.place([0, -1])(TWO)
+    ProgramError: the placement puts 1F0 on rank -1; a rank is a whole number from 0.
+fpipe.place(lambda kind, stage, microbatch: "a")(TWO)
+    ProgramError: the placement puts 0F0 on rank 'a'; a rank is a whole number from 0.
+fpipe.chain(fpipe.split(4), schedules.dualpipev(2), fpipe.place(lambda kind, stage, at: at))(FOUR)
+    ProgramError: the parts of (0F3;3B1) would be on ranks [1, 3]; a PAIR is on one rank.
+fpipe.reorder([["0F0", "1F0", "1B0", "0B0", "ADD(sum[0,1])"]])(TWO)
+    ProgramError: rank 0, cell 4: the program has no op ADD(sum[0,1]).
+fpipe.split_backward(3)
+    TypeError: where is f(stage, microbatch) -> bool or None, found 3.
+schedules.from_table("own.csv")
+    ProgramError: 'own.csv' is the name of a file, it seems; hand in pathlib.Path('own.csv').
+schedules.from_table(3)
+    TypeError: a table is a list of rows, {rank: row}, text or a path; found int.
+schedules.from_table([[3]])
+    TypeError: a cell is text such as '2F0', or (kind, stage, microbatch, slice); found 3.
+schedules.from_table([])
+    ProgramError: the table is empty; give a list of cells for each rank.
+schedules.from_table("\n")
+    ProgramError: the table is empty; write a line of cells for each rank.
+fpipe.interop.torch_pipelining.from_csv(3)
+    TypeError: a table is CSV text or the path of a CSV file, found int.
+schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
+    ProgramError: the placement names 1 ranks; from_generator was told 2.
+schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)
+    ProgramError: the placement names 2 ranks; from_priority was told 3.
+schedules.register("my own", schedules.gpipe)
+    ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
+schedules.register("mine", 3)
+    TypeError: a schedule is a function of ranks that gives a transform, found 3.
+fpipe.testing.check_schedule("gpipe", ranks=[2], microbatches=[2], serves=lambda ranks, microbatches: False)
+    ValueError: there is no size to try: say other ranks=, microbatches= or serves=.
+fpipe.testing.check_schedule(lambda ranks: schedules.from_table([["0F0", "0B0"]]), ranks=[2], microbatches=[2])
+    BrokenLaw: <lambda> at ranks=2, microbatches=2, stages=2: it makes a program of these sizes. the table does not
+fpipe.from_functions(linear)
+    TypeError: from_functions takes a list of functions, one per stage; found function.
+fpipe.Stage(lambda p, x, *, state: (x, state), frozenset({"state"}), update=lambda state, x: state)
+    ValueError: a stage that asks for its state returns the new one itself; it has no update= beside that.
+fpipe.Stage(linear, notes=True)
+    ValueError: notes and counts are for a stage's update=, which is missing.
+fpipe.Model((linear,), None, ("batch",))
+    TypeError: a Model is made of fpipe.Stage, found function; see from_functions.
+fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE])
+    ValueError: the whole has another structure than the params that the model was made with.
+fpipe.linearize(linear, EYE, BATCH[0]).forward(EYE | {"v": torch.eye(4)}, BATCH[0])
+    ValueError: forward takes 1 leaves as params, found 2.
+nn.Sequential(fpipe.Pop("early"))(BATCH[0])
+    RuntimeError: Pop('early') takes a value up inside a stage of fpipe.from_sequential; for the whole net in one,
+    stages=1 and
+fpipe.from_loss(lambda p, b: fpipe.boundary((b[0] @ p["w"] - b[1]).mean()), EYE, BATCH)
+    ValueError: boundary 1 has nothing to compute behind it; leave it out.
 fpipe.chain(fpipe.split(2), fpipe.merge)
     TypeError: number 1 of the chain is merge itself, which makes a transform: say merge(...).
 fpipe.schedules.gpipe(HALVES)
@@ -238,19 +231,9 @@ fpipe.schedules.gpipe(rank=4)
 fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES)
     ProgramError: 0W0 stands twice, or as B and as I and W; an op is named once. In the letters of the zero-bubble
     papers B is our I: from_table(..., notation='zb').
-fpipe.schedules.from_table('F0 F1 B0 B1 \n F0 B0 F1 B1')(HALVES)
-    ProgramError: rank 0, cell 0: the program has no op F0. A cell names its stage too: 0F0, if the stage is the
-    rank.
+fpipe.schedules.from_table("F0 F1 B0 B1 \n F0 B0 F1 B1")(HALVES)
+    ProgramError: rank 0, cell 0: the program has no op F0. A cell names its stage too: 0F0, if the stage is the rank.
 fpipe.Costs(F=10)
     TypeError: F are seconds of a whole rank: Costs.per_rank(F=...).
 """,
 )
-
-
-def test_tables_of_others_are_read_in_their_letters():
-    ours = fpipe.schedules.from_table("0F0 0F1 0I0 0W0 0I1 0W1 \n 1F0 1I0 1F1 1I1 1W0 1W1")(HALVES)
-    assert fpipe.schedules.from_table(ZERO_BUBBLE, notation="zb")(HALVES) == ours
-    whole = fpipe.schedules.from_table("0F0 0F1 0BW0 0BW1 \n 1F0 1BW0 1F1 1BW1", notation="zb")(HALVES)
-    assert whole == fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")(HALVES)
-    pairs = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-    assert fpipe.schedules.from_table(pairs)(HALVES).table()[0] == ["0F0", "(0F1;0B0)", "0B1"]

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fpipe
 from fpipe.interop import torch_pipelining
-from fpipe.program import Program, ProgramError, parts_of
+from fpipe.program import Program, parts_of
 from tests.processes import Processes
+from tests.refusals import refusals
 
 MSE = nn.functional.mse_loss
 WIDTH, MICROBATCHES = 6, 4
@@ -241,140 +242,20 @@ def in_two(model: Any, *more: Any, schedule: Any = None, split: Any = None) -> P
     return fpipe.chain(*chain)(fpipe.program(model))
 
 
+def of_model(model: fpipe.Model) -> Any:
+    program = in_two(model, schedule=fpipe.place([min(stage, 1) for stage in range(len(model.stages))]))
+    return torch_pipelining.runtime(program, model, [{}] * len(model.stages))
+
+
+def of_program(program: Program) -> Any:
+    return torch_pipelining.runtime(program, PLAIN, ({"w": torch.ones(())},) * 2)
+
+
 PLAIN = chain_of(plain, plain)
 WAY = 'or run the program on fpipe.build(runtime="distributed").'
-MODELS: dict[str, tuple[Callable[[], fpipe.Model], str]] = {
-    "a skip": (
-        lambda: chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1, 0))),
-        "stage 2 (<lambda>) takes (1, 0); torch's runtime hands a stage what the one before it returns, and the first "
-        f"the batch. Let the stages between hand on what a later one reads, in a tuple, {WAY}",
-    ),
-    "the batch twice": (
-        lambda: chain_of(plain, lambda p, x: x[0] + x[1], inputs=("batch", (0, "batch"))),
-        "stage 1 (<lambda>) takes (0, 'batch'); torch's runtime hands a stage what the one before it returns",
-    ),
-    "a tie": (
-        lambda: chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]),
-        "leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime adds up no gradients of two stages. Cut the "
-        f"model so that one stage has both uses, {WAY}",
-    ),
-    "state": (
-        lambda: layered(nn.BatchNorm1d(WIDTH)),
-        "stage 1 (1) has module state; torch's runtime runs a stage once more than a step does, to learn shapes, and "
-        f"that would be in it. Call eval() on what remembers before the net is cut, {WAY}",
-    ),
-    "state that outputs read": (
-        lambda: layered(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-        "stage 1 (1) has module state; torch's runtime",
-    ),
-    "a microbatch's number": (
-        lambda: chain_of(plain, asking),
-        "stage 1 (asking) asks for 'microbatch'; torch's runtime hands a stage its input and nothing else. Write it "
-        f"without, {WAY}",
-    ),
-    "dropout": (
-        lambda: layered(nn.Dropout(0.5)),
-        "stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key to draw them with. Set its "
-        f"probability to 0 or call eval() on it, {WAY}",
-    ),
-    "a loss of its own": (
-        lambda: chain_of(lambda p, x: (x, x.sum()), plain, aux_losses=[0]),
-        "stage 0 (<lambda>) returns a loss of its own; torch's runtime has the loss of the last stage only. Hand it on "
-        f"in a tuple and add it there, {WAY}",
-    ),
-    "no loss": (
-        lambda: chain_of(plain, plain, loss=None),
-        "this model has no loss=, and torch's runtime computes one from the last output and a target. Say loss=lambda "
-        f"y, target: y where the last stage returns the loss, {WAY}",
-    ),
-    "a count": (
-        lambda: chain_of(plain, plain, loss=lambda y, t: (y.sum(), len(t)), reduction="count"),
-        "the loss returns a count, which all gradients are divided by at the end, beside it; torch's runtime takes a "
-        f"loss alone. Write one that returns no more, {WAY}",
-    ),
-    "metrics": (
-        lambda: chain_of(plain, plain, loss=lambda y, t: (y.sum(), y), aux=True),
-        "the loss returns auxiliary results beside it; torch's runtime takes a loss alone.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("model", "sentence"), MODELS.values(), ids=MODELS.keys())
-def test_a_model_that_torchs_runtime_cannot_carry_is_refused_before_anything_runs(
-    model: Callable[[], fpipe.Model], sentence: str
-):
-    """There is not even a process group."""
-    made = model()
-    program = in_two(made, schedule=fpipe.place([min(stage, 1) for stage in range(len(made.stages))]))
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        torch_pipelining.runtime(program, made, [{}] * len(made.stages))
 
 
 BOTH_WAYS = fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True)
-PROGRAMS: dict[str, tuple[Callable[[], Program], str]] = {
-    "recompute": (
-        lambda: in_two(PLAIN, fpipe.checkpoint("always")),
-        "0R0: torch's tables have no recompute. Write the program without fpipe.checkpoint(), and wrap the stages' "
-        "modules in torch.utils.checkpoint.",
-    ),
-    "slices": (
-        lambda: in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0, 1])),
-        "SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.",
-    ),
-    "several homes": (
-        lambda: in_two(PLAIN, schedule=BOTH_WAYS),
-        "stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.",
-    ),
-    "parameters elsewhere": (
-        lambda: in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})),
-        "params[0] has its home on ranks (1,) and its stage on rank 0; torch's runtime moves no parameters. Leave out "
-        f"place(homes=), {WAY}",
-    ),
-    "offload": (
-        lambda: in_two(PLAIN, fpipe.offload(lambda stage, microbatch: True)),
-        "torch's tables have no OFFLOAD; they know F, B, I, W and transfers.",
-    ),
-    "a size": (
-        lambda: in_two(PLAIN, split=fpipe.split(size=4, rows=8)),
-        "SPLIT(x[0,0]) has size=4; torch's runtime cuts rows of dim 0 into equal microbatches. Say fpipe.split(2) and "
-        f"no more, {WAY}",
-    ),
-    "another dimension": (
-        lambda: in_two(PLAIN, split=fpipe.split(2, fpipe.Chunk(1))),
-        "SPLIT(x[0,0]) has spec='Chunk(dim=1)'; torch's runtime cuts rows of dim 0 into equal microbatches.",
-    ),
-    "a cast": (
-        lambda: in_two(PLAIN, fpipe.communicate(cast=torch.bfloat16)),
-        "SEND(y[0,0]>1) casts to bfloat16 on the way; torch's runtime sends what there is. Leave out "
-        f"communicate(cast=), {WAY}",
-    ),
-    "no sums": (
-        lambda: fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(PLAIN)),
-        "this program does not add its gradients up over microbatches, as torch's runtime does; put fpipe.merge() "
-        "behind the schedule.",
-    ),
-    "gradients of inputs": (
-        lambda: fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(
-            fpipe.program(PLAIN, input_grads=True)
-        ),
-        "this program also gives input_grads; torch's runtime gives losses, outputs and gradients. Write it without, "
-        f"{WAY}",
-    ),
-    "losses out of order": (
-        lambda: in_two(PLAIN, schedule=fpipe.schedules.from_table("0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0")),
-        "1F0 comes after a later microbatch's; torch's runtime takes the losses of the last stage for those of "
-        f"microbatches 0, 1, 2. Put its forwards in this order, {WAY}",
-    ),
-}
-
-
-@pytest.mark.parametrize(("program", "sentence"), PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_a_program_that_torchs_runtime_cannot_carry_out_is_refused_before_anything_runs(
-    program: Callable[[], Program], sentence: str
-):
-    made = program()
-    with pytest.raises(ProgramError, match=re.escape(sentence)):
-        torch_pipelining.runtime(made, PLAIN, ({"w": torch.ones(())},) * 2)
 
 
 def test_a_program_of_another_model_is_refused():
@@ -511,3 +392,72 @@ def test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_hande
         (MSE(net(part[0]), part[1]) * 0.5).backward()
     held = {name: leaf.grad for stage in runtime.stages for name, leaf in names(stage).items()}
     assert differ(held, {name: leaf.grad for name, leaf in net.named_parameters()}, bitwise=True) == []
+
+
+test_refusals = refusals(
+    globals(),
+    r"""
+of_model(chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1, 0))))
+    ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime hands a stage what the one before it returns, and the
+    first the batch. Let the stages between hand on what a later one reads, in a tuple, or run the program on
+    fpipe.build(runtime="distributed").
+of_model(chain_of(plain, lambda p, x: x[0] + x[1], inputs=("batch", (0, "batch"))))
+    ValueError: stage 1 (<lambda>) takes (0, 'batch'); torch's runtime hands a stage what the one before it returns
+of_model(chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]))
+    ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime adds up no gradients of two stages. Cut
+    the model so that one stage has both uses, or run the program on fpipe.build(runtime="distributed").
+of_model(layered(nn.BatchNorm1d(WIDTH)))
+    ValueError: stage 1 (1) has module state; torch's runtime runs a stage once more than a step does, to learn shapes,
+    and that would be in it. Call eval() on what remembers before the net is cut, or run the program on
+    fpipe.build(runtime="distributed").
+of_model(layered(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))))
+    ValueError: stage 1 (1) has module state; torch's runtime
+of_model(chain_of(plain, asking))
+    ValueError: stage 1 (asking) asks for 'microbatch'; torch's runtime hands a stage its input and nothing else. Write
+    it without, or run the program on fpipe.build(runtime="distributed").
+of_model(layered(nn.Dropout(0.5)))
+    ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key to draw them with. Set its
+    probability to 0 or call eval() on it, or run the program on fpipe.build(runtime="distributed").
+of_model(chain_of(lambda p, x: (x, x.sum()), plain, aux_losses=[0]))
+    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the loss of the last stage only. Hand
+    it on in a tuple and add it there, or run the program on fpipe.build(runtime="distributed").
+of_model(chain_of(plain, plain, loss=None))
+    ValueError: this model has no loss=, and torch's runtime computes one from the last output and a target. Say
+    loss=lambda y, target: y where the last stage returns the loss, or run the program on
+    fpipe.build(runtime="distributed").
+of_model(chain_of(plain, plain, loss=lambda y, t: (y.sum(), len(t)), reduction="count"))
+    ValueError: the loss returns a count, which all gradients are divided by at the end, beside it; torch's runtime
+    takes a loss alone. Write one that returns no more, or run the program on fpipe.build(runtime="distributed").
+of_model(chain_of(plain, plain, loss=lambda y, t: (y.sum(), y), aux=True))
+    ValueError: the loss returns auxiliary results beside it; torch's runtime takes a loss alone.
+of_program(in_two(PLAIN, fpipe.checkpoint("always")))
+    ProgramError: 0R0: torch's tables have no recompute. Write the program without fpipe.checkpoint(), and wrap the
+    stages' modules in torch.utils.checkpoint.
+of_program(in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0, 1])))
+    ProgramError: SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.
+of_program(in_two(PLAIN, schedule=BOTH_WAYS))
+    ProgramError: stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.
+of_program(in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))
+    ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0; torch's runtime moves no parameters.
+    Leave out place(homes=), or run the program on fpipe.build(runtime="distributed").
+of_program(in_two(PLAIN, fpipe.offload(lambda stage, microbatch: True)))
+    ProgramError: torch's tables have no OFFLOAD; they know F, B, I, W and transfers.
+of_program(in_two(PLAIN, split=fpipe.split(size=4, rows=8)))
+    ProgramError: SPLIT(x[0,0]) has size=4; torch's runtime cuts rows of dim 0 into equal microbatches. Say
+    fpipe.split(2) and no more, or run the program on fpipe.build(runtime="distributed").
+of_program(in_two(PLAIN, split=fpipe.split(2, fpipe.Chunk(1))))
+    ProgramError: SPLIT(x[0,0]) has spec='Chunk(dim=1)'; torch's runtime cuts rows of dim 0 into equal microbatches.
+of_program(in_two(PLAIN, fpipe.communicate(cast=torch.bfloat16)))
+    ProgramError: SEND(y[0,0]>1) casts to bfloat16 on the way; torch's runtime sends what there is. Leave out
+    communicate(cast=), or run the program on fpipe.build(runtime="distributed").
+of_program(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(PLAIN)))
+    ProgramError: this program does not add its gradients up over microbatches, as torch's runtime does; put
+    fpipe.merge() behind the schedule.
+of_program(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(PLAIN, input_grads=True)))
+    ProgramError: this program also gives input_grads; torch's runtime gives losses, outputs and gradients. Write it
+    without, or run the program on fpipe.build(runtime="distributed").
+of_program(in_two(PLAIN, schedule=fpipe.schedules.from_table("0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0")))
+    ProgramError: 1F0 comes after a later microbatch's; torch's runtime takes the losses of the last stage for those of
+    microbatches 0, 1, 2. Put its forwards in this order, or run the program on fpipe.build(runtime="distributed").
+""",
+)
