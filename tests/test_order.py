@@ -101,17 +101,6 @@ def test_a_rank_that_waits_for_itself_is_named_alone():
         fpipe.reorder([["0B0", "0F0"]])(fpipe.program(1))
 
 
-def test_arranging_is_idempotent():
-    program = PIPELINE(fpipe.program(3))
-    assert arrange(program.inputs, program.ops, program.outputs).ops == program.ops
-
-
-def test_the_rows_of_a_program_are_its_order():
-    program = PIPELINE(fpipe.program(3))
-    named = [[op.cell for op in row if op.kind in "FBIWR"] for _, row in sorted(by_rank(program.ops).items())]
-    assert named == program.table()
-
-
 def test_an_op_of_a_stage_that_has_no_schedule_stays_where_it_is():
     text = str(fpipe.program(1)).replace("grads[0] = g[0,0]", "sum[7] = ADD[7] g[0,0] @ 0\ngrads[7] = sum[7]")
     lines = text.splitlines()

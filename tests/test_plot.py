@@ -7,7 +7,6 @@ import struct
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ import fpipe
 from fpipe.pictures.colours import FILLS, lighter
 from fpipe.pictures.panel import Panel
 from fpipe.program import Program
-from fpipe.timing.memory import unit_steps
 from tests.test_memory import offloaded
 
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
 GPIPE = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(3))
 QUICK = fpipe.Costs(transfer=0.1)
-RANKS = ["rank 0", "rank 1", "rank 2"]
 SLOW = fpipe.Costs(forward=1.5, transfer=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -44,23 +41,6 @@ def words(file: Path) -> list[str]:
 
 
 # Text
-
-
-def test_one_program_alone_is_a_grid():
-    assert fpipe.plot(GPIPE).splitlines() == [
-        "rank 0 | 0F0 0F1 0F2 0F3  .   .   .   .  0B0 0B1 0B2 0B3",
-        "rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .",
-        "rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .",
-    ]
-
-
-def test_with_costs_time_is_to_scale():
-    two = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2))
-    assert fpipe.plot(two, costs=fpipe.Costs(forward=1, backward_input=2, transfer=0.5)).splitlines() == [
-        "rank 0 | 0F0 0F1 ....................0B0-------- 0B1--------",
-        "rank 1 | ......1F0 1F1 1B0-------- 1B1-------- ..............",
-        "         0       2       4       6       8       10      12",
-    ]
 
 
 def test_several_share_one_axis():
@@ -141,13 +121,6 @@ def test_waits_name_whom_they_wait_for(tmp_path: Path):
     assert "rank 0 holds at most 3" in titles
 
 
-def test_the_title_has_the_figures(tmp_path: Path):
-    found = words(Path(fpipe.plot(ONE_F_ONE_B, GPIPE, names=["a & b", "c"], file=tmp_path / "a.svg")))
-    assert "a & b" in found
-    assert "makespan 18, span 18, bubble 33.3%, peak 3" in found
-    assert "makespan 18, span 18, bubble 33.3%, peak 4" in found
-
-
 def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
     long = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
     found = words(Path(fpipe.plot(long, file=tmp_path / "a.svg", width=600)))
@@ -168,21 +141,6 @@ def test_the_colours_of_kinds_are_told_apart():
     """LOAD and OFFLOAD had one colour, and nothing in their boxes."""
     assert len(set(FILLS.values())) == 7
     assert lighter(FILLS["F"], 1) != FILLS["F"]
-
-
-def test_the_second_chunk_and_the_second_direction_are_lighter():
-    looped = fpipe.chain(fpipe.split(2), fpipe.place("looped", ranks=2))(fpipe.program(4))
-    shades = {bar.op.stage: bar.shade for bars in panel(looped).bars.values() for bar in bars}
-    assert shades == {0: 0, 1: 0, 2: 1, 3: 1}
-    both_ways = fpipe.place(lambda kind, stage, microbatch: stage ^ microbatch, homes=lambda stage: [0, 1])
-    crossed = fpipe.chain(fpipe.split(2), both_ways)(fpipe.program(2))
-    shades = {bar.op.microbatch: bar.shade for bars in panel(crossed).bars.values() for bar in bars}
-    assert shades == {0: 0, 1: 1}
-
-
-def test_a_pair_is_two_halves():
-    halves = [bar for bars in panel(paired()).bars.values() for bar in bars if bar.depth < 1]
-    assert [(bar.op.cell, bar.top, bar.depth) for bar in halves] == [("1F1", 0, 0.5), ("1B0", 0.5, 0.5)]
 
 
 # Many ranks
@@ -451,16 +409,6 @@ def test_a_page_needs_no_other_and_has_every_name(tmp_path: Path):
 
 
 # Speed
-
-
-def test_what_the_ranks_hold_is_found_in_one_walk(monkeypatch, tmp_path: Path):
-    """Each rank scanned all ops: 32 ranks with 128 microbatches took 4 s, most of it here."""
-    walks = Mock(wraps=unit_steps)
-    monkeypatch.setattr("fpipe.timing.timeline.unit_steps", walks)
-    timeline = fpipe.simulate(ONE_F_ONE_B)
-    for ending in (".svg", ".html", ".json"):
-        fpipe.plot(timeline, file=tmp_path / f"a{ending}")
-    assert walks.call_count == 1
 
 
 # Perfetto

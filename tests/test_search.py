@@ -13,12 +13,7 @@ import torch
 import fpipe
 from fpipe.finding import search as module
 from fpipe.finding import solver
-from fpipe.finding.climber import Climber
-from fpipe.finding.hunt import Hunt
 from fpipe.finding.kept import Kept, kept_of
-from fpipe.finding.list_orders import ListOrders, rules
-from fpipe.finding.longer import lengthened, longer
-from fpipe.orders.tasks import tasks_of
 from fpipe.program import ProgramError, Value
 
 OPTIMA = json.loads((Path(__file__).parent / "data" / "search_optima.json").read_text())
@@ -55,45 +50,6 @@ def searched(fact: dict[str, Any], seconds: float, by: str, without: tuple[str, 
     assert found.bound <= fact["optimum"] + 1e-6
     assert found.value >= fact["optimum"] - 1e-6
     return found
-
-
-@pytest.mark.parametrize("name", fpipe.schedules.names())
-@pytest.mark.parametrize("policy", ["never", pytest.param("always", marks=pytest.mark.deep), "except_last"])
-def test_orders_as_numbers_take_what_simulate_says(name: str, policy: Any):
-    about = fpipe.schedules.about(name)
-    for ranks, microbatches in ((4, 8), (2, 4)):
-        base = fpipe.chain(fpipe.split(microbatches), fpipe.checkpoint(policy))(fpipe.program(about.wants(ranks, {})))
-        program = fpipe.chain(about.factory(ranks), fpipe.merge())(base)
-        for costs in COSTS[1:5]:
-            tasks = tasks_of(program, costs)
-            if tasks is None:
-                assert name in ("bpipe", "pipe_offload", "roundpipe")
-                continue
-            timeline, played = fpipe.simulate(program, costs), tasks.play([tasks.flat(row) for row in tasks.rows])
-            assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span), abs=1e-9)
-            assert tasks.peak(tasks.rows) == pytest.approx(timeline.peak)
-            assert tasks.ordered(tasks.rows) == program
-
-
-def test_what_a_change_leaves_alone_need_not_be_played_again():
-    """An order that is played on from what is known ends as the whole order does."""
-    tasks = tasks_of(fpipe.schedules.zbv(4)(fpipe.split_backward()(step(8, 8))), TEN)
-    assert tasks is not None
-    climber = Climber(tasks, tasks.rows, [8.0] * 4, "makespan", 0)
-    for _ in range(20):
-        climber.on(20, 0.0)
-        order = climber.climb.now
-        assert order.value == tasks.play([tasks.flat(row) for row in order.rows])[:2]
-        assert all(held <= 4 for held in tasks.peak(order.rows))
-
-
-def test_rules_keep_to_the_limits():
-    tasks = tasks_of(fpipe.place("looped", ranks=2)(fpipe.split_backward()(step(4, 6))), TEN)
-    assert tasks is not None
-    for cap, (_, rule) in ((cap, one) for cap in (2, 3, 5) for one in zip(range(20), rules(1), strict=False)):
-        rows = ListOrders(tasks, [cap, cap]).order(rule)
-        assert rows is not None
-        assert max(tasks.held(tasks.flat(row)) for row in rows) <= cap
 
 
 @pytest.mark.parametrize("number", range(0, len(OPTIMA), 10))
@@ -133,9 +89,6 @@ def test_it_beats_every_schedule_by_name_on_a_v():
     assert max(found.timeline.peak) == 2
 
 
-SIZES = [(2, 2, 3), (2, 4, 4), (3, 3, 5), (4, 4, 8), (4, 8, 8), (3, 6, 7)]
-
-
 def ways(name: str, ranks: int, cap: float | None) -> list[dict[str, Any]]:
     """What a schedule may be told beside costs."""
     takes = inspect.signature(fpipe.schedules.get(name)).parameters
@@ -169,18 +122,19 @@ def never_worse(
     return found
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_it_is_never_worse_than_a_schedule_by_name(number: int):
-    never_worse(*SIZES[number], COSTS[2 * number], (None, 1, 2)[number])
+KNOWN = [
+    # 31 seconds were found, and no less than 32 was said to be possible, with halves everywhere.
+    (2, 2, 3, COSTS[3], 3),
+    # interleaved took even groups where they divide: from 9 and 13 microbatches it was told wrong what 21 take.
+    (2, 4, 21, fpipe.Costs(4, [5, 8, 6, 2], [1, 7, 3, 2], transfer=1, offload=12), 4),
+    # pipe_offload with a smaller group, and zb_auto by other costs than these, were no candidates.
+    (3, 3, 25, fpipe.Costs(5, 6, 4), 2.25),
+]
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("cap", [1, 2, 3, None])
-def test_it_is_never_worse_whatever_the_size_costs_and_memory(sizes: Any, costs: fpipe.Costs, cap: Any):
-    never_worse(*sizes, costs, cap)
+@pytest.mark.parametrize("case", KNOWN, ids=lambda case: f"m={case[2]}")
+def test_it_is_never_worse_than_a_schedule_by_name(case: Any):
+    never_worse(*case, without=SLOW)
 
 
 @pytest.mark.parametrize("name", [name for name in fpipe.schedules.names() if name not in ("roundpipe", "seq1f1b")])
@@ -238,11 +192,6 @@ def test_what_is_found_runs(words: dict[str, Any]):
     assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
 
 
-def test_the_same_seed_gives_the_same_schedule():
-    words: dict[str, Any] = {"ranks": 3, "microbatches": 5, "memory_cap": 2}
-    assert quick(6, COSTS[2], seed=3, **words) == quick(6, COSTS[2], seed=3, **words)
-
-
 @pytest.mark.parametrize("placement", ["linear", "v", "looped", [0, 1, 1, 0, 1, 0]])
 @pytest.mark.parametrize("halves", [True, False])
 def test_it_keeps_to_the_words(placement: Any, halves: bool):
@@ -258,20 +207,6 @@ def test_it_keeps_to_the_words(placement: Any, halves: bool):
 
 def test_a_backward_is_whole_where_halves_gain_nothing():
     assert "I" not in {op.kind for op in quick(1, TEN, ranks=1, microbatches=2).program.ops}
-
-
-def test_a_bound_holds_for_full_backwards_that_take_less_than_their_halves():
-    """31 seconds were found, and no less than 32 was said to be possible, with halves everywhere."""
-    found = quick(2, COSTS[3], ranks=2, microbatches=3, memory_cap=3)
-    assert {op.kind for op in found.program.ops} >= {"B", "I", "W"}
-    assert found.bound <= found.value == 31
-
-
-def test_replicas_may_have_whole_backwards():
-    """Chimera's backwards were put together on two ranks without saying that its stages have two homes."""
-    found = quick(2, COSTS[2], ranks=2, microbatches=2, seconds=0.01)
-    assert found.schedule.replicated
-    assert "B" in {op.kind for op in found.program.ops}
 
 
 def test_stages_that_are_unlike_may_be_anywhere():
@@ -382,50 +317,6 @@ def test_a_long_step_is_a_short_one_repeated(stages: int, words: dict[str, Any])
     assert 30 * stages / 8 <= 2 * pace <= 2 * short.value / 13
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved", "zbv", "v_half", "hanayo"])
-def test_more_microbatches_are_played_without_a_program_of_them(name: str):
-    about, costs = fpipe.schedules.about(name), COSTS[2]
-    tasks = tasks_of(about.program(3, 12), costs)
-    assert tasks is not None
-    long = lengthened(tasks, 30)
-    assert long is not None
-    rows = next(longer(tasks, tasks.rows, 30))
-    timeline = fpipe.simulate(about.program(3, 42), costs)
-    assert long.play([long.flat(row) for row in rows])[:2] == (timeline.makespan, timeline.span)
-    assert long.peak(rows) == list(timeline.peak)
-
-
-def test_a_step_of_many_microbatches_is_made_only_to_be_taken(monkeypatch: pytest.MonkeyPatch):
-    """zbv searched by itself for all 1024 microbatches: ten seconds for a step whose short one took three."""
-    made: list[int] = []
-    consider = Hunt.consider
-
-    def counted(hunt: Hunt, program: fpipe.Program, timeline: fpipe.Timeline) -> bool:
-        made.append(program.microbatches)
-        return consider(hunt, program, timeline)
-
-    monkeypatch.setattr(Hunt, "consider", counted)
-    found = quick(4, TEN, ranks=2, microbatches=60, memory_cap=1.5, without=("zb_auto", "v_min"), offload="never")
-    assert 2 <= made.count(60) <= 3
-    assert found.beat is not None
-    assert found.value <= found.beat[1]
-
-
-@pytest.mark.parametrize(
-    ("stages", "costs", "cap"), [(3, fpipe.Costs(5, 6, 4), 2.25), (3, fpipe.Costs(7, 3, [3, 2, 2], transfer=1), None)]
-)
-def test_a_long_step_is_never_worse_than_a_schedule_by_name(stages: int, costs: fpipe.Costs, cap: float | None):
-    """pipe_offload with a smaller group, and zb_auto by other costs than these, were no candidates at 25 and 14."""
-    never_worse(3, stages, 25, costs, cap, without=("zbv", "v_half", "v_min"))
-
-
-def test_a_long_step_is_never_worse_than_one_of_a_few_orders_that_is_the_shortest_there():
-    """interleaved took even groups where they divide: from 9 and 13 microbatches it was told wrong what 21 take."""
-    costs = fpipe.Costs(4, [5, 8, 6, 2], [1, 7, 3, 2], transfer=1, offload=12)
-    found = never_worse(2, 4, 21, costs, 4, split_backward=False, without=SLOW)
-    assert found.value <= 584
-
-
 def test_a_schedule_that_takes_costs_is_tried_without_them_too():
     """Told the costs one_f_one_b_v took an order that holds more than 2.5; without costs it has a span of 518."""
     costs = fpipe.Costs([3, 2, 7, 8, 8, 3], [8, 4, 8, 7, 6, 8], [8, 4, 4, 6, 2, 2])
@@ -434,21 +325,6 @@ def test_a_schedule_that_takes_costs_is_tried_without_them_too():
     rows = {row.name: (row.makespan, row.span, row.peak) for row in found.named}
     assert rows["one_f_one_b_v without costs"] != rows["one_f_one_b_v"]
     assert "interleaved without costs" not in rows  # which is the same where p divides m
-
-
-def test_ctrl_c_while_a_long_step_is_made_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
-    names = Hunt.names
-
-    def stopped(hunt: Hunt, base: fpipe.Program, **words: Any) -> None:
-        if base.microbatches > 6:
-            raise KeyboardInterrupt
-        names(hunt, base, **words)
-
-    monkeypatch.setattr(Hunt, "names", stopped)
-    found = quick(4, TEN, ranks=2, microbatches=30, placement="v", memory_cap=2)
-    assert not found.complete
-    assert found.program.microbatches == 30
-    assert max(found.timeline.peak) <= 2
 
 
 def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():

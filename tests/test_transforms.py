@@ -4,7 +4,6 @@ import pytest
 
 import fpipe
 from fpipe.program import Op, Program
-from property_tests.strategies import Net
 from tests.refusals import refusals
 
 CHAIN = fpipe.program(3)
@@ -18,12 +17,6 @@ def kinds(program: Program, *names: str) -> list[str]:
 
 def count(program: Program, kind: str) -> int:
     return sum(op.kind == kind for op in program.ops)
-
-
-def test_chain_applies_from_left_to_right():
-    assert fpipe.chain(fpipe.split(2), fpipe.checkpoint("except_last"))(CHAIN) == fpipe.checkpoint("except_last")(
-        fpipe.split(2)(CHAIN)
-    )
 
 
 def test_chain_of_chains_is_one_chain():
@@ -56,22 +49,6 @@ def test_each_stage_that_takes_from_the_batch_gets_its_own_slice():
     assert kinds(program, "SPLIT") == ["SPLIT(x[0,0])", "SPLIT(x[2,0])", "SPLIT(x[0,1])", "SPLIT(x[2,1])"]
 
 
-def test_merge_gives_one_result_of_each_name():
-    assert [str(end.name) for end in fpipe.merge()(SPLIT).outputs] == [
-        "loss",
-        "outputs",
-        "grads[0]",
-        "grads[1]",
-        "grads[2]",
-    ]
-
-
-def test_without_merge_every_result_is_there_for_each_microbatch():
-    assert [str(end.name) for end in SPLIT.outputs if end.name.name == "loss"] == [
-        f"loss[,{index}]" for index in range(4)
-    ]
-
-
 def test_merge_without_outputs_writes_no_logits():
     program = fpipe.merge(outputs=False)(SPLIT)
     assert not any(value.name == "y" and value.stage == 2 for op in program.ops for value in op.writes)
@@ -92,23 +69,11 @@ def test_merge_adds_in_microbatch_order_or_as_computed():
     assert [str(op.reads[-1]) for op in program.ops if op.kind == "ADD"] == ["g[0,1]", "g[0,0]"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"), [("always", 4), ("except_last", 3), ("never", 0), (lambda stage, index: index == 1, 1)]
-)
-def test_checkpoint_recomputes_by_real_microbatches(policy, expected: int):
-    assert count(fpipe.checkpoint(policy)(SPLIT), "R") == expected * 3
-
-
 @pytest.mark.parametrize("policy", ["always", "except_last"])
 def test_a_recomputed_forward_keeps_no_residuals(policy: str):
     program = fpipe.chain(fpipe.checkpoint(policy), fpipe.split_backward())(SPLIT)
     writers = [op.kind for op in program.ops for value in op.writes if value.name == "res" and value.microbatch == 0]
     assert writers == ["R", "R", "R"]
-
-
-def test_a_split_backward_recomputes_once():
-    program = fpipe.chain(fpipe.checkpoint(), fpipe.split_backward())(SPLIT)
-    assert (count(program, "R"), count(program, "I"), count(program, "W")) == (12, 12, 12)
 
 
 def test_inside_a_group_only_what_enters_it_is_kept():
@@ -147,21 +112,6 @@ def test_placements_by_name(name: str, placed: str):
     assert fpipe.place(name, ranks=3)(fpipe.program(len(placed))).placement == (*map(int, placed),)
 
 
-def test_bidirectional_sends_half_of_the_microbatches_each_way():
-    program = fpipe.chain(fpipe.split(4), fpipe.place("bidirectional"))(CHAIN)
-    assert [[op.rank for op in program.ops if op.kind == "F" and op.microbatch == index] for index in range(4)] == [
-        [0, 1, 2],
-        [0, 1, 2],
-        [2, 1, 0],
-        [2, 1, 0],
-    ]
-
-
-def test_parameters_live_where_their_stage_is():
-    program = fpipe.place([1, 0, 1])(CHAIN)
-    assert [end.homes for end in program.inputs if end.value.name == "params"] == [(1,), (0,), (1,)]
-
-
 def test_parameters_live_where_it_is_said():
     program = fpipe.place([0, 1, 0], homes={0: [2], 1: [2], 2: [2]})(CHAIN)
     assert {end.homes for end in program.inputs if end.value.name == "params"} == {(2,)}
@@ -192,10 +142,6 @@ def test_cells_i_and_w_split_a_full_backward():
 def test_a_value_travels_once_to_a_rank():
     program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.communicate())(DAG)
     assert kinds(program, "SEND") == ["SEND(y[0,0]>1)", "SEND(dx[3,0]:1>0)", "SEND(dx[2,0]>0)", "SEND(dx[1,0]>0)"]
-
-
-def test_what_stays_on_its_rank_is_not_sent():
-    assert fpipe.communicate()(DAG) == DAG
 
 
 def test_every_value_is_freed_right_after_its_last_read():
@@ -258,18 +204,6 @@ def test_a_transform_says_that_it_wants_a_program(transform):
     model = fpipe.from_functions([lambda p, x: x])
     with pytest.raises(TypeError, match=r"a Program is wanted here, such as fpipe.program\(model\); found Model."):
         transform(model)
-
-
-def test_only_the_head_s_weight_gradient_waits():
-    net = Net(("mlp", "attention", "linear"), ("batch", 0, 1))
-    params, batch = net.params(), net.batch(6)
-    head = fpipe.split_backward(where=lambda stage, microbatch: stage == 2)
-    program = fpipe.chain(fpipe.split(3), head, fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(net.model))
-    assert {op.stage for op in program.ops if op.kind == "W"} == {2}
-    assert {op.stage for op in program.ops if op.kind == "B"} == {0, 1}
-    assert fpipe.verify(program, net.model, params, batch).bitwise
-    costs = fpipe.Costs(1, 1, [1, 1, 3])
-    assert fpipe.simulate(program, costs).makespan < fpipe.simulate(fpipe.merge_backward()(program), costs).makespan
 
 
 def test_a_cell_of_four_letters_is_text_and_no_key():
