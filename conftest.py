@@ -51,7 +51,7 @@ SLOW = {
     """,
     "property_tests": """
         derivative_laws distributed_laws gradients in_place_laws language_laws linearize_laws net_laws schedule_laws
-        slice_laws time_laws transfer_laws two_ends_laws whole_laws
+        slice_laws time_laws transfer_laws whole_laws
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}

@@ -8,7 +8,6 @@ import pytest
 
 import fpipe
 from fpipe.program import Program
-from tests.test_conformance import Row, every_row, served, share_costs
 
 F, B, W, C = 3.0, 4.0, 2.0, 0.5
 UNIFORM = fpipe.Costs(F, B, W, transfer=C)
@@ -72,18 +71,6 @@ def test_stages_that_are_not_alike_have_their_own_window():
     found = fpipe.bounds(program, fpipe.Costs([1, 5], [1, 5], [1, 5], transfer={(0, 1): 2, (1, 0): 3}))
     assert found.fused.ranks == (6, (1 + 2) + 2 * 15 + (3 + 2))
     assert (found.binding.name, found.binding.rank) == ("fused", 1)
-
-
-@every_row
-@pytest.mark.parametrize("transfer", [0.0, 0.5])
-def test_no_schedule_is_below_a_bound(row: Row, transfer: float):
-    for ranks, microbatches in served(row):
-        if ranks * row.stages_per_rank * microbatches <= 40:
-            costs = share_costs(row, {"F": F, "B": B, "W": W, "comm": transfer})
-            program = row.program(ranks, microbatches)
-            found, timeline = fpipe.bounds(program, costs), fpipe.simulate(program, costs)
-            assert timeline.makespan >= found.makespan - 1e-9
-            assert timeline.span >= found.span - 1e-9
 
 
 def test_zb_h2_has_the_least_span():

@@ -42,7 +42,7 @@ def test_torchs_tables_are_programs(name: str):
     ]
 
 
-@every_table
+@pytest.mark.parametrize("name", [name for name in TORCH if "local=2" in name and "ranks=2" in name])
 def test_the_four_transforms_commute_on_torchs_tables(name: str):
     program, schedule = base(name)
     halves = {(op.stage, op.microbatch) for op in parts_of(schedule(program).ops) if op.kind == "I"}
@@ -52,24 +52,6 @@ def test_the_four_transforms_commute_on_torchs_tables(name: str):
         assert len({fpipe.chain(*road)(program) for road in itertools.permutations(four)}) == 1
 
 
-@every_table
-def test_torchs_tables_check_as_programs_with_transfers(name: str):
-    program, schedule = base(name)
-    fpipe.check(fpipe.chain(schedule, fpipe.merge(), fpipe.communicate(), fpipe.free())(program))
-
-
-@every_table
-def test_torchs_tables_hold_everything_once(name: str):
-    program, schedule = base(name)
-    stages, microbatches = sizes(TORCH[name])
-    made = [op.cell for op in parts_of(schedule(program).ops) if op.kind in "FBIW"]
-    every = list(itertools.product(range(stages), range(microbatches)))
-    assert len(made) == len(set(made))
-    assert {cell.replace("I", "B") for cell in made if "W" not in cell} == {
-        f"{stage}{kind}{index}" for stage, index in every for kind in "FB"
-    }
-
-
 OURS = {
     "LoopedBFS": "looped_bfs",
     "Interleaved1F1B": "interleaved",
@@ -77,7 +59,7 @@ OURS = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
-FIXED = ("looped_bfs", "interleaved", "interleaved_zb")
+FIXED = ("looped_bfs", "interleaved", "interleaved_zb", "dualpipev")
 
 
 def ours(name: str) -> str:
@@ -103,16 +85,6 @@ def test_no_schedule_is_slower_or_holds_more_than_torchs(name: str):
     assert max(found.peak) <= max(torchs.peak)
 
 
-GPIPE = [["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]]
-ONE_F_ONE_B = [["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
-
-
-@pytest.mark.parametrize(("name", "table"), [("gpipe", GPIPE), ("one_f_one_b", ONE_F_ONE_B)])
-def test_a_schedule_is_its_table(name: str, table):
-    program = fpipe.split(3)(fpipe.program(2))
-    assert getattr(fpipe.schedules, name)(2)(program) == fpipe.schedules.from_table(table)(program)
-
-
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(range(1, 6), range(1, 8))))
 def test_one_f_one_b_warms_up_with_the_ranks_below(ranks: int, microbatches: int):
     table = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks)).table()
@@ -135,16 +107,6 @@ RAGGED = [(p, m) for p in (2, 3, 4, 5) for m in range(p + 1, 3 * p + 2) if m % p
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
-def test_evened_groups_lose_nothing(ranks: int, microbatches: int):
-    about = fpipe.schedules.about("interleaved")
-    group = -(-microbatches // (microbatches // ranks))
-    even = fpipe.simulate(about.program(ranks, microbatches, group=group))
-    assert even.makespan == 6 * (microbatches + (ranks - 1) / 2)
-    formula = [min(microbatches, (group + 2 * (ranks - 1 - rank) + 1) / 2) for rank in range(ranks)]
-    assert list(even.peak) == formula
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), RAGGED)
 @pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "group_interleaved"])
 def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: int):
     """A last group that is short both ways left its places free: 34 for 30 at p=3, m=4. At m < 2p one of less than half
@@ -156,13 +118,6 @@ def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: i
     else:
         padded = fpipe.simulate(fpipe.schedules.about(name).program(ranks, 2 * ranks))
         assert floor <= found.makespan < padded.makespan
-
-
-def test_the_ragged_size_whose_optimum_is_proven():
-    """p=3, v=2, m=4 at F=1, B+W=1 in six chunks: 20. A padded last group took 22; where B is 2F it now is optimal."""
-    program = fpipe.schedules.about("interleaved").program(3, 4)
-    assert 20 <= fpipe.simulate(program, fpipe.Costs(1, 0.5, 0.5)).makespan <= 21
-    assert fpipe.simulate(program).makespan == 30
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 3, 4) for m in range(1, 3 * p + 1) if m % p])

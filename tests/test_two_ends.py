@@ -1,22 +1,9 @@
 """Schedules that both ends feed, and those on a wave: published tables, replicas that meet, sizes that are refused."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 import fpipe
 from fpipe.program import ProgramError
-
-TABLES = json.loads((Path(__file__).parent / "data" / "torch_orders.json").read_text())["tables"]
-DUALPIPEV = {name: rows for name, rows in TABLES.items() if name.startswith("DualPipeV/")}
-
-
-@pytest.mark.parametrize("name", DUALPIPEV)
-def test_dualpipev_is_the_table_of_torch_cell_by_cell(name: str):
-    ranks, microbatches = (int(name.partition(f"{word}=")[2].partition("/")[0]) for word in ("ranks", "mb"))
-    program = fpipe.schedules.about("dualpipev").program(ranks, microbatches)
-    assert [" ".join(row) for row in program.table()] == DUALPIPEV[name]
 
 
 # The paper's figure 5: 8 ranks, 20 microbatches; the first and a middle rank up to their first pairs, and their ends.
@@ -38,30 +25,11 @@ def test_the_gradients_of_two_replicas_meet_in_an_add(name: str, ranks: int):
     assert all(op.rank in (op.stage, ranks - 1 - (op.stage or 0)) for op in meeting)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 6, 20])
-def test_chimera_on_two_ranks_drops_nothing(microbatches: int):
-    program = fpipe.schedules.about("chimera").program(2, microbatches)
-    assert sum(map(len, program.table())) == 4 * microbatches
-    assert fpipe.simulate(program).bubble == 0
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
 def test_the_bubble_of_chimera_is_that_of_its_paper(ranks: int):
     timeline = fpipe.simulate(fpipe.schedules.about("chimera").program(ranks, ranks))
     assert timeline.bubble == pytest.approx((ranks - 2) / (3 * ranks / 2 + ranks - 2))
     assert timeline.peak == tuple(min(ranks // 2, ranks - rank) + min(ranks // 2, rank + 1) for rank in range(ranks))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-@pytest.mark.parametrize("waves", [1, 2, 3])
-def test_every_wave_more_divides_the_bubble_of_hanayo(ranks: int, waves: int):
-    stages = 2 * waves * ranks
-    program = fpipe.schedules.about("hanayo").program(ranks, ranks, stages, waves=waves)
-    share = 1 / (2 * waves)
-    timeline = fpipe.simulate(program, fpipe.Costs(share, share, share))
-    assert timeline.idle == pytest.approx((2 * ranks - 2) / waves)
-    assert max(timeline.peak) == ranks
-    assert program.placement == (*range(ranks), *reversed(range(ranks))) * waves
 
 
 def test_neighbours_share_a_place_where_stages_are_many():
