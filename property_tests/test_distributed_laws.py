@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 
 import fpipe
+import property_tests.test_whole_laws as whole
 from property_tests.chains import Chain
 from property_tests.strategies import Net, few, nets, plain_autograd
 from property_tests.test_gradients import Run, runs
@@ -17,14 +18,21 @@ from tests.test_data_parallel import meshed
 from tests.test_distributed import both, own
 
 
-def differs(rank: int, run: Run) -> list[str]:
-    return both(rank, run.program, run.net.model, run.net.params(run.seed), run.net.batch(run.rows, run.seed))
+def differs(rank: int, run: whole.Run) -> list[str]:
+    model, params, state = run.made
+    return both(rank, run.program(model), model, params, run.batch, state=state, key=run.key)
 
 
-@few(8)
-@given(run=runs().filter(lambda run: run.program.ranks == 2 and "free()" not in run.chain.steps))
-def test_two_processes_give_the_bits_of_one(pair: Processes, run: Run):
-    fpipe.check(run.program)
+def on_two_ranks(run: whole.Run) -> bool:
+    if run.stream or not run.trace or "free()" in run.chain.steps:
+        return False
+    return run.chain.ranks == 2 and "roundpipe" not in run.chain.schedule
+
+
+@few(4)
+@given(run=whole.runs().filter(on_two_ranks))
+def test_two_processes_give_the_bits_of_one(pair: Processes, run: whole.Run):
+    """Skips, ties, None and integers on the way, what norms remember, dropout, residuals that wait elsewhere."""
     assert pair.each(differs, run) == [[], []]
 
 

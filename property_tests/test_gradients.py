@@ -70,13 +70,6 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     assert same_bits(run.result(), loss, grads)
 
 
-@few(10)
-@given(runs())
-def test_a_thread_for_each_rank_gives_the_same_bits(run: Run):
-    alone, together = run.result(), run.result("threads")
-    assert same_bits(together, alone.loss, alone.grads)
-
-
 # The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
 
 

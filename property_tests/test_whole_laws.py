@@ -183,9 +183,16 @@ def test_every_door_gives_the_nets_own_gradient(door: str, data: st.DataObject):
 
 @few(4)
 @given(runs().filter(lambda run: run.trace))
-def test_every_step_is_the_reference(run: Run):
+def test_every_step_is_the_reference_on_threads_too(run: Run):
     model, params, state = run.made
-    assert fpipe.verify(run.program(model), model, params, run.batch, state=state, key=run.key).bitwise
+    program = run.program(model)
+    assert fpipe.verify(program, model, params, run.batch, state=state, key=run.key).bitwise
+    one, other = (
+        fpipe.build(program, model, runtime=runtime)(params, run.batch, state=state, key=run.key)
+        for runtime in ("local", "threads")
+    )
+    for name in ("loss", "grads", "outputs", "state", "input_grads", "aux"):
+        assert bits(getattr(one, name)) == bits(getattr(other, name)), name
 
 
 @few(4)

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.graphs.language.graph import fact
 from fpipe.runtimes.processes.message import MARKS, Layout, word
-from fpipe.runtimes.processes.message_order import messages, posted_until
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, counted, left, result
@@ -109,29 +108,6 @@ def scheduled(rank: int, name: str) -> list[str]:
 )
 def test_every_kind_of_schedule_gives_the_bits_of_autograd(pair: Processes, name: str):
     assert pair.each(scheduled, name) == [[], []]
-
-
-SEARCHED: list[dict[str, Any]] = [
-    {"placement": "v", "memory_cap": 1.5},
-    {"placement": "linear", "memory_cap": 1, "checkpoint": "auto"},
-    {"split_backward": False},
-]
-
-
-def put_in_order(rank: int, schedules: list[Any]) -> list[list[str]]:
-    model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
-    return [both(rank, chained(model, schedule), model, params, rows(12)) for schedule in schedules]
-
-
-def test_schedules_that_were_searched_give_the_bits_of_autograd(pair: Processes):
-    """On a V, recomputed, and with two replicas of its parameters."""
-    costs = fpipe.Costs(2, 2, 2, recompute=1)
-    slow = "zb_auto", "zbv", "v_half", "v_min", "bpipe", "pipe_offload"
-    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 4, "seconds": 0.05, "solver": "local", "without": slow}
-    found = [fpipe.search(4, costs, **sizes, **words) for words in SEARCHED]
-    assert [any(op.kind == "R" for op in one.program.ops) for one in found] == [False, True, False]
-    assert [one.schedule.replicated for one in found] == [False, False, True]
-    assert pair.each(put_in_order, [one.schedule for one in found]) == [[[]] * 3] * 2
 
 
 def remembering(rank: int) -> list[str]:
@@ -693,42 +669,6 @@ def test_what_is_packed_is_unpacked_with_its_strides(room: int):
         assert torch.equal(one, leaf)
         assert one.stride() == leaf.stride()
         assert one.data_ptr() % 64 == 0
-
-
-@pytest.mark.parametrize(("size", "ahead"), [(16, 18), (1 << 16, 4), (1 << 24, 3)])
-def test_what_is_small_is_received_far_ahead(size: int, ahead: int):
-    """Gloo sends a value at once only if its receive is posted; before, three were, and each woke the sender."""
-    every = messages(chained(2, fpipe.schedules.gpipe(2), fpipe.communicate(), microbatches=18))
-    row = [one for one in every if one.source == 0]
-    found = posted_until(row, {one.number: size for one in row}, 1 << 18)
-    assert [found[one.number] for one in row] == [min(18, one.place + ahead) for one in row]
-
-
-def posted_when_sending(rank: int) -> list[int]:
-    """How many receives are under way at each send of a step."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.gpipe(2))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
-    step(own(program, rank, params), rows())
-    put, posted = Transfers._put, list[int]()
-
-    def watched(self: Transfers, one: Any, message: Tensor) -> None:
-        posted.append(len(self._arriving))
-        put(self, one, message)
-
-    Transfers._put = watched
-    try:
-        step(own(program, rank, params), rows())
-    finally:
-        Transfers._put = put
-    return posted
-
-
-def test_what_is_small_is_asked_for_before_anything_is_sent(pair: Processes):
-    """Gloo locks a connection while a receive is posted, and whoever reads there meanwhile held a core until it was."""
-    first, last = pair.each(posted_when_sending)
-    assert first == [4] * 4
-    assert last == [0] * 4
 
 
 def most_messages(rank: int, microbatches: int) -> int:

@@ -89,11 +89,6 @@ def costs() -> fpipe.Costs:
     return fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
 
 
-def test_bytes_by_name_and_stage(costs: fpipe.Costs):
-    timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
-    assert timeline.peak == (100 + 10 + 5, 10 + 1 + 200 + 10 + 5)
-
-
 def test_a_curve_of_bytes(costs: fpipe.Costs):
     """The copy of y on rank 1 is there from 1, when it comes, to 2; dx leaves at 4 and is on rank 0 from then on."""
     timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
@@ -116,11 +111,6 @@ def test_what_is_offloaded_is_not_held():
     timeline = fpipe.simulate(offloaded(), fpipe.Costs(offload=0.5, load=0.75))
     assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
     assert timeline.peak == (1,)
-
-
-def test_offloaded_bytes_are_not_held():
-    costs = fpipe.Costs(bytes=lambda value: 100 if value.name == "res" else 0)
-    assert fpipe.simulate(offloaded(), costs).peak == (100,)
 
 
 def test_sizes_of_an_unknown_runtime_are_refused():

@@ -108,24 +108,11 @@ def test_no_plans_of_several_models_take_fewer_turns(models: list[Any], ranks: i
     assert groups * largest == min(max(ranks, len(costs)) * max(costs) for costs in together)
 
 
-def test_the_paper_s_four_layers():
-    found = fpipe.plan(fpipe.Costs(), ranks=2, stages=4)
-    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]
-
-
 def test_a_head_that_costs_three_layers_lets_layers_go_together():
     found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 3]), ranks=1)
     assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]
     found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 4]), ranks=1)
     assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [0, 1]]]
-
-
-def test_memory_keeps_groups_small():
-    costs = fpipe.Costs(forward=[1] * 6)
-    whole = fpipe.plan(costs, 1, threshold=None)
-    assert size(whole) == 1
-    halves = fpipe.plan(costs, 1, threshold=None, memory=[1] * 6, limit=3)
-    assert max(map(len, (*halves.forward, *halves.backward))) == 3
 
 
 def test_models_are_planned_to_one_pace_and_the_last_is_fused():
@@ -169,11 +156,6 @@ def test_a_forward_program_has_no_backward_plan():
         fpipe.schedules.roundpipe(1, [range(2)], [range(2)])(program)
     with pytest.raises(fpipe.ProgramError, match=r"the forward plan misses the last stage, 1; nothing else runs it."):
         fpipe.schedules.roundpipe(1, [range(1)])(program)
-
-
-def test_an_average_of_equal_costs_is_that():
-    costs = fpipe.Costs([1, 2], 3, [0.5, 0.25], recompute=[4, 4], backward=2, transfer=1)
-    assert fpipe.average(costs, costs, 0.5) == fpipe.Costs([1, 2], 3, [0.5, 0.25], [4, 4], 1, backward=2)
 
 
 test_refusals = refusals(

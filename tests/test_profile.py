@@ -122,12 +122,6 @@ def test_repeats_are_a_number_of_times(repeats: Any):
         fpipe.profile(fpipe.program(model), model, params, batch, state=state, repeats=repeats)
 
 
-def test_a_whole_backward_may_cost_other_than_its_halves():
-    costs = fpipe.Costs(1, 2, 3, backward=4)
-    assert fpipe.simulate(fpipe.program(1), costs).makespan == 5
-    assert fpipe.simulate(fpipe.split_backward()(fpipe.program(1)), costs).makespan == 6
-
-
 @torch.library.custom_op("fpipe_tests::nap", mutates_args=())
 def nap(x: Tensor, seconds: float) -> Tensor:
     """An op that takes the time it is told, however busy the machine is."""

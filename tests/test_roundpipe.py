@@ -35,13 +35,6 @@ def test_groups_go_round_the_ranks_and_the_weights_do_not_live_there():
     assert homes == [(5,)] * 8
 
 
-def test_only_the_first_backward_group_keeps_its_residuals():
-    program = of(6, forward=[[0], [1, 2]], backward=[[3, 4, 5], [1, 2], [0]])
-    assert {op.stage for op in program.ops if op.kind == "R"} == {0, 1, 2}
-    assert program.table()[0][3:9] == ["3F0", "4F0", "5F0", "5B0", "4B0", "3B0"]
-    assert program.table()[1][6:10] == ["1R0", "2R0", "2B0", "1B0"]
-
-
 def test_between_the_passes_only_what_enters_a_backward_group_is_kept():
     program = of(6, forward=[range(4)], backward=[[4, 5], [2, 3], [0, 1]])
     read_again = {value for op in program.ops if op.kind == "R" for value in op.reads if value.name == "y"}
@@ -56,14 +49,6 @@ def test_the_weights_travel_once_for_each_pass_and_one_sum_of_gradients_back():
     assert sorted(str(op.reads[0]) for op in sent if op.reads[0].name in ("g", "sum")) == [
         f"sum[{stage},4]" for stage in range(4)
     ]
-
-
-def test_a_copy_of_the_weights_is_dropped_between_the_passes():
-    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
-    program = fpipe.chain(fpipe.communicate(again=again), fpipe.free())(of(4, ranks=1, **PAPER))
-    cells = program.table(comms=True)[0]
-    cells = [cell for cell in cells if cell in ("0F2", "FREE(params[0]@0)", "3F0", "RECV(params[0]@0.1)", "0R0")]
-    assert cells == ["0F2", "FREE(params[0]@0)", "3F0", "RECV(params[0]@0.1)", "0R0"]
 
 
 @pytest.mark.parametrize("stages", [4, 7, 16])

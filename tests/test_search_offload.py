@@ -72,13 +72,6 @@ def test_copies_that_take_long_move_little():
     assert 0 < sum(op.kind == "OFFLOAD" for op in found.program.ops) < 20
 
 
-def test_a_long_step_moves_its_residuals_too():
-    found = quick(4, COSTS, **(WORDS | {"microbatches": 40}))
-    assert sum(op.kind == "OFFLOAD" for op in found.program.ops) > 40
-    assert max(found.timeline.peak) <= 1
-    assert found.value < quick(4, COSTS, offload="never", **(WORDS | {"microbatches": 40})).value
-
-
 def test_a_bound_under_a_cap_is_none_of_what_leaves():
     """pipe_offload was said to be the best there can be, by a bound of orders whose residuals stay."""
     found = quick(4, fpipe.Costs(5, 6, 4), **(WORDS | {"without": SLOW}))

@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 import fpipe
-from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, play
 from fpipe.program import ProgramError
-from fpipe.schedules.blocks import lane_rows_of, lattice, most_held, v_blocks
-from fpipe.schedules.by_cost import v_order
-from fpipe.schedules.hillclimb import floor, played, stretched
 
 FILE = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())
-TORCH = json.loads((Path(__file__).parent / "data" / "torch_orders.json").read_text())["tables"]
 CHUNKS = {"zb_auto": 1, "zbv": 2, "v_half": 2, "v_min": 2}
 
 
@@ -121,40 +116,12 @@ def test_without_costs_it_is_the_published_order(name: str, idle: tuple[float, .
         assert max(found.peak) <= most
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_zbv_has_no_bubble_in_its_span(ranks: int):
-    found = simulated("zbv", ranks, 2 * ranks - 1, None)
-    assert (found.span, found.idle) == pytest.approx((3 * (2 * ranks - 1), (ranks - 1) / 2))
-
-
-@pytest.mark.parametrize("table", [name for name in TORCH if name.startswith("ZBV")])
-def test_it_is_no_slower_than_torch(table: str):
-    ranks, microbatches = (int(re.search(rf"{word}=(\d+)", table)[1]) for word in ("ranks", "mb"))  # type: ignore[index]
-    theirs = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.from_table(TORCH[table]))(fpipe.program(2 * ranks))
-    mine = fpipe.schedules.about("zbv").program(ranks, microbatches)
-    assert fpipe.simulate(mine).makespan <= fpipe.simulate(theirs).makespan
-
-
-def test_the_same_costs_give_the_same_order():
-    costs = fpipe.Costs([1, 2, 1, 3], 2, 1, transfer=0.25)
-    about = fpipe.schedules.about("v_half")
-    first = about.program(2, 5, costs=costs)
-    v_order.cache_clear()
-    assert about.program(2, 5, costs=fpipe.Costs([1, 2, 1, 3], 2, 1, transfer=0.25)) == first
-
-
 def test_links_cost_what_the_costs_say():
     """A slow link is known to the order: none made without it is faster."""
     costs = fpipe.Costs(1, 1, 1, transfer={(0, 1): 3.0, (1, 0): 0.5}, bandwidth=4.0, bytes=lambda value: 4.0)
     found = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6, costs=costs), costs)
     blind = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6), costs)
     assert found.makespan <= blind.makespan
-
-
-def test_recomputation_is_part_of_the_backward_it_serves():
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"), fpipe.schedules.zb_auto(2))(fpipe.program(2))
-    fpipe.check(program)
-    assert max(fpipe.simulate(program).peak) <= 4
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -179,36 +146,3 @@ def test_stages_that_do_not_fit_are_refused():
         fpipe.schedules.about("zb_auto").program(2, 4, stages=4)
     with pytest.raises(ProgramError, match="v_min: two chunks on each rank, so 4 stages for 2 ranks; found 2"):
         fpipe.schedules.about("v_min").program(2, 4, stages=2)
-
-
-def v_line(ranks: int, microbatches: int, cap: float) -> LinearPipeline:
-    placement = (*range(ranks), *reversed(range(ranks)))
-    return LinearPipeline(placement, microbatches, (1.0,) * 6 * ranks, (0.0,) * 4 * ranks, (2 * cap,) * ranks)
-
-
-def test_no_two_ops_of_a_block_meet():
-    for ranks in (1, 2, 3, 4, 6):
-        for cells in lattice(ranks, 3):
-            for rank in range(ranks):
-                stages = (rank, 2 * ranks - 1 - rank)
-                own = [cells[lane] % 6 for stage in stages for lane in (stage, 2 * ranks + stage)]
-                assert len(set(own)) == 4
-            assert most_held(cells, ranks) > 0
-
-
-def test_words_that_wait_for_each_other_or_for_room_never_end():
-    pipeline = LinearPipeline((0, 1), 2, (1.0,) * 6, (0.0,) * 4, (1.0, 1.0))
-    assert play(pipeline, [[0, 0, 2, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
-    assert play(pipeline, [[2, 0, 0, 2], [1, 3, 1, 3]], [1, 1]) == NEVER
-
-
-def test_a_longer_step_goes_on_as_the_middle_of_a_short_one():
-    short, longer = v_line(4, 8, 4), v_line(4, 20, 4)
-    order, block = min(
-        ((played(short, lane_rows_of(short, block), 0.5), block) for block in v_blocks(short)),
-        key=lambda one: one[0].value,
-    )
-    found = stretched(short, order, longer)
-    assert [sorted(row) for row in found.rows] == [sorted(row) for row in lane_rows_of(longer, block)]
-    assert 12 * short.work <= found.value[0] - order.value[0] <= 12 * short.work * 1.05
-    assert found.value >= floor(longer)

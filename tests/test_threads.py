@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.tree import leaves
 from tests.processes import SOON
-from tests.test_distributed import MSE, STAGES, blocks, chained, rows
+from tests.test_distributed import MSE, blocks, chained, rows
 
 ROWS = torch.ones(4), torch.zeros(4)
 
@@ -31,21 +31,6 @@ def both(program: fpipe.Program, model: fpipe.Model, **how: Any) -> tuple[Any, A
 def same(one: fpipe.Result, other: fpipe.Result) -> bool:
     every = [[*map(leaves, (each.loss, each.grads, each.outputs, each.state or ()))] for each in (one, other)]
     return all(torch.equal(a, b) for pair in zip(*every, strict=True) for a, b in zip(*pair, strict=True))
-
-
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "dualpipe", "chimera", *STAGES])
-def test_every_kind_of_schedule_gives_the_bits_of_autograd(name: str):
-    whole = blocks()
-    model, params, _ = fpipe.from_sequential(whole, stages=STAGES.get(name, 2), loss=MSE)
-    step = fpipe.build(chained(model, fpipe.schedules.get(name)(2)), model, runtime="threads")
-    x, target = rows(12)
-    for _ in range(2):
-        found = step(params, (x, target))
-        whole.zero_grad()
-        for part, wanted in zip(x.tensor_split(4), target.tensor_split(4), strict=True):
-            (MSE(whole(part), wanted) * 0.25).backward()
-        grads = fpipe.join_params(model, found.grads)
-        assert all(torch.equal(grads[name], weight.grad) for name, weight in whole.named_parameters())
 
 
 MEETING: list[threading.Barrier] = []
@@ -76,13 +61,6 @@ def test_ranks_run_at_the_same_time():
     finally:
         MEETING.clear()
     assert len(MET) == 2
-
-
-def test_a_timeline_has_the_ops_of_all_ranks():
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    alone, together = both(chained(model, fpipe.schedules.dualpipe(2)), model, record=True)
-    events = [{op for op, _, _ in step(params, rows()).timeline.events} for step in (alone, together)]
-    assert events[0] == events[1]
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
@@ -138,17 +116,6 @@ def test_what_a_stage_raises_says_where_and_the_next_step_works():
         assert same(step(params, right), expected)
 
 
-def test_the_first_op_with_nan_is_named():
-    model, params = two_stages()
-    model = fpipe.from_functions([lambda p, x: x * p["w"]] * 2, lambda y, t: (y - t).square().mean())
-    step = fpipe.build(
-        chained(model, fpipe.schedules.gpipe(2)), model, runtime="threads", check_finite=True, example=(params, ROWS)
-    )
-    with pytest.raises(FloatingPointError, match=r"1F3 wrote y\[1,3\] with NaN"):
-        step(params, (torch.tensor([1.0, 1.0, 1.0, 1e38]), torch.zeros(4)))
-    assert torch.isfinite(step(params, ROWS).loss)
-
-
 def test_threads_end_with_their_step():
     model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     before = workers()
@@ -194,17 +161,6 @@ def test_one_step_in_several_threads_at_once():
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda one: step(params, one), given)]
     assert all(map(same, found, expected))
-
-
-def test_batch_norm_and_dropout():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)]
-    model, params, state = fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
-    alone, together = both(chained(model, fpipe.schedules.zb_h1(2)), model)
-    for key in range(3):
-        found = together(params, rows(), state=state, key=key)
-        assert same(found, alone(params, rows(), state=state, key=key))
-        state = found.state
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
