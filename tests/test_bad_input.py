@@ -102,17 +102,6 @@ def test_a_model_without_parameters_has_a_loss_and_no_gradients():
     assert (found.loss.item(), found.grads) == (plain_autograd(net, ({}, {}), BATCH, 3)[0].item(), ({}, {}))
 
 
-def test_a_frozen_input_of_ints_needs_no_gradient():
-    model = fpipe.from_functions(
-        [lambda p, ids: p["e"][ids], lambda p, x: x @ p["w"]], lambda y, t: (y - t).square().mean()
-    )
-    params = ({"e": torch.randn(5, 4)}, {"w": torch.randn(4, 4)})
-    report = fpipe.verify(
-        PIPELINE(fpipe.program(model)), model, params, (torch.tensor([0, 1, 4, 1, 0, 2]), torch.randn(6, 4))
-    )
-    assert report.bitwise
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_is_so_bit_by_bit(poison: float):
     inputs = BATCH[0].clone()

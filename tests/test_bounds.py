@@ -73,11 +73,6 @@ def test_stages_that_are_not_alike_have_their_own_window():
     assert (found.binding.name, found.binding.rank) == ("fused", 1)
 
 
-def test_zb_h2_has_the_least_span():
-    program = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4))(fpipe.program(4))
-    assert fpipe.bounds(program).gap(fpipe.simulate(program), "span") == 0
-
-
 def test_a_gap_is_a_share_of_the_bound():
     slow = fpipe.chain(fpipe.split(2), fpipe.place("linear"))(fpipe.program(2))
     assert fpipe.bounds(slow, memory_cap=2).gap(fpipe.simulate(slow)) == pytest.approx(12 / 9 - 1)

@@ -108,18 +108,6 @@ def test_a_sum_that_was_averaged_is_told_from_a_mean_that_was_summed():
         fpipe.compare_grads(model, params, batch, grads)
 
 
-@pytest.mark.parametrize("microbatches", [4, None])
-@pytest.mark.parametrize(("count", "words"), [(0, "is missing"), (2, "counts twice")])
-def test_a_microbatch_missing_or_double(count: int, words: str, microbatches: int | None):
-    assert verdict(loop((1, 1, count, 1)), microbatches=microbatches) == [f"microbatch 2 of 4 {words}"]
-
-
-def test_a_microbatch_missing_from_a_sum_that_is_not_averaged():
-    assert verdict(loop((0, 1, 1, 1), scale=4.0), microbatches=4) == [
-        "microbatch 0 of 4 is missing, and all is 4 x: summed over the 4 microbatches or 4 ranks instead of averaged?"
-    ]
-
-
 def test_microbatches_of_other_sizes_that_count_the_same():
     _, model, params, (inputs, target) = made()
     sizes = (5, 4, 3)

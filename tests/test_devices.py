@@ -95,16 +95,6 @@ def test_an_example_without_data_is_one_on_the_default_device(device: str):
         assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=3))
 
 
-@on_each
-def test_random_numbers_are_refused(device: str):
-    with pytest.raises(ValueError, match="it draws random numbers"):
-        fpipe.linearize(lambda p, x: F.dropout(x, 0.5) @ p["w"], *drawn(device))
-
-
-def drawn(device: str) -> tuple[dict[str, Tensor], Tensor]:
-    return {"w": torch.randn(4, 4, device=device)}, torch.randn(3, 4, device=device)
-
-
 def on_gpus(rank: int, backend: str, how: str) -> list[bool]:
     """A step of two ranks, each on a GPU of its own if there are two, beside the reference on this rank's."""
     if backend == "nccl":

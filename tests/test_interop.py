@@ -44,19 +44,9 @@ def written(rows: list[list[str]]) -> str:
     return text.getvalue()
 
 
-def without_weights(text: str) -> list[list[str]]:
-    return [[cell for cell in row if not cell.endswith(("SHARD", "GRAD"))] for row in csv.reader(text.splitlines())]
-
-
 def one_f_one_b(stages: int = 2, microbatches: int = 2, *more: fpipe.schedules.registry.Transform) -> Program:
     steps = (fpipe.split(microbatches), fpipe.schedules.one_f_one_b(stages), fpipe.merge(), *more)
     return fpipe.chain(*steps)(fpipe.program(stages))
-
-
-@every_table
-def test_an_order_read_and_written_is_the_same_program(name: str):
-    program = torch_pipelining.from_csv(order(name), format="compute_only")
-    assert torch_pipelining.from_csv(torch_pipelining.to_csv(program)) == program
 
 
 @every_table
@@ -72,23 +62,6 @@ def test_waits_stand_where_torch_adds_them(name: str):
     text = torch_pipelining.to_csv(program, format="compute_comms", waits=True)
     assert text == written([row.split() for row in WAITS[name]])
     assert torch_pipelining.from_csv(text) == torch_pipelining.from_csv(comms(name))
-
-
-@every_table
-def test_transfers_stand_where_the_table_has_them(name: str):
-    program = torch_pipelining.from_csv(comms(name), format="compute_comms")
-    again = torch_pipelining.to_csv(program, format="compute_comms", waits=False)
-    assert without_weights(again) == without_weights(comms(name))
-    assert torch_pipelining.from_csv(again) == program
-
-
-@every_table
-def test_a_table_with_transfers_takes_as_long_as_one_without(name: str):
-    costs = fpipe.Costs(forward=2, backward_input=3, backward_weight=1, transfer=0.5)
-    found, expected = (
-        fpipe.simulate(torch_pipelining.from_csv(text), costs).makespan for text in (comms(name), order(name))
-    )
-    assert found == expected
 
 
 @every_table
@@ -131,12 +104,6 @@ def test_a_table_of_computation_may_say_when_gradients_are_reduced():
     assert torch_pipelining.from_csv(table) == torch_pipelining.from_csv("0F0,0B0\n1F0,1B0")
     with pytest.raises(ProgramError, match="the table has no 0SEND_F0"):
         torch_pipelining.from_csv(table, format="compute_comms")
-
-
-def test_a_path_is_read_as_text_is(tmp_path: Path):
-    file = tmp_path / "order.csv"
-    file.write_text("0F0,0B0\n")
-    assert torch_pipelining.from_csv(file) == torch_pipelining.from_csv("0F0,0B0")
 
 
 @pytest.mark.parametrize("read", [torch_pipelining.from_csv, fpipe.schedules.from_table])
@@ -225,13 +192,6 @@ def test_messages_received_in_another_order_than_sent_are_refused():
     program = torch_pipelining.from_csv(text)
     with pytest.raises(ProgramError, match=r"rank 1 receives 1RECV_F1 where rank 0 sends what is for 1RECV_F0"):
         torch_pipelining.to_csv(program, format="compute_comms")
-
-
-@pytest.mark.parametrize("name", [name for name in COMMS if "ranks=2" in name])
-def test_json_gives_the_program_back(name: str):
-    program = torch_pipelining.from_csv(comms(name))
-    assert from_json(to_json(program)) == program
-    assert from_json(to_json(fpipe.free()(program))) == fpipe.free()(program)
 
 
 def test_json_is_read_without_us():

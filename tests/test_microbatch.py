@@ -123,10 +123,6 @@ def test_scalars_are_a_mean_weighted_by_rows():
     assert join([torch.tensor(1.0), torch.tensor(4.0)]) == 2.5
 
 
-def test_rows_known_already_are_not_asked_again():
-    assert cut((None, "word"), 1, 4, total=7) == ((None, "word"), 2)
-
-
 REFUSED = {
     "inputs[0] has 4 rows, target has 3.": lambda: rows(([torch.zeros(4)], torch.zeros(3))),
     "left has 4 rows, right['r'] has 3.": lambda: rows((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right")),

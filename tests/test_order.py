@@ -12,10 +12,6 @@ from fpipe.program import Program, ProgramError
 PIPELINE = fpipe.chain(fpipe.split(4), fpipe.split_backward(), fpipe.schedules.one_f_one_b(3), fpipe.merge())
 
 
-def cells(program: Program, kinds: str = "FBIWR") -> list[str]:
-    return [op.cell for op in program.ops if op.kind in kinds]
-
-
 def shuffled(program: Program, seed: int) -> list:
     """The same ops, the ranks' rows mixed another way, those that no row names anywhere."""
     rows = {rank: [op for op in ops if op.kind in "FBIW"] for rank, ops in by_rank(program.ops).items()}
@@ -33,11 +29,6 @@ def shuffled(program: Program, seed: int) -> list:
 def test_the_order_does_not_depend_on_how_the_rows_were_mixed(seed: int):
     for program in (PIPELINE(fpipe.program(3)), fpipe.communicate()(PIPELINE(fpipe.program(3)))):
         assert arrange(program.inputs, shuffled(program, seed), program.outputs) == program
-
-
-def test_the_start_on_the_clock_comes_first_and_then_the_rank():
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2))
-    assert cells(program) == ["0F0", "0F1", "1F0", "1F1", "1B0", "0B0", "1B1", "0B1"]
 
 
 def test_split_stands_just_before_its_forward():

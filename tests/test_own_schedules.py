@@ -32,24 +32,6 @@ def test_backward_first_under_a_cap_is_one_f_one_b(ranks: int, microbatches: int
     assert mine == fpipe.schedules.one_f_one_b(ranks)(base(ranks, microbatches))
 
 
-def test_forwards_first_without_a_cap_is_gpipe():
-    assert from_priority(forwards_first, 3)(base(3, 5)) == fpipe.schedules.gpipe(3)(base(3, 5))
-
-
-@pytest.mark.parametrize("cap", [1, 1.5, 2, 3])
-def test_the_simulation_keeps_the_cap_and_the_clock_of_the_scheduler(cap: float):
-    costs = fpipe.Costs(2, [3, 1, 2, 4], 1, transfer=0.5)
-    program = fpipe.chain(fpipe.split(6), fpipe.split_backward())(fpipe.program(4))
-
-    def key(op: Op, now: Now) -> Any:
-        """A first chunk leaves room for a whole microbatch of what follows."""
-        waits = op.kind == "F" and op.stage in (0, 1) and now.held > cap - 1
-        return math.inf if waits else ("IFW".index(op.kind), op.microbatch)
-
-    made = from_priority(key, 2, placement="v", cap=cap, costs=costs)(program)
-    assert max(fpipe.simulate(made, costs).peak) <= cap
-
-
 def test_an_op_whose_key_is_infinite_waits():
     """1F1B without a cap: the rule itself keeps forwards back."""
 
@@ -76,12 +58,6 @@ def test_what_now_says():
     assert seen[0] == Now(time=0.0, rank=0, held=0.0, microbatches=2, stages=2)
     assert min(now.time for now in seen if now.rank == 1) == 1.5
     assert max(now.held for now in seen) == 2
-
-
-def test_two_replicas_of_each_stage():
-    made = from_priority(one_f_one_b, 2, placement="bidirectional")(base(2, 4))
-    assert made.placement == ((0, 1), (0, 1))
-    fpipe.check(made)
 
 
 @pytest.mark.parametrize(

@@ -446,12 +446,6 @@ def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program
     }
 
 
-def test_several_iterations_are_one_trace(tmp_path: Path):
-    timeline = fpipe.simulate(ONE_F_ONE_B, SLOW, iterations=2)
-    flows = [entry for entry in trace(fpipe.plot(timeline, file=tmp_path / "a.json")) if entry["ph"] == "s"]
-    assert len(flows) == 2 * 16
-
-
 # The pages' own
 
 

@@ -4,11 +4,9 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
 import fpipe
 from fpipe.program import Op, Program, ProgramError
-from property_tests.strategies import Net
 
 Plan = Any
 PAPER: dict[str, Plan] = {"forward": [range(3)], "backward": [[3], [2], [1], [0]]}
@@ -60,37 +58,6 @@ def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stage
         program = of(stages, ranks, microbatches)
         assert fpipe.simulate(program).idle <= (ranks - 1) * 3
         assert fpipe.simulate(program, as_one).idle == pytest.approx((ranks - 1) * 3)
-
-
-@pytest.mark.parametrize(
-    "plans",
-    [
-        {},
-        PAPER,
-        {"forward": [[0], [1]]},
-        {"forward": []},
-        {"backward": [[2, 3], [0, 1]]},
-        {"backward": [range(4)]},
-        {"homes": lambda stage: stage % 2},  # pyright: ignore[reportUnknownLambdaType]
-    ],
-    ids=lambda plans: " ".join(plans),
-)
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_it_runs_bitwise(plans: dict[str, Plan], ranks: int):
-    net = Net(("mlp", "attention", "mlp", "linear"), ("batch", 0, 1, (2, 0)))
-    ranks = 1 if plans.get("backward") == [range(4)] or plans.get("forward") == [] else ranks
-    schedule = fpipe.schedules.roundpipe(2 if "homes" in plans else ranks, **plans)
-    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
-    program = fpipe.chain(fpipe.split(3), schedule, fpipe.merge())(fpipe.program(net.model))
-    params, batch = net.params(), net.batch(7)
-    expected = fpipe.reference(net.model, params, batch, microbatches=3)
-    for made in (program, fpipe.chain(fpipe.communicate(again=again), fpipe.free())(program)):
-        found = fpipe.build(made, net.model, record=True)(params, batch)
-        assert found.timeline is not None
-        assert found.timeline.peak == fpipe.sizes(made, net.model, params, batch).peak
-        assert torch.equal(found.loss, expected.loss)
-        pairs = zip(found.grads, expected.grads, strict=True)
-        assert all(torch.equal(one[name], other[name]) for one, other in pairs for name in other)
 
 
 REFUSED: dict[str, tuple[dict[str, Plan], str]] = {

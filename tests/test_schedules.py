@@ -11,7 +11,6 @@ from fpipe.program import Program, ProgramError, parts_of
 
 DATA = Path(__file__).parent / "data"
 TORCH: dict[str, list[str]] = json.loads((DATA / "torch_orders.json").read_text())["tables"]
-NAMED = {"GPipe": fpipe.schedules.gpipe, "1F1B": fpipe.schedules.one_f_one_b}
 
 # DualPipeV overlaps a forward with a backward: "(0F3;3B1)OVERLAP_F_B" in torch's tables is here the PAIR (0F3;3B1).
 every_table = pytest.mark.parametrize("name", TORCH)
@@ -175,19 +174,6 @@ def test_zb_h2_with_few_microbatches_is_no_slower_than_zb_h1(ranks: int, microba
 def test_stages_of_a_rank_run_in_turn():
     table = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(4)).table()
     assert table[0] == ["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]
-
-
-@pytest.mark.parametrize("schedule", NAMED.values(), ids=NAMED)
-def test_a_schedule_can_be_applied_again_over_another(schedule):
-    program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(3))
-    other = fpipe.chain(fpipe.schedules.gpipe(2), schedule(3))(program)
-    assert other == schedule(3)(program)
-
-
-def test_a_schedule_of_ones_own_has_stages():
-    with pytest.raises(ValueError, match="stages_per_rank is a whole number, at least 1; found 0"):
-        fpipe.schedules.register("nothing_to_do", fpipe.schedules.gpipe, stages_per_rank=0)
-    assert "nothing_to_do" not in fpipe.schedules.names()
 
 
 @pytest.mark.parametrize("name", [None, ["gpipe"], 3])

@@ -91,6 +91,8 @@ on(S.from_priority(first_free, 2, cap=0.2), 2)
     ProgramError: cap is 0.2 on rank 0, below the minimum
 S.register("gpipe", S.gpipe)
     ValueError: 'gpipe' is taken; known schedules: gpipe, one_f_one_b, eager_1f1b
+S.register("nothing_to_do", S.gpipe, stages_per_rank=0)
+    ValueError: stages_per_rank is a whole number, at least 1; found 0
 S.get("one_f1b")
     ValueError: there is no schedule 'one_f1b'; did you mean one_f_one_b or
 S.about("ZB-V")

@@ -205,21 +205,11 @@ def test_it_keeps_to_the_words(placement: Any, halves: bool):
     assert {op.kind for op in found.program.ops} & {"B", "I", "W"} == ({"I", "W"} if halves else {"B"})
 
 
-def test_a_backward_is_whole_where_halves_gain_nothing():
-    assert "I" not in {op.kind for op in quick(1, TEN, ranks=1, microbatches=2).program.ops}
-
-
 def test_stages_that_are_unlike_may_be_anywhere():
     costs = fpipe.Costs([9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1])
     found = quick(4, costs, ranks=2, microbatches=6, seconds=1, without=("chimera", "dualpipe", *SLOW))
     best = min(quick(4, costs, ranks=2, microbatches=6, placement=word).value for word in ("linear", "looped", "v"))
     assert found.value < best
-
-
-def test_recomputing_frees_memory_where_that_is_asked_for():
-    costs = fpipe.Costs(2, 2, 2, recompute=1)
-    words: dict[str, Any] = {"ranks": 2, "microbatches": 6, "memory_cap": 1, "placement": "linear"}
-    assert quick(4, costs, checkpoint="auto", **words).value < quick(4, costs, **words).value
 
 
 def test_any_stages_may_be_recomputed():
@@ -273,21 +263,6 @@ def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
     found = quick(row["p"], costs, **words, memory_cap=2 * row["p"], without=OFFLOADING)
     assert max(found.timeline.peak) <= 2 * row["p"] * (1 + 1e-9)
     assert round(found.timeline.bubble_span, 4) <= row["expected"]["ZB-2p"]
-
-
-V_SEARCHED = [row for row in GOLDEN["rows"] if row["schedule"] == "V-search (v_auto_schedule)"]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("row", V_SEARCHED, ids=lambda row: f"p={row['p']} m={row['m']} span={row['span']}")
-def test_the_span_of_the_published_search_on_a_v_at_its_memory(row: dict[str, Any]):
-    """ZB-V as its authors search it. Their paper prints its bubbles from 16 ranks on, without the times behind them."""
-    costs = fpipe.Costs.per_rank(*(row["costs"][letter] for letter in "FBW"), stages=2, c=row["costs"]["comm"])
-    cap = max(row["peak_activation_per_rank"])
-    words: dict[str, Any] = {"ranks": row["p"], "microbatches": row["m"], "placement": "v", "objective": "span"}
-    found = quick(2 * row["p"], costs, **words, memory_cap=cap, without=OFFLOADING)
-    assert max(found.timeline.peak) <= cap
-    assert found.timeline.span <= row["span"]
 
 
 @pytest.mark.parametrize("by", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
@@ -403,13 +378,6 @@ def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch
         quick(2, ranks=2, microbatches=2, solver="cp-sat")
     assert quick(2, ranks=2, microbatches=2, solver="auto", placement="linear").value == 7
     assert solver.installed()
-
-
-def test_rows_say_what_it_beat():
-    found = quick(8, TEN, ranks=4, microbatches=8, memory_cap=4, placement="looped")
-    fitting = [row for row in found.named if row.fits]
-    assert found.beat == (fitting[0].name, min(row.makespan for row in fitting))
-    assert f"the best schedule by name is {fitting[0].name}" in str(found)
 
 
 def test_the_first_argument_may_be_a_model_or_a_program():

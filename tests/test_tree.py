@@ -33,13 +33,6 @@ def test_leaves_are_in_torchs_order():
     assert tree.leaves(nested) == _pytree.tree_leaves(nested) == [1, None, 2, 3, 4, 5, 6, 7]
 
 
-def test_unflatten_undoes_flatten():
-    nested = {"b": 1, "a": [None, (2, {})], "c": Point(3, OrderedDict(z=4, y=5))}
-    leaves, spec = tree.flatten(nested)
-    assert tree.unflatten(spec, leaves) == nested
-    assert list(tree.unflatten(spec, leaves)) == ["b", "a", "c"]
-
-
 def test_registered_classes_are_containers_and_others_are_leaves():
     stranger = Stranger(1)
     assert tree.leaves([Node(1), OptreeNode(2, 3), stranger]) == [1, 2, 3, stranger]
