@@ -115,6 +115,16 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float) -> No
         dist.destroy_process_group()
 
 
+def timed(call: Callable[[], Any]) -> tuple[str, float]:
+    """What a call raises, or that it worked, and after how many seconds."""
+    started, said = time.perf_counter(), "worked"
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.perf_counter() - started
+
+
 def counted() -> list[int]:
     """How many tensors, threads and files this process has."""
     gc.collect()

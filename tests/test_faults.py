@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
-from fpipe.runtimes.faults.lost_rank import Board
 from fpipe.runtimes.processes import communicators
-from tests.processes import SOON, Processes, result
+from tests.processes import SOON, Processes, result, timed
 from tests.test_distributed import (
     MSE,
     TROUBLE,
@@ -36,12 +35,8 @@ from tests.test_distributed import (
 
 def caught(call: Callable[[], Any]) -> tuple[str, bool]:
     """What a call raises, and whether it took no longer than it should."""
-    started, said = time.perf_counter(), "worked"
-    try:
-        call()
-    except (Exception, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
-    return said, time.perf_counter() - started < SOON
+    said, took = timed(call)
+    return said, took < SOON
 
 
 def three_stages(**how: Any) -> tuple[fpipe.Program, Any, Any, Any]:
@@ -249,9 +244,8 @@ def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
 def dies_connecting(rank: int) -> tuple[str, bool]:
     if rank == 1:
         communicators.PrefixStore = lambda *_: kill()
-    started = time.perf_counter()
-    said, _ = caught(lambda: three_stages(timeout=1))
-    return said, time.perf_counter() - started < 1 + 2 * SOON
+    said, took = timed(lambda: three_stages(timeout=1))
+    return said, took < 1 + 2 * SOON
 
 
 def test_a_rank_that_is_killed_while_ranks_connect_is_named():
@@ -268,15 +262,10 @@ PLACE = "building the step, after the trace"
 
 def never(rank: int, how: str) -> Any:
     three_stages()  # what is traced already takes no time of the others
-    started = time.perf_counter()
-    if rank == 1 and how == "building":
-        return None
-    try:
-        program, _, step, params = three_stages(timeout=2)
-        started = time.perf_counter()
-        return None if rank == 1 else step(own(program, rank, params), rows())
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - started
+    if how == "building":
+        return None if rank == 1 else timed(lambda: three_stages(timeout=2))
+    program, _, step, params = three_stages(timeout=2)
+    return None if rank == 1 else timed(lambda: step(own(program, rank, params), rows()))
 
 
 @pytest.mark.parametrize("how", ["step", "building"])
@@ -320,16 +309,6 @@ def test_what_an_op_raises_is_told_whole(trio: Processes):
     assert first[0].endswith("word word end")
     assert last[0] == first[0]
     assert first[2] == "worked"
-
-
-def test_a_text_is_cut_between_two_words():
-    """It ended in the middle of one."""
-    board = Board(dist.HashStore(), None, ["rank 1"])
-    short = board.shortened("word " * 1000, 100)
-    assert short == "word " * 19 + ".."
-    assert board.whole(short) == "word " * 409 + ".."
-    assert board.shortened("x" * 101, 100) == "x" * 97 + " .."
-    assert Board(dist.HashStore(), None, []).whole(short) == short
 
 
 def in_vain(rank: int, pids: tuple[int, ...], timeout: float) -> tuple[list[Any], float, float]:
