@@ -70,9 +70,6 @@ def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
     assert same_bits(run.result(), loss, grads)
 
 
-# The uses of a tied leaf are added before the sum is divided by the count: (a + b) / n is not a / n + b / n.
-
-
 @given(plans(), SEED)
 def test_gradients_do_not_depend_on_the_plan(plan: DrawnProgram, seed: int):
     net = Net(("mlp",) * len(plan.takes), plan.takes)

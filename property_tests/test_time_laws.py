@@ -20,16 +20,7 @@ from property_tests.strategies import DrawnProgram, few, plans, tiny
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
 TAKEN = st.sampled_from([0, 0, 0.5, 2])
 NAMES = (
-    "y",
-    "dx",
-    "res",
-    "wres",
-    "g",
-    "sum",
-    "loss",
-    "x",
-    "t",
-    "w",
+    *["y", "dx", "res", "wres", "g", "sum", "loss", "x", "t", "w"],
     "inputs",
     "target",
     "params",
@@ -91,6 +82,8 @@ def test_a_timeline_is_the_same_before_and_after_communicate(plan: DrawnProgram,
     one, other = (fpipe.simulate(program, costs, iterations=iterations) for program in (before, after))
     assert told(one) == told(other)
     assert held(one) == held(other)
+    freed = fpipe.simulate(frees(before), costs, iterations=iterations)
+    assert (one.iterations, one.transfers) == (freed.iterations, freed.transfers)
 
 
 def one_at_a_time(found: fpipe.Timeline) -> bool:
@@ -192,18 +185,8 @@ def frees(program: Program) -> Program:
 
 
 @given(plans(), costs())
-def test_freeing_takes_no_time(plan: DrawnProgram, costs: fpipe.Costs):
-    one, other = (fpipe.simulate(program, costs) for program in (plan.program, frees(plan.program)))
-    assert (one.makespan, one.transfers) == (other.makespan, other.transfers)
-
-
-@given(plans(), costs())
 def test_no_order_is_below_a_bound(plan: DrawnProgram, costs: fpipe.Costs):
     found, timeline = fpipe.bounds(plan.program, costs), fpipe.simulate(plan.program, costs)
     assert timeline.makespan >= found.makespan - 1e-9
     assert timeline.span >= found.span - 1e-9
-
-
-@given(plans(), costs(plain=True))
-def test_bounds_are_the_same_before_and_after_communicate(plan: DrawnProgram, costs: fpipe.Costs):
-    assert fpipe.bounds(plan.program, costs) == fpipe.bounds(fpipe.communicate()(plan.program), costs)
+    assert not is_plain(op_groups(plan.program.ops), costs) or found == fpipe.bounds(frees(plan.program), costs)

@@ -466,21 +466,8 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_line_a_number(
 
 def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
     file = tmp_path / "found.csv"
-    typed = [
-        "-p",
-        "2",
-        "-m",
-        "3",
-        "--placement",
-        "linear",
-        "--memory-cap",
-        "1",
-        "--seconds",
-        "0.1",
-        "--without",
-        "bpipe",
-    ]
-    printed = out("search", *typed, "-c", "F=1,B=1,W=1", "--without", "pipe_offload", "--output", str(file))
+    typed = "-p 2 -m 3 --placement linear --memory-cap 1 --seconds 0.1 --without bpipe --without pipe_offload"
+    printed = out("search", *typed.split(), "-c", "F=1,B=1,W=1", "--output", str(file))
     assert re.search(r"^makespan \d+: (no order of|none of) these ops", printed, re.MULTILINE)
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")][:2] == [
         "found",
@@ -536,13 +523,7 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     assert {word for line in lines[1:13] for word in line.split()} >= {"said", "interpolated", "*", "too", "much"}
     assert lines[-1] == f"wrote {picture}"
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch, fpipe\n"
-        "def step():\n"
-        "    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
-        "    model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)\n"
-        "    return model, params, (torch.randn(8, 4), torch.randn(8, 4))\n"
-    )
+    file.write_text(THREE.replace("3", "2"))
     words = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never", "--jitter", "0.1", "--at", "p95")
     lines = out(
         "plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *words, "--samples", "5"
