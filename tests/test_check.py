@@ -1,7 +1,5 @@
 """Every way to be no program has a sentence of its own."""
 
-from collections.abc import Callable
-
 import pytest
 
 import fpipe
@@ -78,41 +76,6 @@ def test_splits_that_disagree_are_refused_where_the_program_enters(before: str, 
     text = str(fpipe.split(2)(fpipe.program(1))).replace(before, after)
     with pytest.raises(ProgramError, match=r"all of them say count=2 and index=0\.\.1, and cut alike"):
         fpipe.Program.parse(text)
-
-
-def _said(act: Callable[[], object]) -> str:
-    with pytest.raises(ProgramError) as error:
-        act()
-    return str(error.value)
-
-
-def test_ranks_and_steps_count_from_0_and_lines_and_columns_from_1():
-    two = fpipe.split(2)(fpipe.program(2))
-    table = "0F0 0F1 0B0 0B1\n1F0 {} 1B0 1B1"
-    grid = _said(lambda: fpipe.schedules.from_table("\n" + table.format("1F1x"))(two))
-    assert grid.startswith("line 3, column 2: '1F1x' is not a cell")
-    cell = _said(lambda: fpipe.schedules.from_table(table.format("1F7"))(two))
-    assert cell.startswith("rank 1, cell 1: 1F7 names microbatch 7")
-    csv = _said(lambda: fpipe.interop.torch_pipelining.from_csv(table.format("1X1").replace(" ", ",")))
-    assert csv.startswith("line 2, column 2: '1X1' is not a cell")
-    text = str(fpipe.program(2)).splitlines()
-    assert _said(lambda: fpipe.Program.parse("\n".join([*text[:4], "?", *text[4:]]))).startswith("line 5: ")
-    unread = "\n".join(line for line in text if "= F[0,0]" not in line)
-    assert _said(lambda: fpipe.Program.parse(unread)).startswith("rank 0, step 0: 1F0 reads y[0,0]")
-    stuck = _said(lambda: fpipe.schedules.from_table("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1")(two))
-    assert "rank 0, step 1: 0B0 reads" in stuck
-    assert _said(lambda: fpipe.interop.from_json('{\n "a": ?}')).startswith("this is not JSON: line 2, column 7")
-
-
-def test_a_circle_is_drawn_line_by_line():
-    assert _said(lambda: from_table({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F0", "1F1", "1B1", "1B0"]})(TWO)) == (
-        "2 ops wait for each other in a circle; these orders have no common global order.\n"
-        "  rank 0, step 1: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which comes "
-        "later on rank 1, behind 1F1.\n"
-        "  rank 1, step 1: 1F1 reads y[0,1] (the output of 0F1), which comes later on rank 0, behind 0B0.\n"
-        "  rank 0 | 0F0 [0B0] 0F1 0B1\n  rank 1 | 1F0 [1F1] 1B1 1B0\n"
-        "Put 1B0 before 1F1, or start from fpipe.schedules.one_f_one_b(ranks=2)."
-    )
 
 
 test_refusals = refusals(

@@ -75,15 +75,6 @@ def test_the_bytes_are_those_held_under_every_policy():
         assert fpipe.simulate(program, costs).peak == held
 
 
-def test_costs_order_a_schedule_and_time_it():
-    model, params, state, batch = made(2)
-    start = fpipe.chain(fpipe.split(M), fpipe.merge())(fpipe.program(model))
-    costs = fpipe.profile(start, model, params, batch, state=state, repeats=2)
-    program = fpipe.schedules.zb_auto(2, costs=costs)(start)
-    assert fpipe.verify(program, model, params, batch, state=state).bitwise
-    assert fpipe.simulate(program, costs).makespan >= fpipe.bounds(program, costs).makespan * (1 - 1e-12)
-
-
 def test_evaluation_has_forwards_only():
     model, params, state, batch = made(2)
     program = fpipe.chain(fpipe.split(M), fpipe.forward_only())(fpipe.program(model))
