@@ -520,7 +520,7 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     costs = ("-c", "4:F=9,B=9,W=9,y=1MB,res=8MB", "-c", "1: F=3,B=3,W=3,y=1MB,res=2MB")
     lines = out("plan", "run", "gpipe", "zb_h1", *sizes, *costs, "--memory", "18MB", "--svg", str(picture)).splitlines()
     assert lines[0].split() == ["schedule", "m", "rows", "recompute", "seconds", "bubble", "MiB", "rows/s", "costs"]
-    assert {word for line in lines[1:13] for word in line.split()} >= {"said", "interpolated", "*", "too", "much"}
+    assert {word for line in lines[1:13] for word in line.split()} >= {"given", "interpolated", "*", "too", "much"}
     assert lines[-1] == f"wrote {picture}"
     file = tmp_path / "mine.py"
     file.write_text(THREE.replace("3", "2"))
@@ -536,7 +536,7 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
 def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
     picture = tmp_path / "spread.png"
     lines = out("robustness", "one_f_one_b", "zb_h1", "--slow-rank", "1.3", "--samples", "9", "--png", str(picture))
-    assert lines.splitlines()[0].split() == ["schedule", "said", "median", "p95", "fragile"]
+    assert lines.splitlines()[0].split() == ["schedule", "nominal", "median", "p95", "fragile"]
     assert "shortest at the median zb_h1, at the 95th percentile zb_h1" in lines
     assert picture.is_file()
 
@@ -551,7 +551,7 @@ def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
         (2, ["-c", "y=8GX"], "an amount of bytes reads 40GiB or 512B, in B, KB, KiB,"),
         (2, ["--memory", "much"], "an amount of bytes reads 40GiB or 512B"),
         (2, ["--cluster", "4 rank; inside"], "a link has a latency (5us), a bandwidth (200GB/s) or both, at 'inside'"),
-        (2, ["-c", "F=1,B=1,W=1", "--model", "fractions:Fraction"], "a --model is measured, and --costs are said"),
+        (2, ["-c", "F=1,B=1,W=1", "--model", "fractions:Fraction"], "a --model is measured, and --costs are given"),
         (2, ["gpip"], "there is no schedule 'gpip'; did you mean gpipe"),
         (2, ["table.csv"], "schedules are taken by name here, found the file 'table.csv'."),
         (1, ["--memory", "40GiB"], "error: a rank's memory was said in bytes, and the bytes of values were not"),

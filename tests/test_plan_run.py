@@ -78,16 +78,16 @@ def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
     more = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
     sizes = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: more}
     curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
-    mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "said").at(4, 1)
+    mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "given").at(4, 1)
     assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
     assert (mixed.send, mixed.receive) == pytest.approx((2, 2 / 3))  # they were those of the smaller microbatch
     found = fpipe.plan_run(
         {2: COSTS, 8: replace(COSTS, forward=40)}, ranks=2, rows=16, microbatches=[2, 4, 8], checkpoint=["never"], **FEW
     )
     words = {row.microbatches: row.costs for row in found}
-    assert words == {2: "said", 4: "interpolated", 8: "said"}
+    assert words == {2: "given", 4: "interpolated", 8: "given"}
     assert {row.rows * row.microbatches for row in found} == {16}
-    with pytest.raises(ValueError, match=re.escape("a microbatch has 1 rows, and costs are said for 2, 8 rows;")):
+    with pytest.raises(ValueError, match=re.escape("a microbatch has 1 rows, and costs are given for 2, 8 rows;")):
         fpipe.plan_run({2: COSTS, 8: COSTS}, ranks=2, rows=16, microbatches=[2, 16])
 
 
@@ -224,7 +224,7 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ({"memory": -1}, "memory is the most that a rank may hold, above 0; found -1."),
         ({"search": -1}, "search is seconds, from 0; found -1."),
         ({"at": "p95"}, 'at="p95" is of makespans under noise: say noise= too'),
-        ({"at": "mean"}, 'at "said", "median" or "p95", found \'mean\'.'),
+        ({"at": "mean"}, 'at "nominal", "median" or "p95", found \'mean\'.'),
         ({"cluster": "1 rank"}, "there are 2 ranks, and the cluster has 1."),
         (
             {"what": fpipe.Costs(), "cluster": "2 ranks; each rank memory 1GB"},
@@ -237,7 +237,7 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ),
         ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
         ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
-        ({"profiled": [4]}, "go with a Model; costs are said, not measured."),
+        ({"profiled": [4]}, "go with a Model; costs are given, not measured."),
         (
             {"memory": 0.1},
             "nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=4, recompute always, and may hold 0.1.",

@@ -22,7 +22,7 @@ NAMED = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one
 @given(plans(), costs())
 def test_without_noise_every_draw_is_the_simulation(plan: DrawnProgram, costs: fpipe.Costs):
     (found,) = fpipe.robustness(plan.program, costs, noise=fpipe.Noise(), samples=3)
-    assert {*found.makespans, found.said} == {fpipe.simulate(plan.program, costs).makespan}
+    assert {*found.makespans, found.nominal} == {fpipe.simulate(plan.program, costs).makespan}
 
 
 @few(6)
@@ -49,9 +49,9 @@ def test_the_best_where_all_goes_well_need_not_be_the_best_elsewhere():
     other = fpipe.robustness(NAMED, noise=fpipe.Noise(jitter=0.3, slow_rank=1.5), seed=1)
     assert found == again != other
     for row in found:
-        assert row.said < row.median < row.p95 == pytest.approx(row.said * (1 + row.fragile))
-    assert found.best("said") == found["zb_h1"]
-    assert str(found).splitlines()[0].split() == ["program", "said", "median", "p95", "fragile"]
+        assert row.nominal < row.median < row.p95 == pytest.approx(row.nominal * (1 + row.fragile))
+    assert found.best("nominal") == found["zb_h1"]
+    assert str(found).splitlines()[0].split() == ["program", "nominal", "median", "p95", "fragile"]
 
 
 def test_jitter_has_the_mean_and_the_spread_that_are_said():
@@ -69,7 +69,7 @@ def test_a_slow_link_of_a_cluster_and_costs_by_program():
         fpipe.robustness(NAMED["zb_h1"], lambda program: known, noise=fpipe.Noise(slow_link=factor), samples=3)
         for factor in (1, 4)
     )
-    assert slow["program"].median > calm["program"].median == calm["program"].said
+    assert slow["program"].median > calm["program"].median == calm["program"].nominal
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,10 @@ def test_a_slow_link_of_a_cluster_and_costs_by_program():
         (lambda: fpipe.Noise(slow_rank=0.5), "slow_rank is how many times as long it takes, a number of at least 1"),
         (lambda: fpipe.robustness({}, noise=fpipe.Noise()), "takes a program, or several as {name: program}; found {}"),
         (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=0), "samples is a whole number, at least 1"),
-        (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2).best("mean"), 'at "said", "median" or "p95"'),
+        (
+            lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2).best("mean"),
+            'at "nominal", "median" or "p95"',
+        ),
         (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2)["gpipe"].at(2), "is from 0 to 1, found 2."),
     ],
 )

@@ -76,7 +76,7 @@ Profiled = Annotated[
     Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
-Compared = Annotated[At, typer.Option("--at", help="Compare makespans as said, or of 50 or 95 of 100 draws.")]
+Compared = Annotated[At, typer.Option("--at", help="Compare nominal makespans, or of 50 or 95 of 100 draws.")]
 Top = Annotated[int, typer.Option("--top", min=1, help="How many of the best to list, beside the front.")]
 
 
@@ -98,7 +98,7 @@ def run(
     jitter: options.Jitter = 0.0,
     slow_rank: options.SlowRank = 1.0,
     slow_link: options.SlowLink = 1.0,
-    at: Compared = "said",
+    at: Compared = "nominal",
     samples: options.Samples = 100,
     seed: options.Seed = 0,
     top: Top = 12,
@@ -121,7 +121,7 @@ def run(
       python -m fpipe plan run -p 4 --rows 32 -m 4/8 -c 8:F=20,B=24,W=16 -c 4:F=11,B=13,W=9 --search 5
     """
     if model is not None and costs:
-        raise typer.BadParameter("a --model is measured, and --costs are said: choose one of them.", ctx=typed)
+        raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
     noise = Noise(jitter, slow_rank, slow_link)
     options.refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}

@@ -28,10 +28,10 @@ def robustness(
     """Simulate schedules when costs stray (fpipe.robustness).
 
     \b
-    said     makespan where costs are what was said, in seconds
+    nominal  makespan with the costs as given, in seconds
     median   half of the draws take no longer
     p95      95 of 100 draws take no longer
-    fragile  how far p95 is above what was said
+    fragile  how far p95 is above nominal
     \b
     Examples:
       python -m fpipe robustness one_f_one_b zb_h1 zb_h2 --jitter 0.1 --slow-rank 1.3
@@ -42,8 +42,8 @@ def robustness(
     programs = {one: options.program_of(one, ranks, microbatches, None, None, costs) for one in what}
     found = robustness_of(programs, costs.of, noise=Noise(jitter, slow_rank, slow_link), samples=samples, seed=seed)
     table(
-        ("schedule", "said", "median", "p95", "fragile"),
-        [(row.name, *map(number, (row.said, row.median, row.p95)), f"{row.fragile:.1%}") for row in found],
+        ("schedule", "nominal", "median", "p95", "fragile"),
+        [(row.name, *map(number, (row.nominal, row.median, row.p95)), f"{row.fragile:.1%}") for row in found],
     )
     print(f"shortest at the median {found.best('median').name}, at the 95th percentile {found.best('p95').name}")
     write_pictures((svg, png), found)

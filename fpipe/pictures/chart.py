@@ -72,7 +72,7 @@ def front(plan: RunPlan, width: float, unit: float) -> Drawing:
     def upward(seconds: float) -> float:
         return top + (high - seconds * time.per_second) / (high - low) * height
 
-    of = {"said": "", "median": ", median", "p95": ", 95th percentile"}[plan.at]
+    of = {"nominal": "", "median": ", median", "p95": ", 95th percentile"}[plan.at]
     above = f"{time.unit or 'seconds'} of a {'step' if steps else 'row'}{of}"
     below = f"{memory} that the fullest rank holds" if in_bytes else "rows held by the fullest rank"
     drawing.still.append(Text(EDGE, EDGE + 14, "Time against memory", "ink", 13, bold=True))
@@ -153,10 +153,10 @@ def _diamond(x: float, y: float, size: float, paint: str, title: str) -> Area:
 
 def spreads(found: Robustness, width: float, unit: float) -> Drawing:
     """A line for each program: from the 5th to the 95th percentile of its makespans, a box around the middle half, a
-    bar at the median, and a dot where it was said to be."""
+    bar at the median, and a dot at the nominal makespan."""
     rows = found.rows
-    least = min(min(row.at(LOWER), row.said) for row in rows)
-    most = max(max(row.at(1 - LOWER), row.said) for row in rows)
+    least = min(min(row.at(LOWER), row.nominal) for row in rows)
+    most = max(max(row.at(1 - LOWER), row.nominal) for row in rows)
     time = clock(most)
     margin = (most - least or most or 1.0) * 0.05
     start, end = max(0.0, least - margin), most + margin
@@ -177,7 +177,9 @@ def spreads(found: Robustness, width: float, unit: float) -> Drawing:
     for at, row in enumerate(rows):
         y = top + each * (at + 0.5)
         low, first, third, high = (across(row.at(share)) for share in (LOWER, 0.25, 0.75, 1 - LOWER))
-        title = f"{row.name}: said {time.full(row.said)}, median {time.full(row.median)}, p95 {time.full(row.p95)}"
+        title = (
+            f"{row.name}: nominal {time.full(row.nominal)}, median {time.full(row.median)}, p95 {time.full(row.p95)}"
+        )
         middle = across(row.median)
         drawing.still += [
             Text(EDGE, y + 4, row.name, "ink", 12),
@@ -185,9 +187,9 @@ def spreads(found: Robustness, width: float, unit: float) -> Drawing:
             *(Line(((x, y - 5), (x, y + 5)), "arrow", 1.2) for x in (low, high)),
             Rect(first, y - 7, max(third - first, 1.0), 14, "held", title),
             Line(((middle, y - 7), (middle, y + 7)), "ink", 2.0),
-            _diamond(across(row.said), y, 4.5, FILLS["R"], title),
+            _diamond(across(row.nominal), y, 4.5, FILLS["R"], title),
             Text(width - EDGE, y + 4, f"{row.fragile:+.0%}", "ink", 11, "end"),
         ]
-    signs = ((FILLS["R"], "as said"), ("ink", "median"), ("held", "half of the draws"), ("arrow", "90 of 100 draws"))
+    signs = ((FILLS["R"], "nominal"), ("ink", "median"), ("held", "half of the draws"), ("arrow", "90 of 100 draws"))
     drawing.height = swatches(drawing, [([paint], words) for paint, words in signs], bottom + 24) + 4 + EDGE
     return drawing

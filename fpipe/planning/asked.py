@@ -69,8 +69,8 @@ def asked_for(
     if noise is not None and not isinstance(noise, Noise):
         raise TypeError(f"noise is an fpipe.Noise, such as fpipe.Noise(jitter=0.1); found {noise!r}.")
     if at not in get_args(At):
-        raise ValueError(f'what is compared is at "said", "median" or "p95", found {at!r}.')
-    if at != "said" and noise is None:
+        raise ValueError(f'what is compared is at "nominal", "median" or "p95", found {at!r}.')
+    if at != "nominal" and noise is None:
         raise ValueError(f'at="{at}" is of makespans under noise: say noise= too, such as fpipe.Noise(jitter=0.1).')
     if cluster is not None and len(cluster.speed) < ranks:
         raise ValueError(f"there are {ranks} ranks, and the cluster has {len(cluster.speed)}.")
@@ -131,7 +131,7 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
         raise ValueError(
             f"costs of several sizes all say bytes, or none do; those of {', '.join(silent)} rows say none."
         )
-    curve = CostCurve(shares, "said")
+    curve = CostCurve(shares, "given")
     work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster)
     known = [work.costs(count, 1)[0] for count in asked.microbatches]
     in_bytes = asked.cluster is not None and min(asked.cluster.memory) < math.inf

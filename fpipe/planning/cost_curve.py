@@ -1,4 +1,4 @@
-"""Costs of microbatches of any size, from costs of some sizes: what was said or measured there, straight between."""
+"""Costs of microbatches of any size, from costs of some sizes: what was given or measured there, straight between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CostCurve:
 
     Args:
         known: for some numbers of rows.
-        word: what they are: "said" or "measured".
+        word: what they are: "given" or "measured".
 
     >>> curve = CostCurve({4.0: lambda v, _: Costs(1 / v), 8.0: lambda v, _: Costs(3 / v)}, "measured")
     >>> [(costs.forward, word) for costs, word in (curve.at(4, 2), curve.at(6, 1))]
@@ -33,7 +33,7 @@ class CostCurve:
     word: str
 
     def at(self, rows: float, parts: float, slices: int = 1) -> tuple[Costs, str]:
-        """The costs of so many rows, and whether they were said, measured, or interpolated.
+        """The costs of so many rows, and whether they were given, measured, or interpolated.
 
         Raises:
             ValueError: more rows than the most that are known, or fewer than the fewest.

@@ -44,7 +44,7 @@ def plan_run(
     profiled: Collection[int] | None = None,
     repeats: int = 3,
     noise: Noise | None = None,
-    at: At = "said",
+    at: At = "nominal",
     samples: int = 100,
     seed: int = 0,
     progress: Progress | None = None,
@@ -57,7 +57,7 @@ def plan_run(
         params, batch, state: of a model, as its step takes them.
         ranks: how many.
         microbatches: numbers of them that are tried.
-        rows: of the batch, where costs are said; by default each microbatch has one row, and so a batch with more of
+        rows: of the batch, where costs are given; by default each microbatch has one row, and so a batch with more of
             them more rows.
         stages: how many there are, where costs are of one stage's op; a model has its own.
         schedules: names, with options behind a colon; by default all.
@@ -71,7 +71,7 @@ def plan_run(
             interpolated between the nearest two.
         repeats: how often each op is timed.
         noise: how far costs stray: then rows have their spread.
-        at: what is compared: the makespan as "said", or its "median" or "p95" under noise.
+        at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
         samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
             said than another that fits as well and holds no more does under noise.
         progress: called as `progress(done, all, what)`.
@@ -87,10 +87,10 @@ def plan_run(
     >>> words = {"schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
     >>> print(plan_run(costs, ranks=2, microbatches=[4, 8], **words))
     schedule     m  rows  recompute  seconds  bubble  rows held    rows/s  costs
-    zb_h1        8     1  never          256    6.2%          2   0.03125  said   *
-    zb_h1        4     1  never          136   11.8%          2  0.029412  said
-    one_f_one_b  8     1  never          274   12.4%          2  0.029197  said
-    one_f_one_b  4     1  never          152   21.1%          2  0.026316  said
+    zb_h1        8     1  never          256    6.2%          2   0.03125  given  *
+    zb_h1        4     1  never          136   11.8%          2  0.029412  given
+    one_f_one_b  8     1  never          274   12.4%          2  0.029197  given
+    one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
     on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at)
@@ -101,7 +101,7 @@ def plan_run(
         work = work_of_model(what, params, batch, state, asked, profiled, repeats, told)
     else:
         if params is not None or batch is not None or profiled is not None:
-            raise ValueError("params, batch and profiled= go with a Model; costs are said, not measured.")
+            raise ValueError("params, batch and profiled= go with a Model; costs are given, not measured.")
         work = work_of_costs(what, asked, rows, stages)
     return _Planner(work, asked, samples, seed, told).plan()
 
@@ -145,8 +145,8 @@ class _Planner:
             )
         at = asked.at
         if not complete and all(row.seconds(at) is None for row in self.rows):
-            at = "said"
-        rows = sorted(self.rows, key=lambda row: (not row.fits, row.a_row(at), row.a_row("said"), row.most))
+            at = "nominal"
+        rows = sorted(self.rows, key=lambda row: (not row.fits, row.a_row(at), row.a_row("nominal"), row.most))
         served = {row.schedule for row in rows}
         refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
         return RunPlan(tuple(rows), refused, self._unit, at, asked.limits, complete)
@@ -190,7 +190,7 @@ class _Planner:
         self.progress(every, every, self._said())
 
     def _said(self) -> str:
-        best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("said"), default=None)
+        best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("nominal"), default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
     def _add(self, shown: str, policy: str, program: Program, costs: Costs, word: str) -> None:
@@ -258,16 +258,16 @@ class _Planner:
             raise KeyboardInterrupt
 
     def _stray(self) -> None:
-        """Draw the noise for each way that may be the best of those that hold no more: the shortest as said first."""
+        """Draw the noise for each way that may be the best of those that hold no more, the nominally shortest first."""
         noise = self.asked.noise
         if noise is None:
             return
-        at = "p95" if self.asked.at == "said" else self.asked.at
+        at = "p95" if self.asked.at == "nominal" else self.asked.at
         drawn: list[PlanRow] = []
-        for done, row in enumerate(sorted(self.rows, key=lambda row: (row.a_row("said"), row.most))):
+        for done, row in enumerate(sorted(self.rows, key=lambda row: (row.a_row("nominal"), row.most))):
             self.progress(done, len(self.rows), f"drawing noise, {row.name}")
             if any(
-                other.fits >= row.fits and other.most <= row.most and other.a_row(at) <= row.a_row("said")
+                other.fits >= row.fits and other.most <= row.most and other.a_row(at) <= row.a_row("nominal")
                 for other in drawn
             ):
                 continue

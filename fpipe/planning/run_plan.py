@@ -23,7 +23,7 @@ class PlanRow:
         microbatches: how many.
         rows: of a microbatch, in the mean.
         checkpoint: what is recomputed: a word of `fpipe.checkpoint`.
-        costs: where its seconds are from: "said", "measured", or "interpolated" between two that were.
+        costs: where its seconds are from: "given", "measured", or "interpolated" between two that were.
         makespan: seconds of a step.
         throughput: rows a second.
         bubble: the idle share of the makespan.
@@ -61,8 +61,8 @@ class PlanRow:
         return max(self.memory)
 
     def seconds(self, at: At) -> float | None:
-        """Of a step: as said, or of half or 95 of 100 draws; None where nothing was drawn."""
-        if at == "said":
+        """Of a step: nominal, or of half or 95 of 100 draws; None where nothing was drawn."""
+        if at == "nominal":
             return self.makespan
         return None if self.spread is None else getattr(self.spread, at)
 
@@ -80,7 +80,7 @@ class RunPlan:
         rows: the ways.
         refused: which schedule does not serve the sizes, and why.
         unit: of memory, "bytes" or "rows".
-        at: what is compared: the makespan as "said", or its "median" or "p95" under noise.
+        at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
         cap: the memory of each rank, infinite where none was said.
         complete: whether all were tried; False after Ctrl-C.
 

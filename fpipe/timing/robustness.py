@@ -11,8 +11,8 @@ from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.noise import Noise, makespans
 from fpipe.timing.simulate import simulate
 
-At = Literal["said", "median", "p95"]
-"""The nominal makespan ("said"), or one that half or 95 of 100 draws stay below."""
+At = Literal["nominal", "median", "p95"]
+"""The nominal makespan, or one that half or 95 of 100 draws stay below."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Spread:
 
     Attributes:
         name: what it is called.
-        said: the nominal makespan.
+        nominal: the nominal makespan.
         makespans: those of the draws, shortest first.
     """
 
     name: str
-    said: float
+    nominal: float
     makespans: tuple[float, ...] = field(repr=False)
 
     def at(self, share: float) -> float:
@@ -55,7 +55,7 @@ class Spread:
     @property
     def fragile(self) -> float:
         """The share by which `p95` is above the nominal makespan."""
-        return self.p95 / self.said - 1 if self.said else 0.0
+        return self.p95 / self.nominal - 1 if self.nominal else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,14 +77,14 @@ class Robustness:
     def best(self, at: At = "p95") -> Spread:
         """The row with the shortest makespan; of equal ones the first."""
         if at not in get_args(At):
-            raise ValueError(f'the best is at "said", "median" or "p95", found {at!r}.')
+            raise ValueError(f'the best is at "nominal", "median" or "p95", found {at!r}.')
         return min(self.rows, key=lambda row: getattr(row, at))
 
     def __str__(self) -> str:
         width = max(len("program"), *(len(row.name) for row in self.rows))
-        lines = [f"{'program':{width}}  {'said':>8}  {'median':>8}  {'p95':>8}  fragile"]
+        lines = [f"{'program':{width}}  {'nominal':>8}  {'median':>8}  {'p95':>8}  fragile"]
         lines += [
-            f"{row.name:{width}}  {row.said:8.5g}  {row.median:8.5g}  {row.p95:8.5g}  {row.fragile:7.1%}"
+            f"{row.name:{width}}  {row.nominal:8.5g}  {row.median:8.5g}  {row.p95:8.5g}  {row.fragile:7.1%}"
             for row in self.rows
         ]
         return "\n".join(lines)
@@ -124,7 +124,7 @@ def robustness(
     >>> import fpipe
     >>> named = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one_b", "zb_h1")}
     >>> found = robustness(named, noise=Noise(jitter=0.1, slow_rank=1.3))
-    >>> found.best("median").name, found["zb_h1"].said
+    >>> found.best("median").name, found["zb_h1"].nominal
     ('zb_h1', 27.0)
     >>> 0.1 < found["zb_h1"].fragile < 0.5
     True
