@@ -86,10 +86,6 @@ class PositionalStage(ABC):
         """Those of them that its code makes of numbers."""
         return []
 
-    def update_only_positions(self) -> list[int]:
-        """The positions of the `update_only` buffers among the constants."""
-        return [self.fixed.index(name) for name in self.update_only]
-
     def modes(self) -> tuple[Any, ...]:
         """The modes of its modules, and which norms have a momentum: its traces depend on them."""
         return (*(module.training for _, module in self.modules), *(one is None for one in self.momenta()))
@@ -97,10 +93,6 @@ class PositionalStage(ABC):
     def momenta(self) -> list[Any]:
         """How much a batch weighs in the running statistics of each of its norms, as it is now."""
         return [norm.momentum for _, norm in self.norms]
-
-    def batch_norms(self) -> list[str] | None:
-        """The paths of its norms, if an op that normalises can update their statistics: every batch weighs the same."""
-        return [path for path, _ in self.norms] if self.can_fold and None not in self.momenta() else None
 
     def moved(self) -> Mapping[str, int]:
         """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""

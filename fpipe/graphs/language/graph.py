@@ -148,10 +148,10 @@ def aval(tensor: Tensor) -> Aval:
 
 def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     """The fact of a tensor; `numbers` are those given to storages so far."""
-    own = local_of(tensor)
-    number = numbers.setdefault(storage_of(own), fresh_storage())
+    own, known = local_of(tensor), aval(tensor)
     size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
-    return Fact(aval(tensor), number, size, offset, (own.is_conj(), own.is_neg()))
+    number = numbers.setdefault(storage_of(own), fresh_storage())
+    return Fact(known, number, size, offset, (own.is_conj(), own.is_neg()))
 
 
 def alias(leaf: Any) -> Any:

@@ -1,18 +1,42 @@
 """Fold ops into others: sums into backwards, updates of running statistics into forwards.
 
-g[0,1] = B ..  sum[0,1] = ADD g[0,0] g[0,1]    -->    one instruction, which reads g[0,0] and writes sum[0,1]
+    g[0,0] = B ..  g[0,1] = B ..  sum[0,1] = ADD g[0,0] g[0,1]    -->    g[0,0] = B ..  sum[0,1] = B .. g[0,0]
+
+A backward adds its gradients in place onto a sum that the step owns. The program keeps its ADDs; this only says which
+of them need no call of their own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+
+from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.shapes import Shapes
-from fpipe.runtimes.lowering.sums import Sums, sums_of
 from fpipe.runtimes.lowering.updates import Update, updates_of
+
+
+class Sums(NamedTuple):
+    """The ADDs that a backward makes itself, and those of the others that add in place.
+
+    Attributes:
+        adds: for the position of a backward, its gradients that go into a sum, and the position of the ADD.
+        in_place: the positions of ADDs whose first operand the step owns, and nobody reads after them.
+        copied: for the first gradient of a sum, the places of its leaves that lie in memory that something else lies in
+            too, and so are copied before something is added to them.
+        trees: the abstract tree of every value, each sum in the memory of its first gradient.
+    """
+
+    adds: Mapping[int, Mapping[Value, int]]
+    in_place: Collection[int]
+    copied: Mapping[Value, Sequence[int]]
+    trees: Mapping[Value, AbstractTree]
 
 
 @dataclass(frozen=True)
@@ -51,7 +75,7 @@ class Folds:
 
 def folds_of(ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int]) -> Folds:
     """The folds of a program; `kept` are its outputs, and `given` the storages that are not the step's own."""
-    sums = sums_of(ops, kept, shapes, given)
+    sums = _sums_of(ops, kept, shapes, given)
     updates, trees = updates_of(ops, kept, shapes, sums.trees)
     folded = {add for adds in sums.adds.values() for add in adds.values()} | {each.at for each in updates.values()}
     last, dead = dict[Value, int](), dict[int, list[Value]]()
@@ -71,3 +95,65 @@ def _touched(folds: Folds, at: int) -> Iterator[Value]:
         yield from (folds.ops[other].writes[0] for other in others)
         yield from folds.ops[at].reads
         yield from (folds.ops[other].reads[0] for other in others)
+
+
+def _sums_of(ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int]) -> Sums:
+    """The sums of a program; `kept` are its outputs, and `given` the storages that are not the step's own."""
+    adds, in_place, copied, trees = (
+        dict[int, dict[Value, int]](),
+        set[int](),
+        dict[Value, Sequence[int]](),
+        {**shapes.trees},
+    )
+    written = {value: at for at, op in enumerate(ops) for value in op.writes}
+    readers = Counter(value for op in ops for value in op.reads)
+    mine: set[Value] = set()  # sums that the step owns
+    sent: set[Value] = set()  # the same tensors, under way and on other ranks
+
+    def is_made(value: Value) -> bool:
+        maker = ops[written.get(value, -1)]
+        return value.name == "g" and maker.kind in "BW" and maker.stage not in shapes.untraced.stages
+
+    for at, op in enumerate(ops):
+        if op.kind in ("SEND", "RECV") and (op.reads[0] in mine or op.reads[0] in sent):
+            trees[op.writes[0]] = shapes.copies.landed(op.writes[0], trees[op.reads[0]])
+            sent.add(op.writes[0])
+        if op.kind != "ADD" or len(op.reads) != 2:
+            continue
+        total, gradient = op.reads
+        start, maker = written.get(total, -1), written.get(gradient, -1)
+        if start < 0 or total in kept or readers[total] > 1 or not (total in mine or is_made(total)):
+            continue
+        if not _alike(trees[total], trees[gradient]):
+            continue
+        if total not in mine:
+            taken = Counter([*given] * 2)
+            both = {*ops[start].reads, *ops[start].writes}
+            taken.update(leaf.storage for v in both for leaf in trees[v].leaves if isinstance(leaf, Fact))
+            copied[total], trees[total] = _started(trees[total], taken)
+        mine.add(op.writes[0])
+        trees[op.writes[0]] = trees[total]
+        here = start < maker and ops[start].rank == ops[maker].rank == op.rank
+        if is_made(gradient) and here and gradient not in kept and readers[gradient] == 1:
+            adds.setdefault(maker, {})[gradient] = at
+        else:
+            in_place.add(at)
+    return Sums(adds, in_place, copied, trees)
+
+
+def _alike(one: AbstractTree, other: AbstractTree) -> bool:
+    """Whether two gradients have something for the same leaves."""
+    return all((a is None) == (b is None) for a, b in zip(one.leaves, other.leaves, strict=True))
+
+
+def _started(first: AbstractTree, taken: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
+    """The places of the leaves of a sum's first gradient that need a copy, and the sum with them in its own memory;
+    `taken` counts who is in a storage."""
+    leaves = list(first.leaves)
+    copied = tuple(
+        k for k, leaf in enumerate(leaves) if leaf is not None and (taken[leaf.storage] > 1 or not dense(leaf))
+    )
+    for k in copied:
+        known = leaves[k].aval
+        leaves[k] = in_own_storage(known._replace(stride=torch.empty(known.shape, device="meta").stride()))
+    return copied, AbstractTree(tuple(leaves))

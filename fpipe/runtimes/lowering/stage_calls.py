@@ -138,8 +138,8 @@ class StageCalls:
 
 def update_only(model: Model, stage: int | None) -> tuple[int, ...]:
     """The places among a stage's constants of the buffers that only its updates read and write."""
-    forward = model.stages[stage or 0].forward
-    return tuple(forward.update_only_positions()) if isinstance(forward, PositionalStage) else ()
+    cut = model.stages[stage or 0].forward
+    return tuple(map(cut.fixed.index, cut.update_only)) if isinstance(cut, PositionalStage) else ()
 
 
 def _outputs(outline: Outline) -> list[str]:

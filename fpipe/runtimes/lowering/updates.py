@@ -97,13 +97,13 @@ def _found(
 
 def _norms(stage: Stage, state: AbstractTree, seen: AbstractTree) -> tuple[Norm, ...] | None:
     """The batch norms of a stage, if all that it remembers is theirs, and each batch weighs the same."""
-    paths = stage.forward.batch_norms() if isinstance(stage.forward, PositionalStage) else None
-    if paths is None:
+    cut = stage.forward
+    if not isinstance(cut, PositionalStage) or not cut.can_fold or any(norm.momentum is None for _, norm in cut.norms):
         return None
     places: dict[str, int] = tree.unflatten(state.spec, range(len(state.leaves)))
     calls: Sequence[Sequence[int]] = tree.unflatten(seen.spec, range(len(seen.leaves)))
     found: list[Norm] = []
-    for path, each in zip(paths, calls, strict=True):
+    for (path, _), each in zip(cut.norms, calls, strict=True):
         mean, var = (places.get(f"{path}.{name}") for name in ("running_mean", "running_var"))
         if mean is None or var is None:
             return None
