@@ -121,9 +121,9 @@ def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]]
     steps |= {"threads": (threads(), True), "gloo": (processes(), False)}
     values = dict[Value, list[Any]]()
     local(with_transfers(program), model, see=lambda value, leaves: values.update({value: [*leaves]}))(*example)
-    with at_hand("threads.HandOver", HandOver, values):
+    with at_hand("in_process.threads.HandOver", HandOver, values):
         steps["threads apart"] = threads(), True
-    with at_hand("distributed.Transfers", Transfers, values):
+    with at_hand("processes.distributed.Transfers", Transfers, values):
         steps["gloo apart"] = processes(), False
     size = x.numel() * x.element_size() // MICROBATCHES
     steps["bare"] = bare(rank, program, size), False
