@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -247,14 +248,20 @@ def test_a_profile_of_all_ranks_is_the_same_on_all(pair: Processes):
 
 
 def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
-    """Two pipelines of two ranks each, beside one another."""
+    """Two pipelines of two ranks each, beside one another: on a dimension "dp" they seem meant as replicas."""
+    beside = names[names[0] == "pp"]
+    words = "dimension 'dp' of the mesh has 2 processes, and the program no replicas along it: each trains apart."
+    told = pytest.warns(UserWarning, match=words) if beside == "dp" else nullcontext()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
     program, place = chained(model, fpipe.schedules.one_f_one_b(2)), mesh.get_local_rank("pp")
-    batch = rows(10 + 2 * mesh.get_local_rank("dp"))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    batch = rows(10 + 2 * mesh.get_local_rank(beside))
+    with told:
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
     found, whole = step(own(program, place, params), batch), fpipe.build(program, model)(params, batch)
     norm, expected = fpipe.global_norm(found.grads, mesh=mesh), fpipe.global_norm(whole.grads)
+    with pytest.raises(ValueError, match=f"the gradients of stage {1 - place} are on another rank"):
+        fpipe.global_norm(found.grads)
     return [*differs(place, program, found, whole), *(["norm"] * (not torch.equal(norm, expected)))]
 
 
@@ -294,7 +301,7 @@ def without_pp(rank: int) -> list[str]:
 
 
 def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
-    for names in (("dp", "pp"), ("pp", "dp")):
+    for names in (("dp", "pp"), ("pp", "pairs")):
         assert four.each(on_a_mesh, names) == [[]] * 4
     for said in four.each(without_pp):
         assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in said[0]

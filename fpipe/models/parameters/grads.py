@@ -116,14 +116,15 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
         grads: any pytree of gradients, dense, sparse or nested; None has none. Of a DTensor the norm is that of the
             whole: then all processes of its mesh call it.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
-        mesh: of processes whose dimension "pp" has the ranks of a program: then `grads` has an entry for each stage,
-            None for those of other ranks, and each process gets the norm over all stages. All call it.
+        mesh: that of the step, whose dimension "pp" has the ranks of the program: then `grads` has an entry for each
+            stage, None for those of other ranks, and each process gets the norm over all stages. All call it.
 
     Returns:
         A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
 
     Raises:
         TypeError: what is no gradient: a whole `Result`, say, has no norm.
+        ValueError: in a process group, without a mesh, gradients of a stage that another rank has.
 
     >>> import torch
     >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
@@ -136,6 +137,7 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
             found = type(leaf).__name__ + (f" at {place}" if place else "")
             raise TypeError(f"global_norm takes a pytree of gradients, each a tensor or None; found {found}.{hint}")
     if mesh is None:
+        _refuse_part(grads)
         found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
         return torch.nn.utils.get_total_norm(found, norm_type)
     own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
@@ -144,6 +146,20 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
     dist.all_gather_object(every, own, group=group)
     norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
     return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
+
+
+def _refuse_part(grads: Any) -> None:
+    """A ValueError for what a rank has of gradients that several have: its stages, and None for the others'."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    stages: Sequence[Any] = grads if several and isinstance(grads, tuple | list) else ()
+    absent = next((stage for stage, one in enumerate(stages) if one is None), None)
+    if absent is None or any(isinstance(one, Tensor) for one in stages):
+        return
+    raise ValueError(
+        f"the gradients of stage {absent} are on another rank, and without them this would be the norm of a part. Say "
+        "global_norm(grads, mesh=mesh) on all ranks, with the mesh of the step or init_device_mesh(device, (ranks,), "
+        "mesh_dim_names=('pp',))."
+    )
 
 
 def _numbers(grad: Any, norm_type: float) -> Tensor:

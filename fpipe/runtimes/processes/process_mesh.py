@@ -5,6 +5,8 @@ mesh 2 x 2 of ("dp", "pp")        --> process 3 -->        ranks: processes 2 an
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -20,7 +22,7 @@ from fpipe.transforms.data_parallel import axis_of
 
 
 def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
-    """The processes that run the ranks of a program.
+    """The processes that run the ranks of a program; a warning if replicas that the mesh has would train apart.
 
     Raises:
         TypeError: the mesh is none.
@@ -45,7 +47,17 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
             f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
             f"mesh=init_device_mesh(device, {sizes}, mesh_dim_names={tuple(of)})."
         )
-    return world_group() if mesh is None else mesh.get_group("pp")
+    if mesh is None:
+        return world_group()
+    for name in names:
+        if name.startswith("dp") and name != axis and mesh.size(names.index(name)) > 1:
+            warnings.warn(
+                f"dimension {name!r} of the mesh has {mesh.size(names.index(name))} processes, and the program no "
+                f"replicas along it: each trains apart. Put fpipe.data_parallel({name!r}) behind fpipe.merge(), unless "
+                "you add up the gradients yourself.",
+                stacklevel=4,
+            )
+    return mesh.get_group("pp")
 
 
 def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
