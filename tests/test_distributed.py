@@ -379,7 +379,7 @@ REFUSED = {
     "threads": "number of threads: 2 instead of 1",
     "autocast": "autocast: cpu to torch.bfloat16 instead of off",
     "settings": "settings: default dtype torch.float64 instead of default dtype torch.float32",
-    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False instead of record=False, ",
+    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False, check_batch=first instead of ",
     "example": f"example: {ROWS.format(12, 10)}",
     "activation": f"stage 0: {OPS.format('relu.default(%0)', 'tanh.default(%0)')}",
     "constant": f"stage 1: {OPS.format('mul.Tensor(%0, 3.0)', 'mul.Tensor(%0, 2.0)')}",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fpipe.runtimes.processes.same_batch import CheckBatch
+
 
 def build(
     program: Program,
@@ -33,6 +35,7 @@ def build(
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
     broadcast: bool = False,
+    check_batch: CheckBatch = "first",
     devices: Sequence[torch.device | str] | None = None,
 ) -> Step:
     """Make a pure step of a program and a model.
@@ -65,6 +68,9 @@ def build(
             share stages, whose parameters may be DTensors over them.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
         broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
+        check_batch: of runtime="distributed", when the ranks of a replica compare a hash of the batches that they were
+            handed: "first" in the first 10 steps and every 100th, "always" or "never". Replicas that were handed the
+            same rows are warned of.
         devices: of runtime="threads", the device of each rank, `["cuda:0", "cuda:1"]`, where the parameters and the
             state of its stages are; the batch may be anywhere. Each rank computes on a stream of its own, and values
             are copied between devices on others. Without it all ranks compute where the tensors are, on the caller's
@@ -75,9 +81,10 @@ def build(
 
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
-        ValueError: the program is not one of this model, the example is not what a step takes, the runtime is not
-            known, or the loss scale or the timeout is no number above 0. Of runtime="distributed" also: there is no
-            group of that size, a stage cannot be traced, or the ranks are about to do different things.
+        ValueError: the program is not one of this model, the example is not what a step takes, the runtime or
+            check_batch is not known, or the loss scale or the timeout is no number above 0. Of runtime="distributed"
+            also: there is no group of that size, a stage cannot be traced, or the ranks are about to do different
+            things. Its step raises one too where ranks were handed different batches.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -96,8 +103,12 @@ def build(
             raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
         if compile and not trace:
             raise ValueError("compile=True compiles traces; say trace=True.")
-        if runtime != "distributed" and (mesh is not None or timeout is not None or broadcast):
-            raise ValueError("mesh=, timeout= and broadcast= are of runtime='distributed'.")
+        if check_batch not in ("first", "always", "never"):
+            raise ValueError(f"check_batch is 'first', 'always' or 'never'; found {check_batch!r}.")
+        if runtime != "distributed" and (
+            mesh is not None or timeout is not None or broadcast or check_batch != "first"
+        ):
+            raise ValueError("mesh=, timeout=, broadcast= and check_batch= are of runtime='distributed'.")
         if not limited:
             raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
         if devices is not None and runtime != "threads":
@@ -127,6 +138,7 @@ def build(
             check_finite=check_finite,
             loss_scale=loss_scale,
             compile=compile,
+            check_batch=check_batch,
         )
     given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None

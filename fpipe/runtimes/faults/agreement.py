@@ -95,6 +95,16 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str
     return one[at] if at < len(one) else "nothing", other[at] if at < len(other) else "nothing"
 
 
+def way_out(name: str) -> str:
+    """Words for ranks that differ in something, by its name: how they come to agree; none where that is plain."""
+    if not name.startswith("batch"):
+        return ""
+    return (
+        " A DataLoader that shuffles needs the same seed on all ranks: generator=torch.Generator().manual_seed(0). A "
+        "rank that reads no batch may pass None, and check_batch='never' compares nothing."
+    )
+
+
 def as_sent(about: About) -> dict[str, str | list[str]]:
     """Agreements in few words: the hash of lines."""
     return {name: of if isinstance(of, str) else [_hash(of)] for name, of in about.items()}

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fpipe.runtimes.faults.agreement import About, as_sent, first_difference
+from fpipe.runtimes.faults.agreement import About, as_sent, first_difference, way_out
 from fpipe.runtimes.faults.lost_rank import Board, Host, who_is_late
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.faults.watchdog import NEVER_SENT, Watchdog
@@ -43,6 +43,7 @@ class Meeting:
     Attributes:
         seconds: how long a rank waits for another.
         board: what of the group's store is of this build alone.
+        built: how many builds that group has seen, with this one.
         at: this process's number there, of `size`.
     """
 
@@ -71,6 +72,7 @@ class Meeting:
         built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
         if built is None:
             raise LostRank(board.unanswered("the process group cannot be used"))
+        self.built = built
         self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
 
     def agree(self, where: str, about: About, patience: float = 0.0) -> None:
@@ -110,7 +112,7 @@ class Meeting:
                     raise ValueError(
                         f"{self._names[at]} differs from {self._names[one]} in its {name.partition('|')[0]}"
                         + self._difference(where, (at, one), (of, said[one][name]), about.get(name, ""))
-                        + f". This is {self._names[self.at]}; all ranks come to {where} with the same."
+                        + f". This is {self._names[self.at]}; all ranks come to {where} with the same.{way_out(name)}"
                     )
 
     def _difference(self, where: str, ranks: tuple[int, int], said: tuple[Any, Any], mine: str | Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Choose what carries values between ranks: what goes one way shares nothing with what comes back.
 
-    gloo: 0 > 1 > 2 in the group, 0 < 1 < 2 in another         NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
+    gloo: 0 > 1 > 2 in one group, 0 < 1 < 2 in another         NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
 
 A send of gloo waits for nobody, but it locks its connection while it writes, and gloo's own thread does not sleep until
 it can read there: with few cores it takes that of whoever holds the lock. One of NCCL begins when both sides have come
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.distributed import ProcessGroup
@@ -32,21 +32,54 @@ def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
     return backend_on(group, device).name() == "nccl"
 
 
-def both_ways(
-    group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
-) -> dict[Direction, tuple[Any, int]]:
-    """For each direction what carries it on the host, and who the other is in it: to higher ranks the group itself, and
-    to lower ones, where that is gloo, as many connections more. They stay as long as the group: a rank that throws its
-    step away may have sent what is still on its way."""
-    up = backend_on(group, torch.device("cpu"))
-    ways = {*directions}
-    if group not in _DOWN and up.name() == "gloo" and any(source > target for source, target in ways):
-        _DOWN[group] = gloo_beside(up, PrefixStore("down", store), rank, group.size(), timeout)
-    down = _DOWN.get(group, up)
-    return {(a, b): (up if a < b else down, b if a == rank else a) for a, b in ways if rank in (a, b)}
+class Ways:
+    """Connections of gloo that carry the messages of all steps of a process group, and nothing else: a receive of the
+    caller's own on that group takes none of them. They stay as long as the group: a rank that throws its step away may
+    have sent what is still on its way.
+
+    Each step that is built has its own numbers of messages. Where there are several, the header of the first message
+    between two ranks goes ahead as a `GREETING`, by which ranks hear that they are not in the same one.
+
+    Attributes:
+        shared: whether several steps were built.
+        boards: where the ranks of each leave word for one another.
+    """
+
+    def __init__(self) -> None:
+        self._first, self.shared = GREETING + 1, False
+        self._carriers: dict[str, Any] = {}
+        self.boards: WeakSet[Any] = WeakSet()
+
+    def taken(self, count: int) -> int:
+        """The first of so many numbers that a new step has for its messages."""
+        first, self._first, self.shared = self._first, self._first + count, self._first > GREETING + 1
+        return first
+
+    def carriers(
+        self, group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
+    ) -> dict[Direction, tuple[Any, int]]:
+        """For each direction what carries it on the host, and who the other is in it: one carries what goes to higher
+        ranks, and one what goes to lower. A backend other than gloo carries both itself."""
+        own = backend_on(group, torch.device("cpu"))
+        ways = {way: "up" if way[0] < way[1] else "down" for way in sorted(directions)}
+        for name in sorted({*ways.values()} - {*self._carriers}) if own.name() == "gloo" else ():
+            self._carriers[name] = gloo_beside(own, PrefixStore(name, store), rank, group.size(), timeout)
+        return {
+            (a, b): (self._carriers.get(name, own), b if a == rank else a)
+            for (a, b), name in ways.items()
+            if rank in (a, b)
+        }
 
 
-_DOWN: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()
+GREETING = 0
+
+
+def ways_of(group: ProcessGroup) -> Ways:
+    """Those of a group, one for all of its steps."""
+    return _WAYS.setdefault(group, Ways())
+
+
+_WAYS: WeakKeyDictionary[ProcessGroup, Ways] = WeakKeyDictionary()
 
 
 def groups_of_two(

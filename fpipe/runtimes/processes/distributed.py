@@ -28,7 +28,7 @@ from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program
 from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step
-from fpipe.runtimes.faults.agreement import of_build
+from fpipe.runtimes.faults.agreement import About, of_build
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
@@ -39,6 +39,7 @@ from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.replicas import reduced_last
+from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
@@ -59,6 +60,7 @@ def distributed(
     check_finite: bool,
     loss_scale: float,
     compile: bool,
+    check_batch: CheckBatch,
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
 
@@ -91,8 +93,9 @@ def distributed(
                 f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
             ) from error
 
-    def agreed(where: str, what: str, made: PreparedRank, key: int | None) -> PreparedRank:
-        meeting.agree(where, {what: made.given_as, "key": str(key), **made.stages, "messages": made.messages})
+    def agreed(where: str, what: str, made: PreparedRank, key: int | None, batch: About) -> PreparedRank:
+        about = {what: made.given_as, **batch, "key": str(key), **made.stages, "messages": made.messages}
+        meeting.agree(where, about)
         if compile:
             compiled = f"{where}, compiled"
             try:
@@ -113,15 +116,20 @@ def distributed(
         leaves, containers = tree.flatten(given)
         signature = signatures.of(leaves, containers, homes=repeat(device))
         made = known.get(signature)
-        if made is None or number == 1:  # at the first step the key is new
-            made = made or prepared(given, key)
+        new = made is None or number == 1  # at the first step the key is new
+        made = made or prepared(given, key)
+        handed = of_batch(own[1]) if is_compared(check_batch, number) else None
+        if new or (handed is not None and group.size() > 1):
             transfers.meet()
-            known[signature] = agreed(f"step {number}", "arguments", made, key)
+            if new:
+                known[signature] = agreed(f"step {number}", "arguments", made, key, handed or {})
+            else:
+                meeting.agree(f"step {number}", handed or {})
             transfers.begin()  # all have met: who fails from here on does so in all messages of the step
         if number == 1 and replicas is not None:
             peer_errors.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
-        made.step, made.step_key = number, key
+        made.step, made.step_key, made.step_batch = number, key, digest(handed or {})
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
 
@@ -161,14 +169,20 @@ def distributed(
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
         check_transfers(program, AHEAD)
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
-        options = {"record": record, "check_finite": check_finite, "loss_scale": float(loss_scale), "compile": compile}
+        options = {
+            "record": record,
+            "check_finite": check_finite,
+            "loss_scale": float(loss_scale),
+            "compile": compile,
+            "check_batch": check_batch,
+        }
         peer_errors.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
         try:
             transfers = Transfers(messages(program), rank, group, meeting, device)
         except RuntimeError:
             meeting.agree(_TRACED, {})  # who does not come to that either is to blame
             raise
-        first = agreed(_TRACED, "example", prepared(shapes, None), None)
+        first = agreed(_TRACED, "example", prepared(shapes, None), None, {})
         if replicas is not None:
             peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:

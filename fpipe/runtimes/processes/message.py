@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.graphs.language.graph import Aval, Fact
+from fpipe.graphs.language.graph import Aval, Fact, aval
 from fpipe.runtimes.lowering.abstract_tree import fills
 
 _ALIGNED = 64
@@ -72,7 +72,11 @@ class Layout:
         return 0 if place.dense else _extent(place) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
-        """The message of so many bytes; its header begins with the mark of the step."""
+        """The message of so many bytes; its header begins with the mark of the step.
+
+        Raises:
+            TypeError: a leaf is not what was traced.
+        """
         parts, end = [head], HEADER
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:
@@ -114,11 +118,25 @@ def _placed(known: Aval, start: int) -> _Place:
 
 def _bytes(leaf: Tensor, place: _Place) -> Tensor:
     """A leaf as it is sent: its memory as it lies there, without gaps and repeats."""
+    known = place.known
+    if leaf.dtype is not known.dtype or leaf.shape != known.shape or leaf.stride() != known.stride:
+        _refuse_other(leaf, known)
     shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
     flat = leaf.as_strided(shape, stride).contiguous().view(-1)
     if flat.is_conj() or flat.is_neg():  # what is only marked so
         flat = flat.resolve_conj().resolve_neg()
     return flat.view(torch.uint8)
+
+
+def _refuse_other(leaf: Tensor, known: Aval) -> None:
+    """A TypeError for a tensor that would be read otherwise than it lies; a stride along one row or none is none."""
+    alike = leaf.dtype is known.dtype and leaf.shape == known.shape
+    steps = zip(known.shape, leaf.stride(), known.stride, strict=False)
+    if not alike or (leaf.numel() and any(n > 1 and one != other for n, one, other in steps)):
+        raise TypeError(
+            f"{aval(leaf)} with strides {[*leaf.stride()]} is to be sent, and the trace promised {known} with strides "
+            f"{[*known.stride]}. A custom op's register_fake returns the dtype, shape and strides of its kernel."
+        )
 
 
 def _received(message: Tensor, place: _Place) -> Tensor:

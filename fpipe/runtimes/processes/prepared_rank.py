@@ -41,6 +41,7 @@ class PreparedRank(Prepared):
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
         self.step_key: int | None = None
+        self.step_batch = ""
         super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
@@ -104,7 +105,8 @@ class PreparedRank(Prepared):
         own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
         self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
-            self.replicas.begin(self.sums, self.step_key, at_once=watch is not None and watch.check_finite)
+            at_once = watch is not None and watch.check_finite
+            self.replicas.begin(self.sums, self.step_key, self.step_batch, at_once=at_once)
         watchdog.part = self.part
         self.part.run(own, watch)
         watchdog.waits = "at the end"

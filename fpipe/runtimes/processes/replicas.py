@@ -12,6 +12,7 @@ why: so nothing stays under way, and the next step works.
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -66,13 +67,14 @@ class Replicas:
 
     def __init__(self, group: ProcessGroup, rank: int, meeting: Meeting, device: torch.device) -> None:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
-        self.meeting, self._device, self._broken = meeting, device, False
+        self.meeting, self._device, self._broken, self._warned = meeting, device, False, False
         self._timeout = timedelta(seconds=meeting.seconds)
         self.begin(Reductions({}, 0))
 
-    def begin(self, sums: Reductions, key: int | None = None, at_once: bool = False) -> None:
-        """A step with this key starts; `at_once` if somebody looks at each sum where it is made."""
-        self._over, self._sums, self._key, self._at_once = False, sums, key, at_once
+    def begin(self, sums: Reductions, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
+        """A step with this key starts, on a batch of this digest; `at_once` if somebody looks at each sum where it is
+        made."""
+        self._over, self._sums, self._key, self._batch, self._at_once = False, sums, key, batch, at_once
         self._works: dict[Value, list[tuple[Tensor, Any]]] = {value: [] for value in sums.buckets}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
@@ -128,19 +130,24 @@ class Replicas:
             RankError: one has not; with its words.
             ValueError: their batches have not equally many rows, or they have other keys.
         """
-        self._vote(_FINE, str(self._key))
+        self._vote(_FINE, f"{self._batch}/{self._key}")
         own, every = self._ended()
-        if bool((every == own).all()):
+        if bool((every == own).all()) and not self._batch:
             return
-        rows, keys = list[int](), list[str]()
+        rows, keys, batches = list[int](), list[str](), list[str]()
         for vote in every:
             told = vote.cpu().numpy().tobytes()
             size, kind = _VOTE.unpack_from(told)
             words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
             if kind:
                 raise (LostRank if kind == _LOST else RankError)(self.meeting.board.whole(words))
+            batch, _, key = words.partition("/")
             rows.append(size)
-            keys.append(words)
+            keys.append(key)
+            batches.append(batch)
+        if len({*rows}) == len({*keys}) == 1:
+            self._warn_of_same(batches)
+            return
         if len({*rows}) == 1:
             raise ValueError(f"the replicas have keys {', '.join(keys)} in this step; all pass the same.")
         raise ValueError(
@@ -148,6 +155,17 @@ class Replicas:
             "equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, and a loss "
             'that returns (total, count), with reduction="count", takes any.'
         )
+
+    def _warn_of_same(self, batches: Sequence[str]) -> None:
+        """Say once that replicas were handed the same rows: then they are replicas for nothing."""
+        same = next((at for at, one in enumerate(batches) if one and batches.index(one) < at), None)
+        if same is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"replica {batches.index(batches[same])} and replica {same} were handed the same rows: their sum says "
+                "no more than one of them. DistributedSampler(dataset, replicas, replica) gives each its own.",
+                stacklevel=8,
+            )
 
     def fail(self, said: str, broken: bool) -> None:
         """Take part in what is still owed, and say what went wrong. If a process is `broken`, nothing is waited for."""

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
-from fpipe.runtimes.faults.lost_rank import Place, timed_out, who_is_late
+from fpipe.runtimes.faults.lost_rank import Place, first_told, timed_out, who_is_late
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.processes.communicators import both_ways, by_nccl, groups_of_two
+from fpipe.runtimes.processes.communicators import GREETING, by_nccl, groups_of_two, ways_of
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
 from fpipe.runtimes.processes.message_order import Message, posted_until
 
@@ -60,15 +60,16 @@ class Transfers:
     ) -> None:
         self._rank, self.meeting, self.device = rank, meeting, device
         self._timeout = timedelta(seconds=meeting.seconds)
-        directions = {(one.source, one.target) for one in every}
+        directions, self._ways = {(one.source, one.target) for one in every}, ways_of(group)
+        self._ways.boards.add(meeting.board)
         self._apart = by_nccl(group, device)
         self.carried = device if self._apart else torch.device("cpu")
-        self._near = self.carried == device
+        self._near, self._tag = self.carried == device, 0 if self._apart else self._ways.taken(len(every))
         store = meeting.board.store
         if self._apart:
             self._carriers = groups_of_two(directions, rank, store, device, self._timeout)
         else:
-            self._carriers = both_ways(group, directions, rank, store, self._timeout)
+            self._carriers = self._ways.carriers(group, directions, rank, store, self._timeout)
         self._every, self._by_value = every, {one.value: one for one in every}
         self._outgoing = [one for one in every if one.source == rank]
         self._patience = () if self._apart else (self._timeout,)
@@ -81,18 +82,20 @@ class Transfers:
                 self._outgoing_to[one.target].append(one)
         self._room = {one.number: HEADER for one in every}
         self._until = dict[int, int]()
-        self._signatures, self.watchdog = 0, meeting.watchdog
+        self._signatures, self.watchdog, self._build = 0, meeting.watchdog, f"build {meeting.built}"
         self.ctrl_c = self.watchdog.ctrl_c
         self.begin()
 
     def begin(self) -> None:
         """Nothing of a step is sent or received."""
-        self._over, self._mark, self._own_key, self._keeps = False, MARKS, "", False
+        self._over, self._mark, self._own, self._keeps = False, MARKS, self._build, False
         self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
         self._posted = dict.fromkeys(self._incoming, 0)
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, tuple[Tensor | None, Any]] = {}
+        self._greetings: dict[int, tuple[Tensor, Any]] = {}
+        self._greeted: list[Any] = []
         self.watchdog.sent = self._sent
 
     @property
@@ -120,15 +123,14 @@ class Transfers:
         self.watchdog.waits = "at the start"
         for one in self._outgoing:
             if not one.place:
-                self._send(one, self._word(one, MEETS, ""))
+                self._send(one, self._word(one, MEETS, self._build))
         for source, row in self._incoming.items():
             self._post(source, 1)
             message = self._arrived(row[0])
             self._settle()
             if kind_of(message) != MEETS:
                 raise self._told(message, f"rank {source}")
-        for number in self._sent:
-            self._over_at(number)
+        self._all_over()
         self.watchdog.waits = None
 
     def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
@@ -137,8 +139,8 @@ class Transfers:
         self.begin()
         self._keeps = keeps
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
-        self._own_key = f"key {key if key is None or abs(key) < _LONG else hash(key)}"
-        self._head = word(self._mark, self._own_key).to(self.device)
+        self._own = f"{self._build}, key {key if key is None or abs(key) < _LONG else hash(key)}"
+        self._head = word(self._mark, self._own).to(self.device)
         if not self._apart:  # what comes in while its receive is posted would wait for the connection's lock
             for source, row in self._incoming.items():
                 self._post(source, self._until[row[0].number])
@@ -169,8 +171,7 @@ class Transfers:
     def end(self) -> None:
         """Wait until all that was sent has arrived."""
         self.watchdog.waits = "at the end"
-        for number in self._sent:
-            self._over_at(number)
+        self._all_over()
         if self._apart:
             self._settle()
             if kind_of(self._head) != self._mark:
@@ -194,9 +195,9 @@ class Transfers:
         with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
             for source, row in self._incoming.items():
                 self._post(source, len(row))
-            for _, work in (*self._sent.values(), *self._arriving.values()):
-                if work is not None:
-                    work.wait(self._timeout)
+            under_way = (*self._sent.values(), *self._arriving.values(), *self._greetings.values())
+            for work in (*self._greeted, *(work for _, work in under_way if work is not None)):
+                work.wait(self._timeout)
         self.begin()
 
     def _send(self, one: Message, message: Tensor) -> None:
@@ -207,7 +208,9 @@ class Transfers:
 
     def _put(self, one: Message, message: Tensor) -> None:
         group, peer = self._carriers[one.source, one.target]
-        self._sent[one.number] = message, group.send([message], peer, one.number)
+        if not one.place and self._ways.shared and not self._apart:
+            self._greeted.append(group.send([message[:HEADER]], peer, GREETING))
+        self._sent[one.number] = message, group.send([message], peer, self._tag + one.number)
 
     def _word(self, one: Message, kind: int, text: str) -> Tensor:
         """Word in the place of a value. Both sides of NCCL know how long a message is, so all have the same room."""
@@ -224,7 +227,7 @@ class Transfers:
         message = self._arrived(one)
         if self._apart:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
-        elif kind_of(message) != self._mark or not (one.place or text_of(message) == self._own_key):
+        elif kind_of(message) != self._mark or not (one.place or text_of(message) == self._own):
             raise self._told(message, f"rank {one.source}")
         if not self._keeps:
             self._drop(one)
@@ -243,25 +246,42 @@ class Transfers:
         kind = kind_of(message)
         if kind in (FAILED, LOST):
             return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))
-        if self._own_key and kind >= MARKS and text_of(message) != self._own_key:
+        (build, _, key), (own, _, own_key) = text_of(message).partition(", "), self._own.partition(", ")
+        if build != own:
+            return self._elsewhere(f"{who} is in a step of {build} while rank {self._rank} is in one of {own}")
+        if key and own_key and key != own_key:
             return RankError(
-                f"{who} has {text_of(message)} in this step and rank {self._rank} has {self._own_key}. All ranks pass "
-                "the same."
+                f"{who} has {key} in this step and rank {self._rank} has {own_key}. All ranks pass the same."
             )
         return RankError(
             f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
             "structures, shapes or dtypes. All ranks pass batches of the same sizes."
         )
 
+    def _elsewhere(self, words: str) -> LostRank:
+        """Two ranks run different steps of one group: both end, and all who wait for either."""
+        said = f"{words}: all ranks of a group build the same steps and call them in the same order"
+        for board in {*self._ways.boards} - {self.meeting.board}:
+            first_told(board, said)
+        return LostRank(first_told(self.meeting.board, said))
+
     def _arrived(self, one: Message) -> Tensor:
+        if not one.place and one.source in self._greetings:
+            greeting, work = self._greetings.pop(one.source)
+            self._wait(work, one)
+            if kind_of(greeting) in (FAILED, LOST) or text_of(greeting).partition(",")[0] != self._build:
+                raise self._told(greeting, f"rank {one.source}")
         message, work = self._arriving.pop(one.number)
+        self._wait(work, one)
+        if self._apart:
+            self._landed.append((one, work))
+        return message
+
+    def _wait(self, work: Any, one: Message) -> None:
         try:
             work.wait(*self._patience)
         except RuntimeError as error:
             raise self._lost(error, one.source, _UNSENT.format(one.cell), one) from error
-        if self._apart:
-            self._landed.append((one, work))
-        return message
 
     def _settle(self) -> None:
         """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
@@ -273,6 +293,13 @@ class Transfers:
                 self.watchdog.refuse_ended()
                 time.sleep(_TICK)
         self._landed.clear()
+
+    def _all_over(self) -> None:
+        for number in self._sent:
+            self._over_at(number)
+        for work in self._greeted:
+            work.wait(*self._patience)
+        self._greeted.clear()
 
     def _over_at(self, number: int) -> None:
         message, work = self._sent[number]
@@ -290,10 +317,13 @@ class Transfers:
         if first >= until:
             return
         row, (group, peer) = self._incoming[source], self._carriers[source, self._rank]
+        if not first and self._ways.shared and not self._apart:
+            greeting = torch.empty(HEADER, dtype=torch.uint8)
+            self._greetings[source] = greeting, group.recv([greeting], peer, GREETING)
         for one in row[first:until]:
             message = torch.empty(self._room[one.number], dtype=torch.uint8, device=self.carried)
             try:
-                self._arriving[one.number] = message, group.recv([message], peer, one.number)
+                self._arriving[one.number] = message, group.recv([message], peer, self._tag + one.number)
             except RuntimeError as error:
                 raise self._gone(source, _UNSENT.format(one.cell)) from error
             self._posted[source] += 1
