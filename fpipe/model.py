@@ -127,7 +127,8 @@ class Model:
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
     leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
     `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
-    their gradients come row by row. `report` says what is where, if a front door knows: the model prints as it.
+    their gradients come row by row. `report` says what is where, if a front door knows: the model prints as it. `held`
+    knows what modules held when a front door made the model, and refuses to go on where that has changed.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -146,6 +147,7 @@ class Model:
     function: LossFunction | None = None
     per_example: bool = False
     report: Any = field(default=None, compare=False, repr=False)
+    held: Any = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)

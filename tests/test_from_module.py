@@ -411,7 +411,29 @@ class Normed(Around):
             nn.utils.parametrizations.spectral_norm(module, n_power_iterations=2)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("kind", [Counted, Normed])
+class Averaging(nn.Linear):
+    """Reads a mean of its inputs, and binds it anew."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        super().__init__(like.in_features, like.out_features)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(like.in_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        before, self.mean = self.mean, 0.9 * self.mean + 0.1 * input.mean(0).detach()
+        return super().forward(input - self.mean + before)
+
+
+class Inside(Around):
+    """Modules inside the net bind a buffer anew, of which torch.export says nothing: their state was lost."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+        for block in self.blocks:
+            block.up = Averaging(block.up)
+
+
+@pytest.mark.parametrize("kind", [Counted, Normed, Inside])
 def test_buffers_that_are_written_are_state(kind: type[Net]) -> None:
     torch.manual_seed(0)
     net, batch = kind(2), rows()

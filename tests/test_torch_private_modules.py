@@ -63,11 +63,11 @@ def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
 
 def test_hooks_are_seen():
     net, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
-    assert not modules.has_hooks(net)
+    assert not modules.hooks_of(net)
     assert not modules.has_gradient_hooks(leaf)
     net.register_full_backward_hook(lambda *_: None)
     leaf.register_post_accumulate_grad_hook(lambda _: None)
-    assert modules.has_hooks(net), "a module's hooks are in other dicts: from_sequential would not refuse them"
+    assert modules.hooks_of(net), "a module's hooks are in other dicts: from_sequential would not refuse them"
     assert modules.has_gradient_hooks(leaf), "a tensor's hooks are in other dicts: a stage would not run them"
 
 

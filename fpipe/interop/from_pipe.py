@@ -82,7 +82,8 @@ def from_pipe(
     called = [one.called for one in taken]
     inputs: list[Source | tuple[Source, ...]] = [one.inputs for one in taken]
     owned = [(leaf, modules[min(leaf)].get_parameter(leaf[min(leaf)][0])) for leaf in leaves]
-    return of_modules(runs, called, owned, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
+    how: Any = {"loss": loss, "inputs": inputs, "reduction": reduction, "aux": aux, "example": example}
+    return of_modules(runs, called, owned, **how, net=pipe)
 
 
 class Taken(NamedTuple):

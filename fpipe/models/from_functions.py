@@ -64,11 +64,15 @@ def from_functions(
     )
     if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
         from fpipe.graphs.purity.closure import modules_of
+        from fpipe.models.modules.fingerprint import Fingerprint
         from fpipe.models.modules.known_modules import refuse_hooked
 
         for path, module in (one for fn in fns for one in modules_of(fn)):
             refuse_hooked(path, module)
-    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux)
+        held = Fingerprint([*fns, loss])
+    else:
+        held = None
+    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux, held=held)
 
 
 def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:

@@ -33,6 +33,7 @@ from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.loss_part import LossPart
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.from_functions import from_functions
+from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
@@ -105,7 +106,7 @@ def from_loss(
     )
     eps = autocast_eps(graph.module.graph)
     function = LossFunction(partial(_called, loss_fn), eps)
-    model = replace(model, stages=stages, whole=(tuple(names), spec), function=function)
+    model = replace(model, stages=stages, whole=(tuple(names), spec), function=function, held=Fingerprint([loss_fn]))
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
 
     def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:

@@ -26,6 +26,7 @@ from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
+from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.export_net import export_net
@@ -105,7 +106,8 @@ def from_module(
     named = (tuple(tensors.names(*leaf) for leaf in run.names) for run in cut.stages)
     each = zip(model.stages, cut.stages, placed.words, named, strict=True)
     stages_of = (replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each)
-    model = replace(model, stages=tuple(stages_of), report=CutReport(cut, placed.words))
+    held = Fingerprint([loss], modules)
+    model = replace(model, stages=tuple(stages_of), report=CutReport(cut, placed.words), held=held)
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):

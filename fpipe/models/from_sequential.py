@@ -22,7 +22,7 @@ from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-from fpipe.torch_private.modules import has_gradient_hooks, has_hooks
+from fpipe.torch_private.modules import has_gradient_hooks, hooks_of
 
 
 def from_sequential(
@@ -93,7 +93,8 @@ def from_sequential(
     _check_state(net, state or {})
     runs = [StageModule(number, *parts, state=state) for number, parts in enumerate(each)]
     called = [", ".join(group) for group in groups]
-    return of_modules(runs, called, leaves, loss=loss, inputs=inputs, reduction=reduction, aux=aux, example=example)
+    how: Any = {"loss": loss, "inputs": inputs, "reduction": reduction, "aux": aux, "example": example}
+    return of_modules(runs, called, leaves, **how, net=net)
 
 
 def _check_state(net: nn.Module, state: Mapping[str, How]) -> None:
@@ -147,7 +148,7 @@ def _refuse(net: Any) -> None:
             f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {way}"
         )
     refuse_net(net)
-    if has_hooks(net):
+    if hooks_of(net):
         raise ValueError(
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
             "Remove them, or register them on the children."

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe.model import Model, Reduction, Source
 from fpipe.models.from_functions import from_functions
+from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.state import written_buffers
 from fpipe.models.parameters.handed_out import HandedOut
@@ -38,6 +39,7 @@ def of_modules(
     reduction: Reduction,
     aux: bool,
     example: Any,
+    net: nn.Module,
 ) -> tuple[Model, Params, Params]:
     """The model, and per stage its parameters, as detached aliases, and its module state.
 
@@ -47,6 +49,7 @@ def of_modules(
         leaves: the parameters that train.
         loss, inputs, reduction, aux: as in `from_functions`.
         example: the inputs of a batch by which written buffers are found, or None.
+        net: what has all of the modules.
     """
     ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf, _ in leaves if len(leaf) > 1)
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
@@ -63,7 +66,8 @@ def of_modules(
         replace(stage, forward=run, name=name, names=run.names, within=run.within, **run.remembering())
         for stage, run, name in zip(model.stages, runs, called, strict=True)
     )
-    return replace(model, stages=stages), tuple(params), tuple(run.state() for run in runs)
+    model = replace(model, stages=stages, held=Fingerprint([loss], [*net.named_modules()]))
+    return model, tuple(params), tuple(run.state() for run in runs)
 
 
 def _share_locks(runs: Sequence[StageModule]) -> None:

@@ -116,6 +116,8 @@ def build(
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
         check_match(program, model)
+        if model.held is not None:
+            model.held.refuse_changed()
         if example is None and runtime == "distributed":
             raise ValueError(
                 "runtime='distributed' needs example=(params, batch), for which meta tensors will do: each rank must "

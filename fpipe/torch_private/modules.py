@@ -101,10 +101,10 @@ def cached_weights(module: nn.Module) -> dict[str, Any]:
     return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module, or its backward, runs hooks (2.13: four dicts)."""
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that a call of a module, or its backward, runs (2.13: four dicts)."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(vars(module).get(kind) for kind in kinds)
+    return [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

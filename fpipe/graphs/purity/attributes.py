@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -41,7 +41,7 @@ class Attributes:
         values = [value for _, _, attributes in self.before for value in attributes.values()]
         self.containers = [(one, copy(one)) for one in values if every and type(one) in _CONTAINERS]
         self.drawn = [(one, state) for one in values if every for state in [_hidden(one)] if state is not None]
-        self.plain = [_fingerprint(attributes) for _, _, attributes in self.before] if every else None
+        self.plain = [plain_attributes(attributes) for _, _, attributes in self.before] if every else None
 
     def moved(self, read: set[Any]) -> str | None:
         """Describe the first change in words; `read` are the storages that the call read."""
@@ -54,7 +54,7 @@ class Attributes:
                         f"remembers is state. Say self.register_buffer({name!r}, ...)."
                     )
             if self.plain is not None:
-                now, known = _fingerprint(vars(module)), self.plain[at]
+                now, known = plain_attributes(vars(module)), self.plain[at]
                 other = next((name for name in now if name in known and now[name] != known[name]), None)
                 if other is not None:
                     return f"{self.who} changes {other!r} {what}"
@@ -84,7 +84,8 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 _NOT_PLAIN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs")) - {"training"}
 
 
-def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
+def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that are no tensors, without those that every module has, as values to compare."""
     return {
         name: alike(value) if (state := _hidden(value)) is None else pickle.dumps(state)
         for name, value in attributes.items()

@@ -1,4 +1,4 @@
-"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks.
+"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks of that model.
 
     call of a stage --> key --> outline: what it reads and writes --> graph: as cached, or of its pieces, or traced
 
@@ -8,13 +8,13 @@ these, by its operations: both are in one store, under keys of two kinds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,23 +58,22 @@ class Store:
         self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
         self._versions: LRUCache[Any, int] = LRUCache(_MOST)
 
-    def version(self, function: Any) -> int:
-        """A number for a function as it is: its code, its defaults and what it reaches may change in place."""
-        return self._versions.once(alike(function), lambda: next(_NUMBERS))
+    def version(self, function: Any, modes: tuple[bool, ...]) -> int:
+        """A number for a function as it is: its code, its defaults and what it reaches may change in place, and modules
+        turn."""
+        return self._versions.once((alike(function), modes), lambda: next(_NUMBERS))
 
 
 _MOST = 512
 _NUMBERS = count()
 
 
-# A function that is gone takes its traces with it. Those of modules go with the model, and those of a callable that
-# nothing can refer to weakly.
-_OF_FUNCTIONS: WeakKeyDictionary[Any, Store] = WeakKeyDictionary()
-_OF_MODELS: WeakKeyDictionary[Model, Store] = WeakKeyDictionary()
+_OF_MODELS: dict[int, Store] = {}
+"""By the model's id: another one that is equal may have been made since something changed, so it is traced anew."""
 
 
 class Traces:
-    """A model's stages as graphs, each traced once for each way it is called, whoever asks.
+    """A model's stages as graphs, each traced once for each way it is called, whoever asks of that model.
 
     Stages that compute the same function share their traces: those of one Python function, modules that are equal in
     class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op. So do
@@ -89,7 +88,7 @@ class Traces:
         self._shared: dict[StageCall, StageCall] = {}
         self._chains: dict[StageCall, Chain | None] = {}
         self._twins: dict[int, Any] = {}
-        self._stores: dict[int, tuple[Store, int]] = {}
+        self._versions: dict[int, int] = {}
 
     def outline(self, call: StageCall) -> Outline:
         """Outline a call, by running it once on fake tensors."""
@@ -258,18 +257,17 @@ class Traces:
 
     def _of_model(self) -> Store:
         """The traces of what goes with the model."""
-        return _OF_MODELS.setdefault(self.model, Store())
+        if id(self.model) not in _OF_MODELS:
+            weakref.finalize(self.model, _OF_MODELS.pop, id(self.model))
+        return _OF_MODELS.setdefault(id(self.model), Store())
 
     def _store(self, function: Any) -> tuple[Store, int]:
         """The traces of a function, and which of those are of the function as it is."""
-        if id(function) not in self._stores:
-            store = None
-            if type(function).__eq__ is object.__eq__:
-                with suppress(TypeError):
-                    store = _OF_FUNCTIONS.setdefault(function, Store())
-            store = self._of_model() if store is None else store
-            self._stores[id(function)] = store, store.version(function)
-        return self._stores[id(function)]
+        store = self._of_model()
+        if id(function) not in self._versions:
+            modes = () if self.model.held is None else self.model.held.modes()
+            self._versions[id(function)] = store.version(function, modes)
+        return store, self._versions[id(function)]
 
     def _around(self, call: StageCall) -> Around | None:
         """A context that keeps a module's parameters in their places: torch.utils.checkpoint calls modules again."""

@@ -10,7 +10,8 @@ from fpipe.graphs.purity.alike import alike
 
 
 def module_key(module: nn.Module, odd: list[Any]) -> Any:
-    """The computation of a module as a value to compare: class, plain attributes, mode, and the keys of its children.
+    """The computation of a module as a value to compare: class, plain attributes, mode, what is said on its parameters,
+    and the keys of its children.
 
     Args:
         odd: takes what cannot be compared, such as a tensor among the attributes.
@@ -19,7 +20,10 @@ def module_key(module: nn.Module, odd: list[Any]) -> Any:
     plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
     children = tuple((name, child and module_key(child, odd)) for name, child in attributes["_modules"].items())
     forward = alike(type(module).forward, odd)
-    return type(module), forward, plain, children, tuple(attributes["_parameters"]), tuple(attributes["_buffers"])
+    flags = tuple(
+        (name, alike(None if one is None else vars(one), odd)) for name, one in attributes["_parameters"].items()
+    )
+    return type(module), forward, plain, children, flags, tuple(attributes["_buffers"])
 
 
 _NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")

@@ -82,6 +82,8 @@ class StageModule(PositionalStage):
         self.lock = threading.RLock()
         self.handed_out = HandedOut({}, ())
         self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
+        swapped = {path: self.bound.get_parameter(path) for paths in self.swapped for path in paths}
+        self.flags = {path: vars(one) for path, one in swapped.items() if vars(one)}
         self.remember(state or {})
 
     def remember(self, state: Mapping[str, How]) -> None:
@@ -242,12 +244,19 @@ class StageModule(PositionalStage):
 
     def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
-        return {path: params[leaf[0]] for leaf, paths in zip(self.names, self.swapped, strict=True) for path in paths}
+        pairs = zip(self.names, self.swapped, strict=True)
+        return self._flagged({path: params[leaf[0]] for leaf, paths in pairs for path in paths})
 
     def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
         """Parameters and constants under all their names."""
         own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
-        return own | dict(zip(self.fixed, constants, strict=True))
+        return self._flagged(own) | dict(zip(self.fixed, constants, strict=True))
+
+    def _flagged(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters with the attributes that modules look for on theirs, such as `weight.sequence_parallel`."""
+        for path, attributes in self.flags.items():
+            vars(own[path]).update(attributes)
+        return own
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,10 +56,9 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             noting_places(),
             without_checkpoints(),
         ):
-            if signature != inspect.signature(net.forward):
-                forward: Any = partial(net.forward)
-                forward.__signature__ = signature
-                net.forward = forward
+            forward: Any = partial(_writing_back, net, net.forward)
+            forward.__signature__ = signature
+            net.forward = forward
             exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
             _name_modules_of_slices(exported, net)
             return exported
@@ -69,6 +68,20 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         raise ValueError(_reason(net, error, place)) from error
     finally:
         attributes.put_back()
+
+
+def _writing_back(net: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a net that writes what it binds to buffers into those that were there, which is what an export sees:
+    of modules inside the net it would lose it."""
+    held = [
+        (own, name, one) for module in net.modules() for own in [vars(module)["_buffers"]] for name, one in own.items()
+    ]
+    made = forward(*args, **kwargs)
+    for own, name, one in held:
+        now = own.get(name)
+        if now is not one and isinstance(now, Tensor) and isinstance(one, Tensor) and now.shape == one.shape:
+            own[name] = one.copy_(now)
+    return made
 
 
 def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:

@@ -76,6 +76,10 @@ class Prepared:
         self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state), handed.at_home, own)
         self.part = RankPart(self.instructions, model)
         self.recorder: Recorder | None = None
+        graphs = [graph for each in lowered.graphs.values() for graph in each]
+        held = [leaf for graph in graphs for leaf in graph.constants.values()]
+        held += [leaf for net in nets_of(model).values() for leaf in net.literals_now()]
+        self.homes = [] if model.held is None else model.held.homes_of(held)
 
     def compile(self) -> None:
         """Compile what this process runs of it."""
@@ -94,6 +98,8 @@ class Prepared:
         see: See | None = None,
     ) -> Result:
         """One step."""
+        if self.homes:
+            self.model.held.refuse_bound_anew(self.homes)
         leaves = [*map(local_of, leaves)]
         with raw_ops():
             slots = self.entrance.filled(leaves, key)

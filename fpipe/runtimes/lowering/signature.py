@@ -39,7 +39,7 @@ class Signatures:
         found = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
         self._stages = [inner for _, inner in found if inner is not None]
         self._wrapped = [inner for outer, inner in found if inner is not None and inner is not outer]
-        self._new, self._said = 0, False
+        self._new, self._said, self._held = 0, False, model.held
         self._last: Any = None
         self._now = Signature()
 
@@ -56,13 +56,16 @@ class Signatures:
             TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under what is around them.
         """
-        modes, now = tuple([mode for stage in self._stages for mode in stage.modes()]), self._now
+        modes, now = [mode for stage in self._stages for mode in stage.modes()], self._now
+        if self._held is not None:
+            self._held.refuse_unfrozen()
+            modes += self._held.modes()
         own = [leaf for stage in self._stages for leaf in stage.constants()]
         known = [*map(_known, leaves), *map(_known, own)]
         if homes is not None:
             known = [*map(_at_home, known, chain(homes, repeat(torch.get_default_device())))]
         inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
-        found = (ambient(), modes, inside, containers, tree.odd_keys(containers), *known)
+        found = (ambient(), tuple(modes), inside, containers, tree.odd_keys(containers), *known)
         if found != now:
             now = Signature(found)
             hash(now)  # what cannot be hashed is told here, and never compared

@@ -1,0 +1,124 @@
+"""Remember what the modules of a model held when it was cut, and refuse to go on where that has changed.
+
+criterion.weight = w  ;  step(..)           -->        ValueError: 'weight' of the loss was bound anew .. cut anew
+net[1] = nn.ReLU()    ;  build(..)          -->        ValueError: child '1' of the net is another .. cut anew
+
+A trace repeats what it saw. Tensors that it holds and `requires_grad` are compared in every step, all else that modules
+hold when a step is built. Other Python values are those of the trace, as under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fpipe.graphs.purity.alike import Same
+from fpipe.graphs.purity.attributes import Modules, plain_attributes
+from fpipe.graphs.purity.closure import modules_of
+from fpipe.graphs.purity.own_memory import memory
+from fpipe.models.modules.known_modules import may_depend_on_mode
+from fpipe.positional_stage import of_net
+from fpipe.torch_private.modules import hooks_of
+
+Home = tuple[dict[str, Any], str, str]
+"""Where a tensor is: the dict that has it, its name there, and what errors call it."""
+
+
+class Fingerprint:
+    """Content of the modules of a model at its cut.
+
+    Args:
+        functions: the stages and the loss; what modules they close over is in their traces.
+        nets: modules that were cut into stages, whose tensors are handed to them.
+
+    >>> loss = nn.CrossEntropyLoss(reduction="sum")
+    >>> held = Fingerprint([loss])
+    >>> loss.label_smoothing = 0.1
+    >>> held.refuse_changed()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: 'label_smoothing' of the loss (CrossEntropyLoss) has changed since the model was cut. ...
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: Modules = ()) -> None:
+        closed = [one for function in functions if function and not of_net(function) for one in modules_of(function)]
+        self._closed = {module: _named(path, module) for path, module in closed}
+        self._nets = {module: _named(path, module) for path, module in nets}
+        self._known = [(who, module, _content(module)) for module, who in (self._closed | self._nets).items()]
+        self._flags: list[tuple[Home, bool]] = [
+            ((own, name, f"{name!r} of {who}"), one.requires_grad)
+            for module, who in self._nets.items()
+            for own in [vars(module)["_parameters"]]
+            for name, one in own.items()
+            if one is not None
+        ]
+        self._wanted = [wanted for _, wanted in self._flags]
+        self._tensors = [
+            ((own, name, f"{name!r} of {who}"), weakref.ref(one))
+            for module, who in self._closed.items()
+            for own in (vars(module)["_parameters"], vars(module)["_buffers"], vars(module))
+            for name, one in own.items()
+            if isinstance(one, Tensor)
+        ]
+        self._turning = [module for module in self._closed if may_depend_on_mode(module)]
+
+    def __reduce__(self) -> tuple[type[Fingerprint], tuple[tuple[()]]]:
+        return Fingerprint, ((),)  # a copied model was not cut out of anything
+
+    def refuse_changed(self) -> None:
+        """A ValueError if modules hold anything else than then."""
+        for who, module, known in self._known:
+            now = _content(module)
+            if now != known:
+                names = [name for name in {**known, **now} if known.get(name, _NONE) != now.get(name, _NONE)]
+                raise ValueError(
+                    f"{names[0]} of {who} has changed since the model was cut. A model is what it was then: put it "
+                    "back, or cut anew."
+                )
+        self.refuse_unfrozen()
+
+    def refuse_unfrozen(self) -> None:
+        """A ValueError if a parameter of a net does not want a gradient as it did."""
+        if [getattr(own.get(name), "requires_grad", None) for (own, name, _), _ in self._flags] != self._wanted:
+            for (own, name, what), wanted in self._flags:
+                if own.get(name) is not None and own[name].requires_grad != wanted:
+                    then, now = ("trained", "is frozen") if wanted else ("was frozen", "is to train")
+                    raise ValueError(f"{what} {then} when the model was cut and {now} now: cut anew.")
+
+    def modes(self) -> tuple[bool, ...]:
+        """The modes of modules that functions close over, as they are now."""
+        return tuple([module.training for module in self._turning])
+
+    def homes_of(self, held: Collection[Tensor]) -> list[tuple[Home, Tensor]]:
+        """Where the tensors were at the cut that a trace holds, among those of closed-over modules."""
+        memories = {*map(memory, held)} - {None}
+        known = ((home, one()) for home, one in self._tensors) if memories else ()
+        return [(home, one) for home, one in known if one is not None and memory(one) in memories]
+
+    def refuse_bound_anew(self, held: Iterable[tuple[Home, Tensor]]) -> None:
+        """A ValueError if one of these tensors is no longer where it was."""
+        for (own, name, what), tensor in held:
+            if own.get(name) is not tensor:
+                raise ValueError(
+                    f"{what} was bound anew since it was traced, and the trace holds the tensor of then. Write into "
+                    "that one with .copy_(), or cut anew."
+                )
+
+
+_NONE = object()
+
+
+def _named(path: str, module: nn.Module) -> str:
+    return f"module {path!r} ({type(module).__name__})" if path != "it" else f"the loss ({type(module).__name__})"
+
+
+def _content(module: nn.Module) -> Mapping[str, Any]:
+    """Plain attributes, hooks, children and names of tensors of a module, by what errors call them."""
+    found = {repr(name): value for name, value in plain_attributes(vars(module)).items() if name != "training"}
+    found |= {"a hook": tuple(map(Same, hooks_of(module)))}
+    found |= {f"child {name!r}": child and Same(child) for name, child in vars(module)["_modules"].items()}
+    for word in ("_parameters", "_buffers"):
+        found |= {repr(name): (word, one is None) for name, one in vars(module)[word].items()}
+    return found

@@ -1,0 +1,177 @@
+"""A model is what its modules held when it was cut: a step, a build or verify says what has changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fpipe
+
+ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+
+
+class Tempered(nn.Module):
+    """Reads all kinds of values that a module may hold."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature, self.drop = nn.Linear(4, 4), 2.0, nn.Dropout(0.0)
+        self.config, self.table = SimpleNamespace(scale=1.5), numpy.array(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.linear(x)) / self.temperature
+        return y * self.config.scale * float(self.table) * self.share
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Tempered(), Tempered())
+
+
+def in_functions(net: nn.Sequential, loss: Any) -> Any:
+    first, second = net
+    fns = [lambda p, x: functional_call(first, p, (x,)), lambda p, x: functional_call(second, p, (x,))]
+    return fpipe.from_functions(fns, loss), tuple(dict(one.named_parameters()) for one in net)
+
+
+def in_one_function(net: nn.Sequential, loss: Any) -> Any:
+    def whole(params: Any, batch: Any) -> Any:
+        x = fpipe.boundary(functional_call(net[0], params[0], (batch[0],)))
+        return loss(functional_call(net[1], params[1], (x,)), batch[1])
+
+    return fpipe.from_loss(whole, tuple(dict(one.named_parameters()) for one in net), ROWS)
+
+
+DOORS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
+    "from_sequential": lambda net, loss: fpipe.from_sequential(net, stages=2, loss=loss),
+    "from_module": lambda net, loss: fpipe.from_module(net, stages=2, loss=loss, example=ROWS),
+    "from_functions": in_functions,
+    "from_loss": in_one_function,
+}
+
+
+def cut(door: str, net: nn.Sequential, loss: Any) -> tuple[fpipe.Program, fpipe.Model, Any]:
+    model, params, *_ = DOORS[door](net, loss)
+    return fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model)), model, params
+
+
+def mean(net: nn.Sequential, loss: Any) -> Tensor:
+    return torch.stack([loss(net(x), t) for x, t in zip(*(one.split(4) for one in ROWS), strict=True)]).mean()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
+    """Class weights of a loss: the step, a new build and even a new cut of the same net went on with the old ones."""
+    net, loss = made(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean")
+    program, model, params = cut(door, net, loss)
+    step = fpipe.build(program, model)
+    step(params, ROWS)
+    loss.weight = torch.tensor([1.0, 5.0, 2.0, 9.0])
+    sentence = (
+        "'weight' of the loss (CrossEntropyLoss) was bound anew since it was traced, and the trace holds the tensor"
+    )
+    for run in (step, fpipe.build(program, model), lambda *given: fpipe.verify(program, model, *given)):
+        with pytest.raises(ValueError, match=re.escape(sentence if door != "from_loss" else "was bound anew since it")):
+            run(params, ROWS)
+    program, model, params = cut(door, net, loss)
+    assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
+    "a number": (lambda net: setattr(net[0], "temperature", 7.0), "'temperature' of module '0' (Tempered)"),
+    "a probability": (lambda net: setattr(net[1].drop, "p", 0.5), "'p' of module '1.drop' (Dropout)"),
+    "a config's": (lambda net: setattr(net[0].config, "scale", 9.0), "'config' of module '0' (Tempered)"),
+    "an array": (lambda net: net[0].table.fill(3.0), "'table' of module '0' (Tempered)"),
+    "a hook": (lambda net: net[0].register_forward_hook(lambda m, a, y: 3 * y), "a hook of module '0' (Tempered)"),
+    "a child": (lambda net: setattr(net[0], "drop", nn.Tanh()), "child 'drop' of module '0' (Tempered)"),
+    "a block": (lambda net: net.__setitem__(1, nn.Tanh()), "child '1' of module '' (Sequential)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("door", ["from_sequential", "from_module"])
+def test_what_a_net_holds_otherwise_than_at_its_cut_is_told_when_a_step_is_built(door: str, change: str):
+    """The new step and verify of from_sequential passed with the new value while the old step kept the old one; that of
+    from_module went on with the old one in both."""
+    net, (what, words) = made(), CHANGES[change]
+    program, model, params = cut(door, net, nn.CrossEntropyLoss())
+    step = fpipe.build(program, model)
+    before = step(params, ROWS).loss
+    what(net)
+    for run in (fpipe.build, lambda *given: fpipe.verify(*given, params, ROWS)):
+        with pytest.raises(ValueError, match=re.escape(f"{words} has changed since the model was cut.")):
+            run(program, model)
+    assert torch.equal(step(params, ROWS).loss, before)  # as under jax.jit
+    program, model, params = cut(door, net, nn.CrossEntropyLoss())
+    if change != "a probability":
+        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, nn.CrossEntropyLoss()))
+
+
+@pytest.mark.parametrize("door", ["from_sequential", "from_module"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_parameter_that_is_frozen_or_trained_otherwise_than_at_the_cut_is_told(door: str, wanted: bool):
+    """Unfreezing gave no gradient, and assign_grads, verify and a new build were content."""
+    net = made()
+    net[0].linear.weight.requires_grad_(not wanted)
+    program, model, params = cut(door, net, nn.CrossEntropyLoss())
+    step = fpipe.build(program, model)
+    step(params, ROWS)
+    net[0].linear.weight.requires_grad_(wanted)
+    then, now = ("was frozen", "is to train") if wanted else ("trained", "is frozen")
+    sentence = f"'weight' of module '0.linear' (Linear) {then} when the model was cut and {now} now: cut anew."
+    for run in (step, lambda *given: fpipe.build(program, model), lambda *given: fpipe.verify(program, model, *given)):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            run(params, ROWS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_new_cut_reads_again_what_no_fingerprint_knows(door: str, monkeypatch: pytest.MonkeyPatch):
+    """A class attribute: a new cut shared the trace of the model before."""
+    net, loss = made(), nn.CrossEntropyLoss()
+    for share in (1.0, 4.0):
+        monkeypatch.setattr(Tempered, "share", share)
+        program, model, params = cut(door, net, loss)
+        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))
+
+
+def test_a_step_takes_the_mode_of_modules_that_its_functions_close_over():
+    """The old step kept the mode in which it was traced."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    model = fpipe.from_functions([lambda p, x: functional_call(net, p, (x,))], nn.functional.cross_entropy)
+    step = fpipe.build(fpipe.program(model), model)
+    params = (dict(net.named_parameters()),)
+    trained = step(params, ROWS, key=0).loss
+    assert torch.equal(
+        step(params, ROWS, key=0).loss if net.eval() else trained, nn.functional.cross_entropy(net(ROWS[0]), ROWS[1])
+    )
+    assert torch.equal(step(params, ROWS, key=0).loss if net.train() else trained, trained)
+
+
+class Flagged(nn.Module):
+    """Scales by what is said on a parameter, as parallel layers do."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.weight.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.weight.factor
+
+
+def test_modules_whose_parameters_say_other_things_share_no_trace():
+    """The second took the factor of the first."""
+    net = nn.Sequential(Flagged(2.0), Flagged(5.0))
+    program, model, params = cut("from_sequential", net, nn.CrossEntropyLoss())
+    loss = fpipe.build(program, model)(params, ROWS).loss
+    assert torch.equal(loss, mean(net, nn.CrossEntropyLoss()))
