@@ -64,6 +64,7 @@ def run(*typed: object) -> tuple[int, str, str]:
 
 SAID = """4 of 4 leaves bitwise equal to plain autograd, largest error 0
 Compared with 4 microbatches, one after the other.
+The undivided batch gives the same loss and gradients, to rounding.
 """
 
 

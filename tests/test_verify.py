@@ -186,7 +186,20 @@ def test_a_microbatch_of_padding_alone_is_flagged():
 def test_padding_that_weighs_too_much_is_flagged():
     model, params, batch = classified([0, -1, 1, 1, 2, 3])
     (note,) = fpipe.verify(split_in(model, 3), model, params, batch).notes
-    assert 'reduction? Where some rows do not count, return (total, count) and say reduction="count".' in note
+    assert "is the mean over the 5 rows or tokens that count, 1, 2, 2 in each microbatch: where some rows do" in note
+
+
+def test_few_tokens_that_do_not_count_are_told_too():
+    """A loss of 5.57124 for 5.57056 was called the same one, and rows in other microbatches to blame."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 50))
+    model, params, _ = fpipe.from_sequential(net, 1, loss=lambda y, t: F.cross_entropy(y.transpose(1, 2), t))
+    target = torch.randint(0, 50, (8, 64))
+    target[0, :9] = -100
+    report = fpipe.verify(split_in(model, 4), model, params, (torch.randn(8, 64, 4), target))
+    assert (
+        "rows or tokens that count, 119, 128, 128, 128 in each microbatch: where some rows do not" in report.undivided
+    )
 
 
 def test_a_contrastive_loss_is_told_what_microbatches_lack():
@@ -194,8 +207,21 @@ def test_a_contrastive_loss_is_told_what_microbatches_lack():
         return F.cross_entropy(y @ target.T, torch.arange(len(y)))
 
     model, params, batch = made(loss=contrastive)
-    (note,) = fpipe.verify(split_in(model, 2), model, params, batch).notes
-    assert note.endswith("as a contrastive one does, a microbatch has fewer to compare.")
+    for key in (None, 0):  # a key alone silenced it, of a net that draws nothing
+        report = fpipe.verify(split_in(model, 2), model, params, batch, key=key)
+        assert report.notes == (report.undivided,)
+        assert report.undivided.endswith("as a contrastive one does, a microbatch has fewer to compare.")
+
+
+def test_autocast_rounds_more_and_is_no_difference():
+    """A plain net under bfloat16 was told that it computes with rows in other microbatches."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    model, params, _ = fpipe.from_sequential(net, 2, loss=F.cross_entropy)
+    batch = torch.randn(24, 16), torch.randint(0, 8, (24,))
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fpipe.verify(split_in(model, 3), model, params, batch)
+    assert report.undivided == "The undivided batch gives the same loss and gradients, to rounding."
 
 
 def test_differences_with_a_reason_are_no_notes():
@@ -218,7 +244,7 @@ def test_a_reason_for_other_gradients_is_none_for_a_wrong_reduction(module: nn.M
     net = nn.Sequential(nn.Linear(4, 4), module)
     for loss, target, words in (
         (nn.MSELoss(reduction="sum"), torch.randn(8, 4), 'the loss sums over its rows, so say reduction="sum".'),
-        (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2, 3, 0, 1, 2]), "reduction? Where some rows do not count"),
+        (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2, 3, 0, 1, 2]), "1, 2, 2, 2 in each microbatch: where some"),
     ):
         model, params, state = fpipe.from_sequential(net, stages=1, loss=loss)
         program = fpipe.chain(fpipe.split(4), fpipe.merge(outputs=outputs))(fpipe.program(model))
@@ -248,7 +274,7 @@ def test_a_stage_that_wants_the_rows_of_a_microbatch_is_no_mistake():
     model = fpipe.from_functions([pairs], loss=F.mse_loss)
     report = fpipe.verify(split_in(model, 3), model, params, batch)
     assert report.undivided.startswith("The undivided batch was not compared: it ends in RuntimeError: shape '[2, 4]'")
-    assert report.notes == ()
+    assert str(report).splitlines()[1:] == [report.undivided]  # it was said to nobody who prints the report
 
 
 def test_a_batch_that_came_cut_has_no_undivided_one():

@@ -26,6 +26,7 @@ class Net:
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(net.model))
     >>> print(fpipe.verify(program, net.model, net.params(), net.batch(rows=5)))
     7 of 7 leaves bitwise equal to plain autograd, largest error 0
+    The undivided batch gives the same loss and gradients, to rounding.
     """
 
     bodies: tuple[Body, ...]

@@ -35,10 +35,10 @@ class Report:
 
     Attributes:
         leaves: every compared tensor, a `Leaf` with its name.
-        undivided: in a sentence, whether the undivided batch in one go gives the same loss and gradients; empty where
-            there is one microbatch.
+        undivided: in a sentence, whether the undivided batch in one go gives the same loss and gradients, or why it was
+            not compared; empty where there is one microbatch.
         notes: what is worth a look although all agrees: numbers that are not finite, an undivided batch that gives
-            something else without a reason that is known. They are printed.
+            something else without a reason that is known. Both are printed.
 
     >>> print(Report((Leaf("loss", True, 0.0), Leaf("grads[0]['w']", False, 0.25))))
     1 of 2 leaves bitwise equal to plain autograd, largest error 0.25
@@ -61,7 +61,8 @@ class Report:
     def __str__(self) -> str:
         same = sum(leaf.bitwise for leaf in self.leaves)
         first = f"{same} of {len(self.leaves)} leaves bitwise equal to plain autograd, largest error {self.max_error:g}"
-        return "\n".join((first, *self.notes))
+        beside = [self.undivided] * (bool(self.undivided) and self.undivided not in self.notes)
+        return "\n".join((first, *self.notes, *beside))
 
 
 @dataclass(frozen=True)
