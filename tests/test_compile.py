@@ -155,6 +155,18 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     assert run() == [0, misses]
 
 
+def test_running_statistics_are_updated_beside_what_is_compiled(capsys: pytest.CaptureFixture[str]):
+    """A forward that also updates takes how much a batch weighs, which is no tensor: KeyError 'factor_0'."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    batch = torch.randn(6, 8), torch.randn(6, 8)
+    found = fpipe.build(program, model, compile=True)(params, batch, state=state)
+    expected = fpipe.build(program, model)(params, batch, state=state)
+    assert close(found, expected)
+    assert all(map(torch.allclose, leaves(found.state), leaves(expected.state)))
+
+
 def test_compiling_needs_traces():
     model, *_ = fpipe.from_sequential(layers(1), stages=1, loss=MSE)
     with pytest.raises(ValueError, match="compile=True compiles traces; say trace=True"):

@@ -143,6 +143,7 @@ def test_cuts_name_the_modules_after_which_stages_end() -> None:
         ({"example": (torch.ones(4, WIDTH), None)}, "the example has no target for loss=; hand in example=(inputs,"),
         ({"loss": None}, "without loss= the net computes the loss of its inputs, labels among them"),
         ({"loss": None, "example": (torch.ones(4, WIDTH), None)}, "found a tensor of shape"),
+        ({"loss": nn.MSELoss(reduction="none")}, "the loss is a 0-d tensor, found shape (4, 8); reduce it, for"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(said: dict[str, Any], sentence: str) -> None:
@@ -277,6 +278,56 @@ def test_inputs_are_keywords_and_the_net_computes_the_loss() -> None:
     assert fpipe.split_params(model, net.state_dict())[0].keys() == params[0].keys()
     with pytest.raises(ValueError, match=re.escape("inputs was a dict with 'a', 'b', 'labels' when the net")):
         fpipe.build(pipeline(model, 2), model)(params, ({"a": inputs["a"], "b": inputs["b"]}, None))
+
+
+class Judging(nn.Module):
+    """Returns its outputs and the loss, as nanoGPT does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net, self.how = TwoTowers(), how
+
+    def forward(self, a: Tensor, b: Tensor, labels: Tensor) -> Any:
+        made = self.net(a, b, labels=labels)
+        joint, loss = made["joint"], made["loss"]
+        return {"pair": (joint, loss), "rows": {"loss": loss.view(1)}, "two": (joint, [loss, loss + 1])}[self.how]
+
+
+def test_the_only_number_that_a_net_returns_is_its_loss() -> None:
+    torch.manual_seed(0)
+    net, inputs = Judging("pair"), {name: torch.randn(4, WIDTH) for name in ("a", "b", "labels")}
+    model, params, _ = fpipe.from_module(net, 2, example=inputs)
+    assert fpipe.verify(pipeline(model, 2), model, params, (inputs, None)).bitwise
+    for how, found in (
+        ("rows", "a tensor of shape (1,), to be reduced, for instance"),
+        ("two", "tuple with 2 numbers"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"as the one number among floats; found {found}")):
+            fpipe.from_module(Judging(how), 2, example=inputs)
+
+
+class Experts(nn.Module):
+    """Runs each expert on the rows that chose it, however many these are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, made = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = torch.nonzero(chosen == number).flatten()
+            made = made.index_add(0, own, expert(x[own]))
+        return made
+
+
+def test_experts_that_drop_no_row_are_cut() -> None:
+    """The cost of an op whose rows depend on data was int(None)."""
+    torch.manual_seed(0)
+    model, params, _ = fpipe.from_module(nn.Sequential(Experts(), Experts()), 2, loss=F.mse_loss, example=rows(8))
+    with pytest.warns(UserWarning, match="runs under autograd"):
+        report = fpipe.verify(pipeline(model, 2), model, params, rows(8))
+    assert report.bitwise
 
 
 class Wrapper(nn.Module):

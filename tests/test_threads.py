@@ -116,6 +116,16 @@ def test_what_a_stage_raises_says_where_and_the_next_step_works():
         assert same(step(params, right), expected)
 
 
+def test_a_rank_that_only_frees_has_nothing_to_do():
+    """The threads died of it, and the process never ended."""
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
+    program = fpipe.chain(fpipe.split(1), fpipe.merge(), fpipe.free())(fpipe.program(model))
+    ops = tuple(op._replace(rank=1) if op.kind == "FREE" else op for op in program.ops)
+    found, expected = both(fpipe.Program(program.inputs, ops, program.outputs), model)
+    batch = ({"w": torch.tensor(3.0)},), ROWS
+    assert torch.equal(found(*batch).loss, expected(*batch).loss)
+
+
 def test_threads_end_with_their_step():
     model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     before = workers()

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
+from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
@@ -60,7 +61,8 @@ def from_module(
             tuple of arguments, or the one argument. Rows may differ later, and so may the second dimension of integers,
             the length of a sequence, where the net allows it. A dict stands for (inputs, None).
         loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
-            when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the output itself.
+            when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the only 0-d tensor
+            in the output, such as that of (logits, loss).
         cuts: instead of balanced blocks, the paths of modules after which stages end, as in ["encoder", "decoder.0"].
         costs: of each block by its path, or what `fpipe.profile` measured with a stage for each block, instead of
             floating-point operations.
@@ -170,14 +172,22 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
 
 
 def _loss_of(output: Any, target: Any = None) -> Any:
-    """The loss among what a net returns."""
+    """The loss among what a net returns: what is called so, or the one number."""
     entry: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found: Any = output if entry is None else entry
-    value = found.meta.get("val") if isinstance(found, fx.Node) else found
-    if not isinstance(value, Tensor) or value.ndim:
-        kind = type(output).__name__ if not isinstance(output, fx.Node) else f"a tensor of shape {tuple(value.shape)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportOptionalMemberAccess]
+    numbers = [leaf for leaf in tree.leaves(output) if _shape(leaf) == ()]
+    found: Any = entry if entry is not None else numbers[0] if len(numbers) == 1 else output
+    shape = _shape(found)
+    if shape != ():
+        kind = f"{type(output).__name__} with {len(numbers)} numbers in it"
+        kind = kind if shape is None else f"a tensor of shape {in_words(shape)}, to be reduced, for instance by .mean()"
         raise ValueError(
-            f"without loss= the net returns the loss, as .loss, as its entry 'loss', or alone; found {kind}. Hand in "
-            "labels= among the inputs, or say loss=."
+            "without loss= the net returns the loss: as .loss, as its entry 'loss', or as the one number among floats; "
+            f"found {kind}. Hand in labels= among the inputs, or say loss=."
         )
     return found
+
+
+def _shape(leaf: Any) -> tuple[Any, ...] | None:
+    """The shape of a tensor of floats, or of a node that stands for one."""
+    value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+    return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None

@@ -88,7 +88,7 @@ def expression(size: Any) -> Any:
 
 def example_number(size: Any) -> int:
     """An open size as it was in the example of its trace (2.13: `SymInt.node.hint`)."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def has_floor(expr: Any) -> bool:

@@ -47,7 +47,8 @@ class Workers:
         left: list[Future[None]] = []
         self._stop = stop
         try:
-            left += [pool.submit(around.call, job) for pool, job in zip(self._pools, jobs[1:], strict=True)]
+            pairs = zip(self._pools, jobs[1:], strict=False)  # the last ranks may have nothing but FREEs to do
+            left += [pool.submit(around.call, job) for pool, job in pairs]
             jobs[0]()
             for one in left:
                 one.result()

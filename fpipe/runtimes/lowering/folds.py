@@ -73,10 +73,13 @@ class Folds:
         return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
 
 
-def folds_of(ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int]) -> Folds:
-    """The folds of a program; `kept` are its outputs, and `given` the storages that are not the step's own."""
+def folds_of(
+    ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int], compile: bool
+) -> Folds:
+    """The folds of a program; `kept` are its outputs, and `given` the storages that are not the step's own. What is
+    compiled takes tensors alone, and a folded update the number that a batch weighs."""
     sums = _sums_of(ops, kept, shapes, given)
-    updates, trees = updates_of(ops, kept, shapes, sums.trees)
+    updates, trees = ({}, sums.trees) if compile else updates_of(ops, kept, shapes, sums.trees)
     folded = {add for adds in sums.adds.values() for add in adds.values()} | {each.at for each in updates.values()}
     last, dead = dict[Value, int](), dict[int, list[Value]]()
     folds = Folds(ops, kept, sums, updates, folded, trees, last, dead)

@@ -121,7 +121,7 @@ def lower(
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
         mine |= shapes.constant_storages()
-        folds = folds_of(ops, {end.value for end in program.outputs}, shapes, mine)
+        folds = folds_of(ops, {end.value for end in program.outputs}, shapes, mine, compile)
         return _Lowering(ops, shapes, folds, mine, compile).lowered(program)
 
 
