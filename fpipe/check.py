@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
+from fpipe.limits import shortened
 from fpipe.program import (
     ENTRY_RULES,
     Op,
@@ -25,6 +26,7 @@ from fpipe.program import (
     kind_of,
     memory_of,
     pair,
+    parts_of,
     the_program,
 )
 
@@ -107,6 +109,7 @@ def check_kinds(program: Program) -> None:
             if why:
                 at, drawn = where(program, position)
                 raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
+    _stages_are_whole(program)
     _cut_alike(program)
     homes: dict[Value, set[int]] = {}
     freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
@@ -124,6 +127,9 @@ def check_kinds(program: Program) -> None:
 
 def _cut_alike(program: Program) -> None:
     """The SPLITs of a program cut the batch alike, and into as many parts as each stage has of them."""
+    for op in program.ops:
+        if op.kind in ("SPLIT", "MERGE") and dict(op.how).get("slices", 1) != program.slices:
+            raise ProgramError(f"{op.cell} says {dict(op.how)}, but the program has {program.slices} slices:\n    {op}")
     splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
     many = Counter((op.stage, op.slice) for _, op, _ in splits)
     for position, op, how in splits:
@@ -140,12 +146,21 @@ def _cut_alike(program: Program) -> None:
 
 
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
+_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "SEND", "F", "B", "I", "U"))
+_WORDS: dict[str, type] = {
+    **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
+    **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast"), str),
+    "saved": tuple,
+}
 _NEEDED = {"B": "res", "I": "res", "W": "wres"}
 
 
 def _odd(op: Op, whole: Op) -> str | None:
     """Name the mistake in an op by itself, if there is one."""
     own = (op.stage, op.microbatch, op.slice)
+    for word, found in op.how:
+        if op.kind in _WITH_WORDS and word in _WORDS and type(found) is not _WORDS[word]:
+            return f"says {word}={found!r}, where {_WORDS[word].__name__} is wanted"
     if op.rank != whole.rank:
         return f"is on rank {op.rank} inside a PAIR on rank {whole.rank}"
     if op.kind in _OWN_READS:
@@ -345,9 +360,23 @@ def ranks_are_whole(program: Program) -> None:
         raise ProgramError(
             f"rank {gap} is missing: ranks are 0..{max(used)}, and each has an op or is the home of a value."
         )
-    if () in homes:
-        end = next(end for end in (*program.inputs, *program.outputs) if not end.homes)
-        raise ProgramError(f"{end.value} has no home: name at least one rank.")
+    for end in (*program.inputs, *program.outputs):
+        if not end.homes:
+            raise ProgramError(f"{end.value} has no home: name at least one rank.")
+        if len(set(end.homes)) < len(end.homes):
+            raise ProgramError(f"{end.value} names a home twice: {shortened(str(end))}")
+
+
+def _stages_are_whole(program: Program) -> None:
+    """Rule 4 of what else is counted: no reading makes room for stages of which there is no op."""
+    ops = parts_of(program.ops)
+    ends = {end[0] for end in (*program.inputs, *program.outputs)}
+    for word, at in (("stage", 1), ("microbatch", 2), ("slice", 3)):
+        used = set(map(itemgetter(at), ops)) - {None}
+        named = (used | set(map(itemgetter(at), ends))) - {None}
+        if named != set(range(len(used))):
+            gap = next(number for number in range(len(named) + 1) if number not in used)
+            raise ProgramError(f"{word} {gap} is missing: {word}s are 0..{max(named)}, and each has an op.")
 
 
 def stuck(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fpipe.limits import whole
 from fpipe.positional_stage import Names, PositionalStage, of_net
 from fpipe.program import Op
 
@@ -385,8 +386,7 @@ def normalise_inputs(
     inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
 ) -> tuple[Source | tuple[Source, ...], ...]:
     """The inputs of each of n stages: checked, and written out for a plain chain."""
-    if n < 1:
-        raise ValueError("a model has at least one stage, found zero stages.")
+    whole("stages", n)
     if inputs is None:
         return ("batch", *range(n - 1))
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]

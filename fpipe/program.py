@@ -42,13 +42,14 @@ import gc
 import io
 import re
 import sys
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple
+
+from fpipe.limits import LONGEST_WORD, MOST_PARTS, expression, shortened
 
 
 class ProgramError(ValueError):
@@ -359,7 +360,7 @@ class Program(HtmlRepr):
         inputs: list[Input] = []
         ops: list[Op] = []
         outputs: list[Output] = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(readable(text).splitlines(), 1):
             if not line.strip():
                 continue
             try:
@@ -368,14 +369,16 @@ class Program(HtmlRepr):
                 if not at or not homes:
                     raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
                 left, equals, right = what.partition(" = ")
-                if what.lstrip().startswith("{") or right.lstrip()[:1].isupper():
+                if what.lstrip().startswith("{"):
+                    ops.append(_parse_pair(what.strip(), homes[0]))
+                elif right.lstrip()[:1].isupper():
                     ops.append(_parse_op(what, homes[0]))
                 elif equals:
                     outputs.append(Output(_parse_value(left), _parse_value(right), homes))
                 else:
                     inputs.append(Input(_parse_value(what), homes))
             except ProgramError as error:
-                raise ProgramError(f"line {number}: {error}\n    {line}") from None
+                raise ProgramError(f"line {number}: {error}\n    {shortened(line)}") from None
         return Program(tuple(inputs), tuple(ops), tuple(outputs))
 
     @property
@@ -434,14 +437,16 @@ def _parse_value(text: str) -> Value:
     return Value(name, *_place(*place), int(port or 0), at)
 
 
+def _parse_pair(text: str, rank: int) -> Op:
+    if not text.endswith("}"):
+        raise ProgramError("a PAIR reads { op ; op } @ rank")
+    return pair(*(_parse_op(part, rank) for part in text[1:-1].split(" ; ")))
+
+
 def _parse_op(text: str, rank: int) -> Op:
     text = text.strip()
-    if text.startswith("{"):
-        if not text.endswith("}"):
-            raise ProgramError("a PAIR reads { op ; op } @ rank")
-        return pair(*(_parse_op(part, rank) for part in text[1:-1].split(" ; ")))
     left, _, right = text.partition(" = ")
-    right, _, how = right.partition(" {")
+    right, has_how, how = right.partition(" {")
     head, *reads = right.split() or [text]
     found = _HEAD.fullmatch(head)
     if not found:
@@ -450,23 +455,38 @@ def _parse_op(text: str, rank: int) -> Op:
     kind_of(kind)
     read = tuple(map(_parse_value, reads))
     writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
-    return Op(kind, *_place(*place), rank, read, writes, (), _parse_how(how.rstrip().removesuffix("}")))
+    return Op(kind, *_place(*place), rank, read, writes, (), _parse_how(how.rstrip()) if has_how else ())
 
 
 def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
     try:
-        with warnings.catch_warnings(action="ignore"):
-            call = ast.parse(f"how({text})", mode="eval").body
+        assert text.endswith("}")
+        call = expression(f"how({text[:-1]})")
         assert isinstance(call, ast.Call)
-        assert not call.args
+        assert isinstance(call.func, ast.Name)
+        assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
         names = [word.arg for word in call.keywords]
         assert None not in names
         assert len(set(names)) == len(names)
         how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
         hash(how)
-    except (SyntaxError, ValueError, AssertionError, TypeError):
-        raise ProgramError(f"{{{text}}} is not a list of name=literal, each of a value that can be hashed") from None
+    except (ValueError, AssertionError, TypeError):
+        raise ProgramError(
+            f"{{{shortened(text)} is not a list of name=literal, each of a value that can be hashed"
+        ) from None
     return how
+
+
+def readable(text: str) -> str:
+    """A text of which no word is over the limit: then errors may quote it."""
+    for number, line in enumerate(text.splitlines(), 1):
+        longest = max(line.replace(",", " ").split(), key=len, default="")
+        if len(longest) > LONGEST_WORD:
+            raise ProgramError(
+                f"line {number}: {shortened(longest, 20)!r} is a word of {len(longest)} characters; the longest that "
+                f"are read have {LONGEST_WORD}."
+            )
+    return text
 
 
 def memory_of(value: Value, rank: int) -> int | None:
@@ -495,8 +515,8 @@ def pair(*parts: Op) -> Op:
     >>> pair(forward, backward).cell
     '(0F0;0B1)'
     """
-    if len(parts) < 2:
-        raise ProgramError(f"a PAIR has two parts, found {len(parts)}.")
+    if not 2 <= len(parts) <= MOST_PARTS:
+        raise ProgramError(f"a PAIR has two parts, at most {MOST_PARTS}; found {len(parts)}.")
     odd = next((part for part in parts if not isinstance(part, Op)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
     if odd is not None:
         raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")

@@ -403,9 +403,9 @@ STEP(PARAMS, (BATCH[0], BATCH[1][:5]))
 STEP(PARAMS, (1, "two"))
     ValueError: no leaf of the batch has rows
 fpipe.from_functions([])
-    ValueError: a model has at least one stage, found zero stages.
+    ValueError: stages is a whole number, at least 1; found 0.
 fpipe.program(0)
-    ValueError: a model has at least one stage, found zero stages.
+    ValueError: stages is a whole number, at least 1; found 0.
 fpipe.from_functions([linear, 3])
     ValueError: stage 1 is a function f(params, x), found int.
 fpipe.program(2, inputs=("batch", 1))

@@ -559,7 +559,7 @@ def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
         (1, ["-c", "8:F=1,B=1,W=1", "-c", "F=1,B=1,W=1"], "each size once; found them once without its rows."),
         (1, ["--at", "p95"], 'error: at="p95" is of makespans under noise: say noise= too'),
         (1, ["--cluster", "4 ranks; inside 1GB/s"], "error: a cluster's bandwidths need the bytes of values: add them"),
-        (1, ["--jitter", "-1"], "error: jitter is a share of an op's seconds, a number of at least 0; found -1.0."),
+        (1, ["--jitter", "-1"], "error: jitter is a share of an op's seconds, a number from 0 to 1000000; found -1.0."),
     ],
 )
 def test_a_plan_that_is_typed_wrongly_is_answered_in_a_sentence(code: int, typed: list[str], sentence: str):

@@ -131,7 +131,7 @@ def test_cuts_name_the_modules_after_which_stages_end() -> None:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"stages": 0}, "stages is a whole number from 1, found 0."),
+        ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
         ({"stages": None}, "say how many stages, or cuts=[...] with the modules after which they end."),
         ({"stages": 99}, "make as many stages; found stages=99."),
         ({"cuts": ["block.2"]}, "cuts= names 'block.2', but no module of that path is called when the net runs; close"),

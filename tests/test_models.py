@@ -44,7 +44,7 @@ def test_ties_keep_their_order():
 
 
 REFUSED = {
-    "a model has at least one stage, found zero stages.": lambda: from_functions([]),
+    "stages is a whole number, at least 1; found 0.": lambda: from_functions([]),
     "inputs says what each stage takes: 2 entries for 2 stages, found 1.": lambda: normalise_inputs(["batch"], 2),
     "stage 1 takes 1; it can take a stage from 0 to 0, or 'batch'.": lambda: normalise_inputs(["batch", 1], 2),
     "stage 1 takes 'inputs'; it can": lambda: normalise_inputs(["batch", "inputs"], 2),

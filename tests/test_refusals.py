@@ -145,7 +145,7 @@ also_out(SENT, first(SENT, "SEND").writes[0])
 also_out(FREED, first(FREED, "FREE").reads[0])
     ProgramError: the output aux = x[0,0] @ 1 is freed before it is handed back.
 fpipe.pair(TWO.ops[0])
-    ProgramError: a PAIR has two parts, found 1.
+    ProgramError: a PAIR has two parts, at most 16; found 1.
 fpipe.pair("0F0", "0B1")
     TypeError: pair() takes ops, as a program has them; found str.
 Program.parse(3)

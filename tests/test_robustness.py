@@ -75,8 +75,11 @@ def test_a_slow_link_of_a_cluster_and_costs_by_program():
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (lambda: fpipe.Noise(jitter=-0.1), "jitter is a share of an op's seconds, a number of at least 0; found -0.1."),
-        (lambda: fpipe.Noise(slow_rank=0.5), "slow_rank is how many times as long it takes, a number of at least 1"),
+        (
+            lambda: fpipe.Noise(jitter=-0.1),
+            "jitter is a share of an op's seconds, a number from 0 to 1000000; found -0.1.",
+        ),
+        (lambda: fpipe.Noise(slow_rank=0.5), "slow_rank is how many times as long it takes, a number from 1"),
         (lambda: fpipe.robustness({}, noise=fpipe.Noise()), "takes a program, or several as {name: program}; found {}"),
         (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=0), "samples is a whole number, at least 1"),
         (

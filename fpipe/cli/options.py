@@ -63,6 +63,13 @@ def schedule_name(text: str) -> str:
 
 def load_module(module: str) -> ModuleType:
     """Import a module, or run a file."""
+    try:
+        return _loaded(module)
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}, line {error.lineno} is no Python: {error.msg}.") from None
+
+
+def _loaded(module: str) -> ModuleType:
     if not module.endswith(".py"):
         sys.path.insert(0, "")
         return importlib.import_module(module)

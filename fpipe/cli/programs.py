@@ -16,7 +16,7 @@ from fpipe.schedules import names
 from fpipe.schedules.named import with_options
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
-from fpipe.transforms.cells import keys_of, read_table, text_of
+from fpipe.transforms.cells import keys_of, read_table, sizes_of, text_of
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
@@ -72,9 +72,7 @@ def program_of(text: str, *, replicated: bool = False) -> Program:
     keys = [key for row in rows for cell in row for key in keys_of(cell)]
     if not keys:
         raise ProgramError("the table names no F, B, I or W.")
-    stages = 1 + max(stage or 0 for _, stage, _, _ in keys)
-    microbatches = 1 + max(microbatch or 0 for _, _, microbatch, _ in keys)
-    slices = 1 + max(piece or 0 for _, _, _, piece in keys)
+    stages, microbatches, slices = sizes_of(keys)
     again = {(key[1], key[2]) for key in keys if key[0] == "R"}
     steps = (
         split(microbatches, slices=slices),

@@ -11,7 +11,6 @@ from fpipe.cli.costs import parse
 from fpipe.cli.output import print_error
 from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
-from fpipe.program import ProgramError
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 
@@ -33,7 +32,7 @@ def check(files: Files, replicated: options.Replicated = False) -> None:
         name = "standard input" if file == "-" else file
         try:
             print(f"{name}: {sizes(read(file, replicated=replicated))}")
-        except (ProgramError, OSError) as error:
+        except (ValueError, OSError) as error:
             wrong += 1
             print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
     if wrong:

@@ -58,10 +58,28 @@ def _saved(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}; wanted is a dict of gradients by name.")
     named: dict[Any, Any] = {name: one for name, one in found.items() if one is not None}  # pyright: ignore[reportUnknownVariableType]
-    odd = next((name for name, one in named.items() if not isinstance(one, Tensor)), None)
+    odd = next((name for name, one in named.items() if not isinstance(name, str) or not _is_plain(one)), None)
     if odd is not None:
-        raise ValueError(f"{path} holds a {type(named[odd]).__name__} under {odd!r}; wanted are gradients by name.")
+        raise ValueError(f"{path} holds {_in_words(named[odd])} under {odd!r}; wanted are gradients by name.")
     return named
+
+
+def _is_plain(found: Any) -> bool:
+    """Whether this is a tensor whose numbers can be compared; of others torch raises or ends the process."""
+    is_number = isinstance(found, Tensor) and (found.is_floating_point() or found.is_complex())
+    return (
+        is_number
+        and found.layout in (torch.strided, torch.sparse_coo)
+        and found.device.type == "cpu"
+        and not found.is_nested
+    )
+
+
+def _in_words(found: Any) -> str:
+    if not isinstance(found, Tensor):
+        return f"a {type(found).__name__}"
+    nested = "nested " * found.is_nested
+    return f"a {nested}tensor of {found.dtype}, {found.layout}, on {found.device.type}"
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -71,15 +89,11 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     first = 8 + int.from_bytes(whole[:8], "little")
     try:
         header: Any = json.loads(whole[8:first].decode())
-        places: list[tuple[list[int], str, str, list[int]]] = sorted(
-            (one["data_offsets"], name, one["dtype"], one["shape"])
-            for name, one in header.items()
-            if name != "__metadata__"
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        places = sorted(_place(name, one) for name, one in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is no file in the safetensors format: it has no such header.") from None
     data, made, last = whole[first:], dict[str, Tensor](), 0
-    for (start, stop), name, code, shape in places:
+    for start, stop, name, code, shape in places:
         if code not in _DTYPES:
             raise ValueError(f"{path} holds {name!r} as {code}; gradients are {', '.join(_DTYPES)}.")
         dtype = _DTYPES[code]
@@ -96,3 +110,12 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     if last != len(data):
         raise ValueError(f"{path} is no file in the safetensors format: {len(data) - last} bytes are of no tensor.")
     return made
+
+
+def _place(name: str, said: Any) -> tuple[int, int, str, str, list[int]]:
+    """First and last byte of a tensor, its name, dtype and shape, as its entry of the header says them."""
+    (start, stop), code, shape = said["data_offsets"], said["dtype"], [*said["shape"]]
+    wholes = all(type(number) is int for number in (start, stop, *shape))
+    if not wholes or prod(filter(None, shape)) >= 2**63:
+        raise ValueError
+    return start, stop, name, str(code), shape

@@ -16,6 +16,7 @@ from fpipe.finding.long_steps import short_of, stretched
 from fpipe.finding.ops import again_of, has, kinds_of, recomputing
 from fpipe.finding.solver import installed
 from fpipe.finding.wanted import Wanted
+from fpipe.limits import whole
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.schedules.registry import about
@@ -148,9 +149,7 @@ def _base(what: Program | Model | int, microbatches: int | None) -> Program:
         if microbatches is not None:
             raise ValueError("microbatches= goes with a Model or a number of stages; a program is split already.")
         return what
-    if type(microbatches) is not int or microbatches < 1:
-        raise ValueError(f"microbatches is a whole number, at least 1; found {microbatches!r}.")
-    return chain(split(microbatches), merge())(base_program(what))
+    return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
 
 
 def _all_costs(costs: Costs | None, base: Program) -> Costs:
@@ -179,16 +178,14 @@ def _wanted(
     without: Collection[str],
 ) -> Wanted:
     """The request, checked."""
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    ranks = whole("ranks", ranks)
     if base.slices > 1:
         raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
     if objective not in get_args(Objective):
         raise ValueError(f'objective is "makespan" or "span", found {objective!r}.')
     if halves not in (True, False, "auto"):
         raise ValueError(f'split_backward is True, False or "auto", found {halves!r}.')
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed is a whole number, at least 0; found {seed!r}.")
+    seed = whole("seed", seed, least=0, most=math.inf)
     if isinstance(without, str):
         raise ValueError(f"without lists names of schedules, such as ('chimera',); found {without!r}.")
     for name in without:

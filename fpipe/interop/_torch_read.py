@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fpipe.program import ProgramError
-from fpipe.transforms.cells import text_of
+from fpipe.limits import shortened
+from fpipe.program import ProgramError, readable
+from fpipe.transforms.cells import csv_cells, text_of
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -104,7 +104,7 @@ def _lines(table: Table) -> list[list[str]]:
         raise TypeError(f"a table is CSV text or the path of a CSV file, found {type(table).__name__}.")
     if table.endswith(".csv") and "\n" not in table:
         raise ProgramError(f"{table!r} is the name of a file, it seems; hand in pathlib.Path({table!r}).")
-    return list(csv.reader(table.strip("\r\n").splitlines()))
+    return [csv_cells(line) for line in readable(table).strip("\r\n").splitlines()]
 
 
 def _row(number: int, line: list[str], format: Format | None) -> Iterator[Cell]:
@@ -129,7 +129,7 @@ def _actions(text: str) -> tuple[Action, ...]:
     if overlap:
         found = tuple(_action(part.strip()) for part in overlap[1].split(";"))
         if len(found) < 2 or any(action.kind not in COMPUTE for action in found):
-            raise ProgramError(f"{text!r} is to overlap two ops of computation, as in (0F3;3B1)OVERLAP_F_B.")
+            raise ProgramError(f"{shortened(text)!r} is to overlap two ops of computation, as in (0F3;3B1)OVERLAP_F_B.")
         return found
     return (_action(text),)
 
@@ -138,7 +138,7 @@ def _action(text: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None or (found[3] is None) == (found[2] not in _OF_A_STAGE):
         raise ProgramError(
-            f"{text!r} is not a cell of torch.distributed.pipelining. Cells read 2F0 (F, B, I or W) or "
+            f"{shortened(text)!r} is not a cell of torch.distributed.pipelining. Cells read 2F0 (F, B, I or W) or "
             "(0F3;3B1)OVERLAP_F_B; with transfers also 2SEND_F0, 2RECV_F0, 2SEND_B0, 2RECV_B0, 2WAIT_SEND_F0, "
             "2WAIT_SEND_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD and 2WAIT_REDUCE_GRAD."
         )

@@ -14,9 +14,10 @@ ops. The three sizes follow from the ops; they stand there for who reads it.
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any
 
-from fpipe.program import Op, Program, ProgramError, the_program
+from fpipe.program import Op, Program, ProgramError, readable, the_program
 
 
 def to_json(program: Program) -> str:
@@ -69,35 +70,44 @@ def from_json(text: str) -> Program:
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")
+    text = readable(text if isinstance(text, str) else text.decode(json.detect_encoding(text)))
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ProgramError(f"this is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except (ValueError, RecursionError):
+        raise ProgramError("this is no JSON that is read: it nests too deeply, or has a number too long.") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ProgramError(f'this JSON is not a program: it says "format": "{FORMAT}" at the top.')
     inputs, ops, outputs = (_list(found, name, "the program") for name in ("inputs", "ops", "outputs"))
     lines = [f"{_word(end, 'value')} @ {_homes(end)}" for end in inputs]
-    lines += [f"{_equation(op)} @ {_number(op, 'rank')}" for op in ops]
+    lines += [f"{_pair(op) if 'parts' in op else _equation(op)} @ {_number(op, 'rank')}" for op in ops]
     lines += [f"{_word(end, 'name')} = {_word(end, 'value')} @ {_homes(end)}" for end in outputs]
     return Program.parse("\n".join(lines))
+
+
+_KINDS: dict[type, str] = {list: "list", dict: "object", str: "text", int: "number"}
 
 
 def _field(item: Any, name: str, kind: type, where: str, default: object = None) -> Any:
     found = item.get(name, default) if isinstance(item, dict) else None
     if not isinstance(found, kind) or isinstance(found, bool):
-        said = {list: "list", dict: "object", str: "text", int: "number"}[kind]
-        raise ProgramError(f"{where} has no {said} '{name}'" + ("." if where == "the program" else f": {item!r}"))
+        at = "." if where == "the program" else f": {reprlib.repr(item)}"
+        raise ProgramError(f"{where} has no {_KINDS[kind]} '{name}'{at}")
     return found
 
 
-def _list(item: Any, name: str, where: str) -> list[Any]:
-    return _field(item, name, list, where)
+def _list(item: Any, name: str, where: str, kind: type = dict) -> list[Any]:
+    found = _field(item, name, list, where)
+    if not all(isinstance(one, kind) for one in found):
+        raise ProgramError(f"'{name}' of {where} is a list of {_KINDS[kind]}s: {reprlib.repr(item)}")
+    return found
 
 
 def _word(item: Any, name: str) -> str:
     found: str = _field(item, name, str, "an entry")
     if found.split() != [found]:
-        raise ProgramError(f"'{name}' is one word, found {found!r}.")
+        raise ProgramError(f"'{name}' is one word, found {reprlib.repr(found)}.")
     return found
 
 
@@ -106,16 +116,19 @@ def _number(item: Any, name: str) -> str:
 
 
 def _homes(item: Any) -> str:
-    return ",".join(map(str, _list(item, "homes", "an entry")))
+    return ",".join(map(str, _list(item, "homes", "an entry", int)))
+
+
+def _pair(op: Any) -> str:
+    """A PAIR as the program's text has it, without its rank."""
+    return f"{{ {' ; '.join(map(_equation, _list(op, 'parts', 'a PAIR')))} }}"
 
 
 def _equation(op: Any) -> str:
-    """The op as the program's text has it, without its rank."""
+    """An op as the program's text has it, without its rank."""
     kind = _word(op, "kind")
-    if "parts" in op:
-        return f"{{ {' ; '.join(map(_equation, _list(op, 'parts', kind)))} }}"
     stage, microbatch, piece = (_number(op, name) if name in op else "" for name in ("stage", "microbatch", "slice"))
     tail = "," * bool(microbatch or piece) + microbatch + "." * bool(piece) + piece
-    reads, writes = (" ".join(map(str, _list(op, name, kind))) for name in ("reads", "writes"))
+    reads, writes = (" ".join(_list(op, name, kind, str)) for name in ("reads", "writes"))
     how = ", ".join(f"{name}={value}" for name, value in _field(op, "how", dict, kind, {}).items())
     return f"{writes or '_'} = {kind}[{stage}{tail}] {reads}" + (f" {{{how}}}" if how else "")

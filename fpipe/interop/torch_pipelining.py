@@ -22,6 +22,7 @@ from fpipe.model import Model
 from fpipe.program import Program, ProgramError, the_program
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms.cells import sizes_of
 from fpipe.transforms.chain import chain
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
@@ -64,8 +65,7 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
     """
     rows = read(table, format)
     forwards = [action for _, action in actions_of(rows, ("F",))]
-    stages = 1 + max(action.stage for action in forwards)
-    microbatches = 1 + max(action.microbatch or 0 for action in forwards)
+    stages, microbatches, _ = sizes_of([("F", one.stage, one.microbatch, None) for one in forwards])
     return chain(split(microbatches), merge(), _ordered(rows, format))(base_program(stages))
 
 

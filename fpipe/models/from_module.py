@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.ambient import refuse_odd_modes
+from fpipe.limits import whole
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.cut_net import CutNet
@@ -127,8 +128,8 @@ def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
     if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
         found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
         raise TypeError(f"from_module takes an nn.Module, or what torch.export made of one; found {found}.")
-    if stages is not None and (type(stages) is not int or stages < 1):
-        raise ValueError(f"stages is a whole number from 1, found {stages!r}.")
+    if stages is not None:
+        whole("stages", stages)
     if stages is None and cuts is None:
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
     listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, get_args
 
+from fpipe.limits import whole
 from fpipe.model import Model
 from fpipe.planning.cost_curve import CostCurve, Share
 from fpipe.planning.work import Work
@@ -51,8 +52,7 @@ def asked_for(
     at: Any,
 ) -> Asked:
     """Check the arguments of a plan, and hold them as a value."""
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    ranks = whole("ranks", ranks)
     counts = _listed("microbatches", microbatches, "numbers of microbatches, such as [8, 16]")
     odd = next((count for count in counts if type(count) is not int or count < 1), None)
     if odd is not None:
@@ -106,8 +106,8 @@ def _listed(word: str, given: Any, what: str) -> tuple[Any, ...]:
 def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object, stages: object) -> Work:
     """Costs that were said, by the rows of a microbatch."""
     for word, found in (("rows", rows), ("stages", stages)):
-        if found is not None and (type(found) is not int or found < 1):
-            raise ValueError(f"{word} is a whole number, at least 1; found {found!r}.")
+        if found is not None:
+            whole(word, found, most=math.inf)
     sizes = [1.0 if rows is None else cast("int", rows) / count for count in asked.microbatches]
     if isinstance(given, Mapping):
         said = given

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
+from fpipe.limits import whole
 from fpipe.program import Program, Value
 from fpipe.schedules.named import parse
 from fpipe.timing.amounts import checked_count
@@ -169,8 +170,7 @@ def compare(
     mine                   9     9   33.3%           33.3%     3     2      9   0.0%
     """
     for word, size in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{word} is a whole number, at least 1; found {size!r}.")
+        whole(word, size)
     said = costs if callable(costs) else the_costs(costs)
     given: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
     told = None if costs is None else said if callable(said) else partial(shared, said)

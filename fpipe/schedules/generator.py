@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from fpipe.limits import whole
 from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Cell, is_general, parse_cell
@@ -39,8 +40,7 @@ def from_generator(
     """
     if not callable(f):
         raise TypeError(f"from_generator takes f(rank, ranks, microbatches), which yields cells; found {f!r}.")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    whole("ranks", ranks)
 
     def rows(program: Program, placement: list[int]) -> list[list[Cell]]:
         if 1 + max(placement) != ranks:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fpipe.limits import expression, whole
 from fpipe.program import Program
 from fpipe.schedules.registry import Schedule, about
 from fpipe.timing.costs import Costs
@@ -64,8 +65,8 @@ def with_options(text: str, more: Mapping[str, Any]) -> Named:
     schedule, known = about(name), _parameters(about(name))
     options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", said) if part) | dict(more)
     stages = options.pop("stages", None)
-    if stages is not None and (type(stages) is not int or stages < 1):
-        raise ValueError(f"stages is a whole number, at least 1; found {stages!r}.")
+    if stages is not None:
+        whole("stages", stages)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     odd = next((word for word in options if word not in known and not takes_any), None)
     if odd is not None:
@@ -84,8 +85,8 @@ def option(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise ValueError(f"an option reads waves=2, found {text!r}.")
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+        return name, ast.literal_eval(expression(value))
+    except (ValueError, TypeError):
         return name, value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fpipe.limits import whole
 from fpipe.orders.runs import Run, columns
 from fpipe.orders.wavefront import fronts, of_ranks
 from fpipe.program import ProgramError, building
@@ -91,8 +92,7 @@ def periodic(name: str, ranks: int, microbatches: int, costs: Costs | None = Non
     """
     schedule = about(name)
     for word, size in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{word} is a whole number, at least 1; found {size!r}.")
+        whole(word, size)
     if name not in PERIODIC:
         raise ValueError(
             f"{name} has no period that is known before its order is: it is searched or drawn for each size. Simulate "

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fpipe.limits import whole
 from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.timing.costs import Costs, the_costs
@@ -73,8 +74,7 @@ def from_priority(
     """
     if not callable(key):
         raise TypeError(f"a key is a function of an op and of now, `key(op, now)`; found {key!r}.")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+    whole("ranks", ranks)
     limits = _limits(cap, ranks)
     costs = the_costs(costs)
 

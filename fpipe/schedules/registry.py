@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec
 
+from fpipe.limits import whole
 from fpipe.program import Program, ProgramError
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, transforming
@@ -102,8 +103,7 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
             f"a schedule is a function of ranks that gives a transform; {name!r} is to be the transform itself: say "
             "lambda ranks: ..."
         )
-    if type(stages_per_rank) is not int or stages_per_rank < 1:
-        raise ValueError(f"stages_per_rank is a whole number, at least 1; found {stages_per_rank!r}.")
+    whole("stages_per_rank", stages_per_rank)
     _add(Schedule(name, factory, stages_per_rank))
 
 
@@ -148,8 +148,7 @@ def published(
             if not args and "ranks" not in options:
                 said = f"; found {', '.join(options)}" if options else ""
                 raise TypeError(f"{name} takes the number of ranks, as {name}(4) or {name}(ranks=4){said}.")
-            if type(ranks) is not int or ranks < 1:
-                raise ValueError(f"ranks is a whole number, at least 1; found {ranks!r}.")
+            ranks = whole("ranks", ranks)
             transform = factory(*args, **options)
 
             @transforming

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fpipe.limits import whole
 from fpipe.program import Program, ProgramError, building
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform, transforming
@@ -118,8 +119,8 @@ def hanayo(ranks: int, waves: int | None = None) -> Transform:
     rank 1 |  .  1F0 1F1  .  4F0 1F2 4F1 4B0 4F2 4B1 1B0 4B2 1B1  .  1B2  .
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2 3F2 3B0 2B0 3B1 2B1 3B2 2B2  .   .
     """
-    if waves is not None and (type(waves) is not int or waves < 1):
-        raise ValueError(f"waves is a whole number, at least 1; found {waves!r}.")
+    if waves is not None:
+        whole("waves", waves)
 
     @transforming
     def transform(program: Program) -> Program:

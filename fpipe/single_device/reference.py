@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.purity.ambient import refuse_odd_modes
+from fpipe.limits import whole
 from fpipe.model import (
     Model,
     check_params,
@@ -82,8 +83,7 @@ def reference(
     """
     refuse_spread(_spread, "reference(model, params, {})")
     for word, given in (("microbatches", microbatches), ("slices", slices)):
-        if type(given) is not int or given < 1:
-            raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
+        whole(word, given)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
     presplit = isinstance(batch, list)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from fpipe.limits import whole
+
 _TIMES = {"ns": Fraction("1e-9"), "us": Fraction("1e-6"), "ms": Fraction("1e-3"), "s": Fraction(1)}
 _SIZES = {"B": Fraction(1)} | {
     f"{letter}{more}B": Fraction(1024 if more else 1000) ** power
@@ -109,11 +111,11 @@ class _Reader:
         clauses = [found for found in re.finditer(r"[^;]+", self.text) if found[0].strip()]
         if not clauses:
             raise ValueError(f"a cluster says at least how many ranks there are, as in {_FORM!r}; found {self.text!r}.")
-        sizes = re.fullmatch(r"(?:(\d+) hosts? x )?(\d+) ranks?", " ".join(clauses[0][0].split()))
+        sizes = re.fullmatch(r"(?:(\d{1,9}) hosts? x )?(\d{1,9}) ranks?", " ".join(clauses[0][0].split()))
         if not sizes or "0" in (sizes[1], sizes[2]):
             raise self.wrong("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
         hosts, ranks = int(sizes[1] or 1), int(sizes[2])
-        count = hosts * ranks
+        count = whole("the number of a cluster's ranks", hosts * ranks)
         links: dict[str, Link] = {}
         speed, memory = [1.0] * count, [math.inf] * count
         for clause in clauses[1:]:
@@ -162,7 +164,7 @@ class _Reader:
         whom, *words = words
         ranks = range(len(speed))
         if head[0] != "each":
-            numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", whom[0])
+            numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", whom[0])
             if not numbers or int(numbers[2] or numbers[1]) >= len(speed) or int(numbers[1]) > int(numbers[2] or 1e9):
                 raise self.wrong(f"ranks are 0..{len(speed) - 1}, one (3) or several (0-3)", whom)
             ranks = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
@@ -200,7 +202,7 @@ def bytes_of(text: str) -> float:
 
 def _read(text: str, units: Mapping[str, Fraction]) -> float | None:
     """A number and its unit; None where it is no such thing."""
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
+    found = re.fullmatch(r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([A-Za-z]*)", text)
     return float(Fraction(found[1]) * units[found[2]]) if found and found[2] in units else None
 
 

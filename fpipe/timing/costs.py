@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, cast
 
+from fpipe.limits import whole
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.timing.amounts import checked_count, checked_rate, checked_seconds, listed, of_links
 from fpipe.timing.cluster import Cluster
@@ -121,8 +122,7 @@ class Costs:
         Costs(forward=5.0, backward_input=6.0, backward_weight=4.0, recompute=None, transfer=1)
         """
         for word, parts in (("stages", stages), ("slices", slices)):
-            if type(parts) is not int or parts < 1:
-                raise ValueError(f"{word} is a whole number, at least 1; found {parts!r}.")
+            whole(word, parts)
         share = stages * slices
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)
 

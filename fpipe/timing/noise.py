@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MOST = 1e6  # beyond it nothing is known of a makespan, and squares overflow
+
+
 @dataclass(frozen=True)
 class Noise:
     """How far costs stray, in each of many draws.
@@ -44,9 +47,9 @@ class Noise:
             given: Any = getattr(self, field.name)
             least = 0 if field.name == "jitter" else 1
             number = isinstance(given, int | float) and not isinstance(given, bool)
-            if not number or not least <= given < math.inf:
+            if not number or not least <= given <= _MOST:
                 word = "a share of an op's seconds" if field.name == "jitter" else "how many times as long it takes"
-                raise ValueError(f"{field.name} is {word}, a number of at least {least}; found {given!r}.")
+                raise ValueError(f"{field.name} is {word}, a number from {least} to {_MOST:.0f}; found {given!r}.")
 
 
 def makespans(program: Program, costs: Costs, noise: Noise, samples: int, seed: int) -> list[float]:

@@ -15,6 +15,7 @@ from itertools import accumulate, takewhile
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, cast, overload
 
+from fpipe.limits import whole
 from fpipe.program import Op
 from fpipe.timing.balance import balance, whole_numbers
 from fpipe.timing.costs import Costs
@@ -146,8 +147,8 @@ class _Layers(NamedTuple):
 
 def _check_layers(stages: object, memory: object) -> None:
     """Of one model: a number of stages, and bytes of each."""
-    if stages is not None and (type(stages) is not int or stages < 1):
-        raise ValueError(f"stages is a whole number, at least 1; found {stages!r}.")
+    if stages is not None:
+        whole("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from fpipe.limits import whole
 from fpipe.program import Program, building, the_program
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.noise import Noise, makespans
@@ -134,9 +136,8 @@ def robustness(
         raise ValueError(f"robustness takes a program, or several as {{name: program}}; found {programs!r}.")
     if not isinstance(noise, Noise):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"noise is an fpipe.Noise, such as fpipe.Noise(jitter=0.1); found {noise!r}.")
-    for word, number, least in (("samples", samples, 1), ("seed", seed, 0)):
-        if type(number) is not int or number < least:
-            raise ValueError(f"{word} is a whole number, at least {least}; found {number!r}.")
+    whole("samples", samples)
+    whole("seed", seed, least=0, most=math.inf)
     rows: list[Spread] = []
     for name, one in given.items():
         program = the_program(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
+from fpipe.limits import whole
 from fpipe.program import Program, building, the_program
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.columns import OpGroups, is_plain, op_groups, walk_plain
@@ -46,8 +47,7 @@ def simulate(
     if cluster is not None:
         costs = replace(costs, cluster=cluster)
     costs = the_costs(costs, program)
-    if type(iterations) is not int or iterations < 1:
-        raise ValueError(f"iterations is a whole number, at least 1; found {iterations!r}.")
+    whole("iterations", iterations)
     if iterations > 1 and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f"a cluster with shared links is simulated for one iteration, found iterations={iterations}.")
     with building():

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fpipe.program import ProgramError, kind_of
+from fpipe.limits import shortened
+from fpipe.program import ProgramError, cell_of, kind_of, readable
 
 Key = tuple[str, int | None, int | None, int | None]
 """An op by kind, stage, microbatch and slice."""
@@ -35,18 +36,23 @@ def parse_cell(text: str) -> tuple[Key, ...]:
     if text.startswith("("):
         text = text.removesuffix("OVERLAP_F_B")  # as torch writes a pair
     if text.startswith("(") and text.endswith(")"):
-        return tuple(key for part in text[1:-1].split(";") for key in parse_cell(part))
+        return tuple(map(_parse_key, text[1:-1].split(";")))
+    return (_parse_key(text),)
+
+
+def _parse_key(text: str) -> Key:
+    text = text.strip()
     found = _CELL.match(text)
     if found is None or found.end() != len(text):
         why = (
-            f"after {found[0]} comes {text[found.end() :]!r}"
+            f"after {found[0]} comes {shortened(text[found.end() :])!r}"
             if found
             else "it does not start with stage, kind, microbatch"
         )
-        raise ProgramError(f"{text!r} is not a cell: {why}. Cells read 2F0 or (0F7;7B3).")
+        raise ProgramError(f"{shortened(text)!r} is not a cell: {why}. Cells read 2F0 or (0F7;7B3).")
     stage, kind, microbatch, piece = found.groups()
     kind_of(kind)
-    return ((kind, int(stage), int(microbatch), None if piece is None else int(piece)),)
+    return kind, int(stage), int(microbatch), None if piece is None else int(piece)
 
 
 def in_our_letters(cells: Iterable[Iterable[Cell]]) -> list[list[Cell]]:
@@ -75,6 +81,23 @@ def is_general(cell: str) -> bool:
 def keys_of(cell: Cell) -> tuple[Key, ...]:
     """The keys of the ops that a cell names by them."""
     return (cell,) if isinstance(cell, tuple) else () if is_general(cell) else parse_cell(cell)
+
+
+def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
+    """How many stages, microbatches and slices a whole table has; a stray number would make a program of very many.
+
+    >>> sizes_of([*parse_cell("0F0"), *parse_cell("(1F0;0B0)")])
+    (2, 1, 1)
+    """
+    sizes = [1 + max(number or 0 for number in column) for column in zip(*(key[1:] for key in keys), strict=True)]
+    stages, microbatches, slices = sizes
+    named = {(stage, microbatch, piece or 0) for kind, stage, microbatch, piece in keys if kind == "F"}
+    if len(named) < stages * microbatches * slices:
+        each = ((s, m, q) for s in range(stages) for m in range(microbatches) for q in range(slices))
+        stage, microbatch, piece = next(place for place in each if place not in named)
+        cell = cell_of(("F", stage, microbatch, piece if slices > 1 else None))
+        raise ProgramError(f"the table does not name {cell}; every F and every backward is named once.")
+    return stages, microbatches, slices
 
 
 def read_table(table: Table) -> list[list[Cell]]:
@@ -132,6 +155,14 @@ def text_of(file: Path) -> str:
         ) from None
 
 
+def csv_cells(line: str) -> list[str]:
+    """The cells of a line of CSV, which may be quoted."""
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise ProgramError(f"a line is not CSV: {error}.") from None
+
+
 def _idle(cell: object) -> bool:
     return cell is None or (isinstance(cell, str) and cell.strip() in ("", ".", "None"))
 
@@ -139,11 +170,11 @@ def _idle(cell: object) -> bool:
 def _from_text(text: str) -> list[list[Cell]]:
     """A grid or CSV text; errors say the line and column of the unrecognised cell."""
     rows: list[list[Cell]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(readable(text).splitlines(), 1):
         if not line.strip():
             continue
         body = line.partition("|")[2] if line.lstrip().startswith("rank") else line
-        found = next(csv.reader([body])) if "," in body else body.split()
+        found = csv_cells(body) if "," in body else body.split()
         row: list[Cell] = []
         for column, cell in enumerate(found, 1):
             if _idle(cell):

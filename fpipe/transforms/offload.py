@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Program, ProgramError, Value, pair
 from fpipe.transforms._names import check_names, names_of
@@ -59,8 +60,7 @@ def offload(
         raise ValueError(f"policy is 'always', 'worthwhile' or f(stage, microbatch) -> bool, found {policy!r}.")
     if cap is not None and not (isinstance(cap, int | float) and cap > 0):
         raise ValueError(f"cap is a number of microbatches above 0, found {cap!r}.")
-    if type(lead) is not int or lead < 0:
-        raise ValueError(f"lead is a whole number of ops, at least 0; found {lead!r}.")
+    whole("lead", lead, least=0)
     if to != "host" and not callable(to):
         raise ValueError(f"to is 'host' or f(rank) -> rank, found {to!r}.")
     names = frozenset(names_of("values", values))

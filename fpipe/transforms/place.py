@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fpipe.check import ranks_are_whole
+from fpipe.limits import whole
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.transforms._rewrite import Transform, is_move, keep_to_data, moved, rebuilt, transforming
 
@@ -132,9 +133,7 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         if len(policy) != stages:
             raise ProgramError(f"the placement lists {len(policy)} ranks for {stages} stages; give one rank a stage.")
         return list(policy)
-    p = stages if ranks is None else ranks
-    if type(p) is not int or p < 1:
-        raise ValueError(f"ranks is a whole number, at least 1; found {p!r}.")
+    p = whole("ranks", stages if ranks is None else ranks)
     if p > stages:
         raise ProgramError(
             f"{p} ranks for {stages} stages: each rank needs a stage. Cut the model finer, or use fewer ranks."

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+from fpipe.limits import whole
 from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 from fpipe.transforms.specs import batch_spec_text
@@ -52,8 +53,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     dcarry[0,0.1] g[0,0.1] = B[0,0.1] params[0] res[0,0.1] dx[1,0.1] @ 0
     g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
     """
-    if type(slices) is not int or slices < 1:
-        raise ValueError(f"slices is a whole number, at least 1; found {slices!r}.")
+    whole("slices", slices)
     if type(dim) is not int:
         raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
     how: tuple[tuple[str, object], ...] = (("slices", slices),)

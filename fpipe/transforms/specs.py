@@ -13,6 +13,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from fpipe.limits import expression
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -176,4 +178,7 @@ def spec_of(text: str | None) -> Any:
             case _:
                 raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
 
-    return None if text is None else read(ast.parse(text, mode="eval").body)
+    try:
+        return None if text is None else read(expression(text))
+    except TypeError:  # a key that cannot be one, a dimension that is none
+        raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().") from None

@@ -9,6 +9,9 @@ in m microbatches are one larger. Nothing is joined: every result is there per m
 
 from __future__ import annotations
 
+import math
+
+from fpipe.limits import LARGEST_SIZE, MOST_OPS, whole
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms._copies import copies
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
@@ -73,6 +76,9 @@ def split(
                 f"this program is on {program.ranks} ranks already, in an order of its own: its microbatches would "
                 "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
             )
+        if len(program.ops) * many * slices > MOST_OPS:
+            each = len(program.ops) * slices
+            raise ProgramError(f"{many} microbatches of {each} ops are more than the {MOST_OPS} ops of a program.")
         ops, outputs, sources = copies(program, many, how)
         if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
             # One rank and nothing but timed ops: each copy is in order, and they follow each other.
@@ -88,8 +94,8 @@ def _sizes(
     if (count is None) == (size is None):
         raise ValueError("say either the number of microbatches, split(8), or their size, split(size=4, rows=32).")
     for word, given in (("microbatches", count), ("size", size), ("rows", rows)):
-        if given is not None and (type(given) is not int or given < 1):
-            raise ValueError(f"{word} is a whole number, at least 1; found {given!r}.")
+        if given is not None:
+            whole(word, given, most=LARGEST_SIZE if given is count else math.inf)
     if size is not None:
         if rows is None:
             raise ValueError(

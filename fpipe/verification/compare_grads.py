@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.limits import whole
 from fpipe.model import Model, check_params, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.program import Value
@@ -111,8 +112,8 @@ def _ways(batch: Any, microbatches: int | None) -> list[Parts]:
         pairs = streams(batch, len(batch))  # pyright: ignore[reportUnknownArgumentType]
         return [[*zip(zip(*pairs, strict=True), rows_of_each(pairs), strict=True)]]
     check_batch(batch)
-    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
-        raise ValueError(f"microbatches is a whole number, at least 1, or None; found {microbatches!r}.")
+    if microbatches is not None:
+        whole("microbatches", microbatches)
     count = rows(batch)
     ways = [m for m in range(1, _MOST + 1) if count % m == 0] if microbatches is None else [microbatches]
     return [[cut(batch, index, m) for index in range(m)] for m in ways]

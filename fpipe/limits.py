@@ -1,0 +1,68 @@
+"""Limits of what is read: how long a word, how deep a nesting, how large a number a text or an argument may have.
+
+A program, a table or an option may come from elsewhere. What is over a limit is refused in one sentence before anything
+is made of it, so that no text takes all memory, all time or the whole stack of its reader.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+LONGEST_WORD = 1_000  # characters between spaces and commas: a cell, a value, a literal
+LARGEST_SIZE = 20_000  # ranks, stages, microbatches, slices: each alone makes a program that is slow to print
+MOST_OPS = 10_000_000  # of a program that is split; a million take 11 s and 1.3 GiB
+MOST_PARTS = 16  # of a PAIR; hardware overlaps two
+LARGEST_NUMBER = 2**64  # in a literal
+
+
+def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZE) -> int:
+    """A whole number within limits.
+
+    Raises:
+        ValueError: another type, or beyond one of the limits.
+
+    >>> whole("ranks", 4)
+    4
+    >>> whole("ranks", 10**8)
+    Traceback (most recent call last):
+    ValueError: ranks is a whole number, at most 20000; found 100000000.
+    """
+    if type(found) is not int or found < least:
+        raise ValueError(f"{word} is a whole number, at least {least}; found {found!r}.")
+    if found > most:
+        raise ValueError(f"{word} is a whole number, at most {most}; found {shortened(repr(found), 30)}.")
+    return found
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The beginning of a text, as errors quote it.
+
+    >>> shortened("0F0 0B0", 3)
+    '0F0...'
+    """
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def expression(text: str) -> ast.expr:
+    """Parse a Python expression, whatever stands in the text.
+
+    Raises:
+        ValueError: no expression, one that nests too deeply, or a number over the limit.
+
+    >>> ast.unparse(expression("{'dim': 1}"))
+    "{'dim': 1}"
+    >>> expression("(" * 1000)
+    Traceback (most recent call last):
+    ValueError: '((((((((((((((((((((...' is no Python literal, or nests too deeply.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two are the parser's own limits
+        raise ValueError(f"{shortened(text, 20)!r} is no Python literal, or nests too deeply.") from None
+    for node in ast.walk(found):
+        number = node.value if isinstance(node, ast.Constant) else 0
+        if isinstance(number, int | float | complex) and not abs(number) < LARGEST_NUMBER:
+            raise ValueError(f"a number in {shortened(text)!r} is beyond {LARGEST_NUMBER:.3g}.")
+    return found
