@@ -133,7 +133,7 @@ offload("sometimes")
 offload(cap=0)
     ValueError: cap is a number of microbatches above 0, found 0
 offload(lead=-1)
-    ValueError: lead is a whole number of ops, at least 0; found -1
+    ValueError: lead is a whole number, at least 0; found -1
 offload(to="disk")
     ValueError: to is 'host' or f(rank) -> rank, found 'disk'
 offload(cap=2, values=("y",))

@@ -52,7 +52,7 @@ S.pipe_offload(2, cap=0)
 on(S.pipe_offload(2, cap=0.4), 4)
     ProgramError: cap=0.4 is less than rank 0 can keep to in this order
 S.pipe_offload(2, lead=-1)
-    ValueError: lead is a whole number of ops, at least 0; found -1.
+    ValueError: lead is a whole number, at least 0; found -1.
 on(S.seq1f1b(2, slices=0), 2)
     ValueError: slices is a whole number, at least 1; found 0.
 on(S.chimera(3), 3)
