@@ -250,6 +250,11 @@ def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     return None
 
 
+def in_mode(model: Model) -> Model:
+    """The model as the train or eval mode of its net is now, where a front door can trace it so."""
+    return model if the_model(model).held is None else model.held.in_mode(model)
+
+
 def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:
     """Pass a model on, and refuse all else with a hint."""
     if isinstance(found, Model):

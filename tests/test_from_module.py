@@ -499,12 +499,28 @@ def test_buffers_that_are_written_are_state(kind: type[Net]) -> None:
     assert [name for name, held in written.items() if not torch.equal(held, now[name])] == []
 
 
-def test_a_net_that_has_turned_to_eval_is_refused() -> None:
+def test_a_step_is_built_in_the_mode_that_the_net_is_in() -> None:
+    """One model trains and evaluates; a step itself goes on in its own mode, and says so."""
     net, batch = Net(2, nn.Dropout), rows()
     model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    train = fpipe.build(pipeline(model), model)
+    trained = train(params, batch, key=0).loss
     net.eval()
     with pytest.raises(ValueError, match=re.escape("was in training when the net was traced and is in eval now")):
-        fpipe.build(pipeline(model), model)(params, batch, key=0)
+        train(params, batch, key=0)
+    program = fpipe.forward_only()(pipeline(model))
+    assert torch.allclose(fpipe.build(program, model)(params, batch).loss, F.mse_loss(net(batch[0]), batch[1]))
+    assert fpipe.verify(pipeline(model), model, params, batch).bitwise
+    net.train()
+    assert torch.equal(train(params, batch, key=0).loss, trained)
+
+
+def test_a_net_whose_state_is_another_in_eval_is_refused() -> None:
+    net, batch = Net(2, Statistics), rows()
+    model, params, state = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
+    net.eval()
+    with pytest.raises(ValueError, match=re.escape("was in training when the net was traced and is in eval now")):
+        fpipe.build(pipeline(model), model)(params, batch, state=state)
     model, params, _ = fpipe.from_module(net, 2, loss=F.mse_loss, example=batch)
     assert fpipe.verify(pipeline(model), model, params, batch).bitwise
 

@@ -42,8 +42,8 @@ runtimes/processes <- root torch_private transforms graphs/purity graphs/languag
 models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
     models/modules models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
-models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters models/modules
-    models/tracing models/cutting
+models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
+    models/modules models/tracing models/cutting
 verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language runtimes/definition runtimes/lowering

@@ -120,6 +120,8 @@ def from_module(
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
         run = partial(function, key=KEY, microbatch=0)
         refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
+        how: Any = {"example": example, "loss": loss, "cuts": cuts, "costs": costs, "reduction": reduction, "aux": aux}
+        held.trace_again(model, lambda: from_module(net, stages, **how)[0])
     return model, params, state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from fpipe.model import Model, the_model
+from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.devices import devices_of
 from fpipe.runtimes.definition.match import check_example, check_match
@@ -98,6 +98,8 @@ def build(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     limited = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
+    model = in_mode(model)
+
     def checked() -> Any:
         if runtime != "local" and not trace:
             raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
@@ -130,7 +132,7 @@ def build(
 
         return distributed(
             the_program(program),
-            the_model(model),
+            model,
             checked,
             mesh=mesh,
             example=example,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import Model
+from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.single_device.batches import refuse_spread, rows_of_each, streams
@@ -62,7 +62,7 @@ def verify(
     The undivided batch gives the same loss and gradients, to rounding.
     """
     refuse_spread(_spread, "verify(program, model, params, {})")
-    close = Close(rtol, atol)
+    close, model = Close(rtol, atol), in_mode(model)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch

@@ -19,6 +19,7 @@ from fpipe.graphs.purity.alike import Same
 from fpipe.graphs.purity.attributes import Modules, plain_attributes
 from fpipe.graphs.purity.closure import modules_of
 from fpipe.graphs.purity.own_memory import memory
+from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
 from fpipe.torch_private.modules import hooks_of
@@ -63,6 +64,10 @@ class Fingerprint:
             if isinstance(one, Tensor)
         ]
         self._turning = [module for module in self._closed if may_depend_on_mode(module)]
+        self._traced = [module for module in self._nets if may_depend_on_mode(module)]
+        self._then = tuple([module.training for module in self._traced])
+        self._again: tuple[weakref.ref[Model], Callable[[], Model]] | None = None
+        self._by_mode: dict[tuple[bool, ...], Model] = {}
 
     def __reduce__(self) -> tuple[type[Fingerprint], tuple[tuple[()]]]:
         return Fingerprint, ((),)  # a copied model was not cut out of anything
@@ -87,6 +92,20 @@ class Fingerprint:
                     then, now = ("trained", "is frozen") if wanted else ("was frozen", "is to train")
                     raise ValueError(f"{what} {then} when the model was cut and {now} now: cut anew.")
 
+    def trace_again(self, model: Model, again: Callable[[], Model]) -> None:
+        """Where modes are in a trace: how this model is cut again as the net is now."""
+        self._again = weakref.ref(model), again
+
+    def in_mode(self, model: Model) -> Model:
+        """The model as the modes of its net are now: that of another trace, where it has the same stages."""
+        now = tuple([module.training for module in self._traced])
+        if self._again is None or self._again[0]() is not model or now == self._then:
+            return model
+        if now not in self._by_mode:
+            self._by_mode[now] = self._again[1]()
+        made = self._by_mode[now]
+        return made if _interface(made) == _interface(model) else model
+
     def modes(self) -> tuple[bool, ...]:
         """The modes of modules that functions close over, as they are now."""
         return tuple([module.training for module in self._turning])
@@ -105,6 +124,12 @@ class Fingerprint:
                     f"{what} was bound anew since it was traced, and the trace holds the tensor of then. Write into "
                     "that one with .copy_(), or cut anew."
                 )
+
+
+def _interface(model: Model) -> tuple[Any, ...]:
+    """Parts of a model on which programs and parameters depend."""
+    each = [(sorted(one.names or ()), one.asks, one.update is None) for one in model.stages]
+    return model.inputs, sorted(model.ties), each
 
 
 _NONE = object()
