@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.graphs.language.graph import fact
+from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.message import MARKS, Layout, word
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
@@ -55,7 +56,8 @@ def differs(rank: int, program: fpipe.Program, found: fpipe.Result, whole: fpipe
     pairs["state"] = (found.state, None if whole.state is None else own(program, rank, whole.state))
     homes = {end.name.name: rank in end.homes for end in program.outputs}
     for name in ("loss", "outputs"):
-        pairs[name] = getattr(found, name), getattr(whole, name) if homes[name] else None
+        here = None if isinstance(getattr(found, name), Elsewhere) else getattr(found, name)
+        pairs[name] = here, getattr(whole, name) if homes[name] else None
     return [name for name, (one, other) in pairs.items() if not alike(one, other)]
 
 
@@ -108,6 +110,22 @@ def remembering(rank: int) -> list[str]:
 
 def test_batch_norm_and_dropout(pair: Processes):
     assert pair.each(remembering) == [[], []]
+
+
+def printed(rank: int) -> list[str]:
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    loss = step(own(program, rank, params), rows()).loss
+    return [f"{loss}", *(timed(call)[0] for call in (lambda: f"{loss:.3f}", lambda: loss.item(), lambda: 2 * loss))]
+
+
+def test_a_rank_without_the_loss_says_how_it_gets_it(pair: Processes):
+    """It was None, and the first print failed on rank 0 alone."""
+    first, second = pair.each(printed)
+    said = "the loss is on rank 1; build(..., broadcast=True) gives it to every rank."
+    assert first == ["on rank 1", f"TypeError: {said}", f"AttributeError: {said}", f"TypeError: {said}"]
+    assert second[1:] == ["worked"] * 3
 
 
 def skipping() -> tuple[fpipe.Model, Any]:

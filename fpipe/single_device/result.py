@@ -16,7 +16,8 @@ class Result:
     """The results of a step, by name; None where the program does not give one.
 
     Attributes:
-        loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow.
+        loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow. In a
+            process that does not compute it, an object that says so, which is false.
         grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros, a frozen one
             None. Of `per_example(model)` each has a dimension of rows in front, or is None.
         outputs: what the last stage returned, joined over microbatches.

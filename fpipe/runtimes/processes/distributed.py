@@ -25,7 +25,7 @@ from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Program
+from fpipe.program import Program, Value
 from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, of_build
@@ -34,6 +34,7 @@ from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.message_order import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
@@ -131,6 +132,8 @@ def distributed(
         made.refuse_missing(leaves)
         made.step, made.step_key, made.step_batch = number, key, digest(handed or {})
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
+        if result.loss is None and has_loss:
+            result = replace(result, loss=Elsewhere(has_loss[0]))
         return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
 
     def step(
@@ -168,6 +171,7 @@ def distributed(
         refuse_other_size(group, program, mesh)
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
         check_transfers(program, AHEAD)
+        has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         options = {
             "record": record,
