@@ -299,6 +299,60 @@ def test_the_rank_that_keeps_the_store_is_named(how: Any):
     assert not any(one.is_alive() for one in three.all)
 
 
+def leaving(rank: int, how: str) -> str:
+    """A build that rank 0 ends, and its process with it at once."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2), microbatches=4 if how == "refused" or rank else 5)
+    try:
+        example = None if how == "refused" and rank == 0 else (params, rows())
+        fpipe.build(program, model, runtime="distributed", example=example)
+    except (ValueError, RuntimeError) as error:
+        if rank == 0:
+            os._exit(1)
+        time.sleep(0.2)
+        return str(error)
+    return "nothing"
+
+
+WHY_LEFT = {
+    "refused": "rank 0 failed outside of its ops: ValueError: runtime='distributed' needs example=(params, batch)",
+    "other": "rank 1 differs from rank 0 in its program: ",
+}
+
+
+@pytest.mark.parametrize("how", WHY_LEFT)
+def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why(how: str):
+    """Started by hand, rank 0 keeps the store: the others heard that it is gone, and not why."""
+    pair = Processes(2, tcp=True)
+    pair.start(leaving, how)
+    assert result(pair.pipes[0]) is None
+    assert str(result(pair.pipes[1])).startswith(WHY_LEFT[how])
+    pair.close()
+
+
+def settled(rank: int) -> list[str]:
+    """Steps under another autocast or number of threads on one rank, compared at first and later by their marks."""
+    program, _, step, params = three_stages()
+    mine, told = own(program, rank, params), list[str]()
+    for number in range(1, 13):
+        with torch.autocast("cpu", enabled=bool(rank) and number in (3, 12)):
+            torch.set_num_threads(2 if rank and number == 5 else 1)
+            told.append(timed(lambda: step(mine, rows()))[0])
+    torch.set_num_threads(1)
+    return told
+
+
+def test_settings_that_differ_in_a_step_are_told(trio: Processes):
+    """They were called structures, shapes or dtypes."""
+    for told in trio.each(settled):
+        assert told[2].startswith(
+            "ValueError: rank 1 differs from rank 0 in its autocast: cpu to torch.bfloat16 instead"
+        )
+        assert told[4].startswith("ValueError: rank 1 differs from rank 0 in its number of threads: 2 instead of 1")
+        assert "or run under another autocast, other settings or numbers of threads" in told[11]
+        assert [said for at, said in enumerate(told) if at not in (2, 4, 11)] == ["worked"] * 9
+
+
 def lengthy() -> None:
     raise MemoryError("word " * 300 + "end")
 

@@ -41,12 +41,15 @@ def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About
     return {
         "program": str(program).splitlines(),
         "torch": torch.__version__,
-        "number of threads": str(torch.get_num_threads()),
-        "autocast": autocast(),
-        "settings": settings(),
+        **around(),
         "options": ", ".join(f"{word}={value}" for word, value in options.items()),
         "parameters": known,
     }
+
+
+def around() -> About:
+    """Settings that choose ops and kernels."""
+    return {"number of threads": str(torch.get_num_threads()), "autocast": autocast(), "settings": settings()}
 
 
 def of_inputs(program: Program, trees: Mapping[Value, AbstractTree]) -> list[str]:

@@ -190,7 +190,8 @@ def _cut(text: str, size: int) -> str:
     if len(text.encode()) <= size:
         return text
     head = text.encode()[: size - len(_CUT)].decode(errors="ignore")
-    return (head.rpartition(" ")[0] or head) + _CUT
+    words = head.rpartition(" ")[0]
+    return (words if len(words) > len(head) // 2 else head) + _CUT  # one long word is cut itself
 
 
 def _said(short: str) -> str:

@@ -28,7 +28,7 @@ from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step
-from fpipe.runtimes.faults.agreement import About, of_build
+from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
@@ -94,8 +94,8 @@ def distributed(
                 f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
             ) from error
 
-    def agreed(where: str, what: str, made: PreparedRank, key: int | None, batch: About) -> PreparedRank:
-        about = {what: made.given_as, **batch, "key": str(key), **made.stages, "messages": made.messages}
+    def agreed(where: str, what: str, made: PreparedRank, key: int | None, more: About) -> PreparedRank:
+        about = {what: made.given_as, **more, "key": str(key), **made.stages, "messages": made.messages}
         meeting.agree(where, about)
         if compile:
             compiled = f"{where}, compiled"
@@ -122,10 +122,11 @@ def distributed(
         handed = of_batch(own[1]) if is_compared(check_batch, number) else None
         if new or (handed is not None and group.size() > 1):
             transfers.meet()
+            alike = {**around(), **(handed or {})}
             if new:
-                known[signature] = agreed(f"step {number}", "arguments", made, key, handed or {})
+                known[signature] = agreed(f"step {number}", "arguments", made, key, alike)
             else:
-                meeting.agree(f"step {number}", handed or {})
+                meeting.agree(f"step {number}", alike)
             transfers.begin()  # all have met: who fails from here on does so in all messages of the step
         if number == 1 and replicas is not None:
             peer_errors.everyone.agree("step 1", {"key": str(key)})
@@ -191,6 +192,7 @@ def distributed(
             peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
         peer_errors.refuse(error, _BUILDING, _TRACED)
+        peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
     watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
     sums = first.sums

@@ -255,7 +255,8 @@ class Transfers:
             )
         return RankError(
             f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
-            "structures, shapes or dtypes. All ranks pass batches of the same sizes."
+            "structures, shapes or dtypes, or run under another autocast, other settings or numbers of threads. All "
+            "ranks pass batches of the same sizes."
         )
 
     def _elsewhere(self, words: str) -> LostRank:
