@@ -3,13 +3,14 @@
 import math
 import re
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.program import KINDS
 from fpipe.runtimes.definition.meaning import RULES
 from property_tests.strategies import Net, linear, plain_autograd
 from tests.refusals import refusals
@@ -141,6 +142,22 @@ def test_a_stage_that_draws_without_a_key_is_refused_and_leaves_random_numbers_a
     with pytest.raises(ValueError, match=r"stage 0 \(<lambda>\) draws random numbers: hand in key=, an int"):
         step((EYE,), NET.batch(6))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, runtime: Literal["local", "threads"]):
+    """Views of parameters were prepared before the first op, of a version that nothing had written: IndexError."""
+    monkeypatch.setitem(KINDS, "DOUBLE", fpipe.Kind("after"))
+    monkeypatch.setitem(RULES, "DOUBLE", lambda op, args, context: [{"w": 2 * args[0]["w"]}])
+    model = fpipe.from_functions([lambda p, x: (x @ p["w"].t()).tanh()] * 2, total)
+    plain = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.schedules.gpipe(2))(fpipe.program(model))
+    lines = re.sub(r"\bparams\[0\] x", "params[0,0] x", str(plain)).replace("params[0] res", "params[0,0] res")
+    program = fpipe.Program.parse(lines.replace("inputs @ 0\n", "inputs @ 0\nparams[0,0] = DOUBLE[0] params[0] @ 0\n"))
+    params, batch = ({"w": torch.randn(4, 4)}, {"w": torch.randn(4, 4)}), (torch.randn(4, 4), torch.randn(4, 4))
+    found = fpipe.build(program, model, runtime=runtime)(params, batch)
+    expected = fpipe.build(plain, model)(({"w": 2 * params[0]["w"]}, params[1]), batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert all(torch.equal(one["w"], other["w"]) for one, other in zip(found.grads, expected.grads, strict=True))
 
 
 @pytest.mark.parametrize("transform", [fpipe.schedules.gpipe(2), fpipe.chain(fpipe.split(2)), fpipe.split(2)])

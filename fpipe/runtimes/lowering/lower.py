@@ -139,6 +139,8 @@ class _Lowering:
     def __init__(self, ops: Sequence[Op], shapes: Shapes, folds: Folds, given: Collection[int], compile: bool) -> None:
         self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, compile
         self.trees = folds.trees
+        self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
+        self.moved = {*self.made, *shapes.copies.origin}
         self.kernels, self.casts = kernels(), casts()
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
@@ -198,7 +200,7 @@ class _Lowering:
 
     def traced(self, at: int, op: Op) -> Instruction:
         """A part of a stage's graph."""
-        sums, update, origin = self.folds.sums, self.folds.updates.get(at), self.shapes.copies.origin
+        sums, update = self.folds.sums, self.folds.updates.get(at)
         cut, adds = self.shapes.cut_of(op), sums.adds.get(at, {})
         recipe = Recipe(
             kind=op.kind if op.kind in "BIW" else "F",
@@ -208,7 +210,7 @@ class _Lowering:
                 (label_of(value), place) for value in op.writes for place in self.folds.sums.copied.get(value, ())
             ),
             update=None if update is None else update[1:],
-            landed=any(value.name == "params" and value in origin for value in op.reads),
+            landed=any(value in self.made for value in op.reads),
             kernels=self.kernels,
             compile=self.compile,
         )
@@ -233,8 +235,8 @@ class _Lowering:
         if "ready" in graph.reads:
             named |= {"ready": self.ready((cut, recipe), op, made)}
         reads = [named[label] for label in graph.reads]
-        if recipe.landed:  # what came from another rank is gone after its last read, as all that travels
-            over = [k for k, value in enumerate(reads) if value in origin and self.folds.last.get(value) == at]
+        if recipe.landed:  # what came from another rank, or a version, is gone after its last read
+            over = [k for k, value in enumerate(reads) if value in self.moved and self.folds.last.get(value) == at]
             run = dropping(run, over) if over else run
         extra = [self.ops[other] for other in self.folds.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)

@@ -25,8 +25,8 @@ class Recipe(NamedTuple):
         adds: of the gradients that it adds to a sum.
         copied: by label the places of leaves that it writes into memory of their own.
         update: the norms whose statistics it updates, these, and whether in place.
-        landed: whether its parameters come from another rank: they are not there when a step starts, so nothing is
-            prepared of them.
+        landed: whether an op writes its parameters, such as a RECV: they are not there when a step starts, so nothing
+            is prepared of them.
         kernels: the flags that choose kernels.
         compile: whether inductor compiles it.
     """
