@@ -374,7 +374,7 @@ def _stages_are_whole(program: Program) -> None:
     for word, at in (("stage", 1), ("microbatch", 2), ("slice", 3)):
         used = set(map(itemgetter(at), ops)) - {None}
         named = (used | set(map(itemgetter(at), ends))) - {None}
-        if named != set(range(len(used))):
+        if used and named != set(range(len(used))):
             gap = next(number for number in range(len(named) + 1) if number not in used)
             raise ProgramError(f"{word} {gap} is missing: {word}s are 0..{max(named)}, and each has an op.")
 

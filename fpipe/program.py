@@ -14,7 +14,8 @@ The whole language, as a grammar::
 Four rules make a list of ops a program. (1) *Single assignment*: every value is written once. (2) *Order is meaning*:
 a value is written before it is read, so a walk down the list is always possible and a deadlock cannot be written down.
 (3) *Nothing is lost*: what is written is read by someone or is an output; what is in flight lands once, where it was
-sent; nothing is read after it is freed. (4) *Ranks are 0..n-1*, and each of them has an op or is a home.
+sent; nothing is read after it is freed. (4) *Numbers are 0..n-1*: each rank has an op or is a home, and each stage,
+microbatch and slice has an op.
 
 The names that the front doors use for values (any lower-case word is a value name; these have a meaning in the walk)::
 

@@ -72,7 +72,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: object, **options: object) -> None:
         try:
             command(*args, **options)
-        except (ValueError, AssertionError, ModuleNotFoundError, OSError) as error:
+        except (ValueError, OverflowError, AssertionError, ModuleNotFoundError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
             print_error(str(error))

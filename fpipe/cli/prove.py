@@ -57,11 +57,11 @@ def verify(
       python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
       python -m fpipe verify my_table.csv
     """
-    # The other commands start without torch, in a third of the time.
-    from fpipe.cli.small_model import small_model
-    from fpipe.verification.verify import verify as verify_program
-
     options.only_of_names(typed, [what])
     program = options.program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))
+    # The other commands, and refusals, come without torch, in a third of the time.
+    from fpipe.cli.small_model import small_model
+    from fpipe.verification.verify import verify as verify_program
+
     print(verify_program(program, *small_model(program)))
