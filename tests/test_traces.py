@@ -674,3 +674,60 @@ def test_a_parameter_as_an_output_is_averaged_as_any_other_number(trace: bool):
     assert torch.equal(found.outputs[1], expected.outputs[1])
     found.outputs[1].zero_()
     assert params[0]["w"] == 0.1
+
+
+LOOKS: dict[str, Callable[[Tensor], bool]] = {
+    "requires_grad": lambda x: x.requires_grad,
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is None,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_autograd_knows_of_a_tensor_is_answered_as_without_a_trace(where: int, look: str):
+    """Of a batch's input the trace of later stages was taken, where the same ops ran, with other numbers."""
+
+    def asking(p: Any, x: Tensor) -> Tensor:
+        return x * p["w"] * (2 if LOOKS[look](x) else 3)
+
+    functions = [asking, lambda p, x: x * p["w"]]
+    model = fpipe.from_functions(functions[:: -1 if where else 1], nn.functional.mse_loss)
+    params, batch = tuple({"w": torch.ones(4)} for _ in functions), (torch.randn(6, 4), torch.zeros(6, 4))
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    first = batch[0].chunk(2)[0]
+    x = first if not where else first * params[0]["w"].clone().requires_grad_()
+    factor = 2 if LOOKS[look](x) else 3
+    found = fpipe.build(program, model)(params, batch).outputs
+    assert torch.equal(found, batch[0] * factor)
+
+
+class Tripled(Tensor):
+    """A tensor whose products are three times as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made * 3 if func is Tensor.matmul else made
+
+
+def test_a_tensor_with_functions_of_its_own_keeps_them():
+    model = fpipe.from_functions([lambda p, x: x.matmul(p["w"])], lambda y, t: y.sum())
+    batch = torch.ones(2, 4).as_subclass(Tripled), torch.zeros(2, 4)
+    with pytest.warns(UserWarning, match="it is handed a Tripled, whose __torch_function__ a trace would not call"):
+        loss = fpipe.build(fpipe.program(model), model)(({"w": torch.ones(4, 4)},), batch).loss
+    assert float(loss) == 3 * 32
+
+
+def test_a_dispatch_mode_around_threads_is_refused():
+    """It saw the ops of rank 0 alone."""
+    model = fpipe.from_functions([lambda p, x: x @ p["w"]], lambda y, t: y.sum())
+    step = fpipe.build(fpipe.program(model), model, runtime="threads")
+    given = ({"w": torch.ones(4, 4)},), (torch.ones(2, 4), torch.zeros(2, 4))
+    step(*given)
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(RuntimeError, match=r"DispatchMode is on \(_Flop"),
+    ):
+        step(*given)
+    step(*given)

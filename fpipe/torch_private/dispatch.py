@@ -10,7 +10,10 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TORCH: Any = torch
@@ -58,6 +61,21 @@ def storage_of(tensor: Tensor) -> int:
         NotImplementedError: the tensor has no storage, as sparse ones.
     """
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that this thread is under (2.13: `_get_current_dispatch_mode_stack`)."""
+    return _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
+
+
+def has_own_functions(kind: type[Tensor]) -> bool:
+    """Whether calls of torch on tensors of a class run its own `__torch_function__` (2.13: those that do not have that
+    of `Tensor`, or one in C that is switched off)."""
+    own: Any = kind.__torch_function__
+    return own is not _C._disabled_torch_function_impl and getattr(own, "__func__", own) is not _PLAIN
+
+
+_PLAIN: Any = getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__)
 
 
 def in_fake_mode() -> bool:

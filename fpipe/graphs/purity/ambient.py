@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fpipe.torch_private import ambient as torchs
+from fpipe.torch_private.dispatch import dispatch_modes as dispatch_modes
 from fpipe.torch_private.dispatch import in_fake_mode as in_fake_mode
 
 

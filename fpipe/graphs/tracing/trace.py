@@ -46,18 +46,19 @@ Keys = Mapping[int, tuple[int, ...]]
 _aten = torch.ops.aten
 
 
-def outline(
-    function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False
-) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+Outlined = tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], tuple[Any, ...], bool]
+
+
+def outline(function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False) -> Outlined:
     """Outline what a function reads and writes, by running it on fake tensors.
 
     Returns:
         A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
-        storage number share their memory. The ops that ran, by name. And whether its gradient is partly Python, which
-        may ask what is wanted of it.
+        storage number share their memory. The ops that ran, by name, and the numbers that they were handed. And whether
+        its gradient is partly Python, which may ask what is wanted of it.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
-    >>> reads, writes, ran, _ = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> reads, writes, ran, *_ = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
     >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
     float32[3, 2] True
     >>> ran
@@ -67,9 +68,7 @@ def outline(
         return _outline(function, reads, keys, apart)
 
 
-def _outline(
-    function: Flat, reads: Groups, keys: Keys | None, apart: bool
-) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool) -> Outlined:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
@@ -78,7 +77,8 @@ def _outline(
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
                 made = function(_handed(_apart(given) if apart else given, reads))
             unseeded.check()
-        return _facts(given, numbers), _facts(made, numbers), tuple(heard.ops), partly_python(chain(*made.values()))
+        facts = _facts(given, numbers), _facts(made, numbers)
+        return *facts, tuple(heard.ops), tuple(heard.numbers), partly_python(chain(*made.values()))
 
 
 def partly_python(made: Iterable[Any]) -> bool:
@@ -106,6 +106,7 @@ class _Heard(TorchDispatchMode):
     def __init__(self, unseeded: Unseeded) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self.numbers: list[Any] = []
         self.unseeded = unseeded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,6 +117,7 @@ class _Heard(TorchDispatchMode):
                 return func.decompose(*args, **(kwargs or {}))
         if func not in _NOT_HEARD:
             self.ops.append(str(func))
+            self.numbers += [one for one in args if isinstance(one, bool | int | float)]
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
         if is_view_in_place(func) and args[0]._is_view():

@@ -36,13 +36,14 @@ Cotangents = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Outline:
-    """The outline of a call: a fact for each tensor leaf, the containers around what it writes, its ops, and
-    whether its gradient is partly Python."""
+    """The outline of a call: a fact for each tensor leaf, the containers around what it writes, its ops
+    and the numbers that they were handed, and whether its gradient is partly Python."""
 
     reads: Mapping[str, Sequence[Any]]
     writes: Mapping[str, Sequence[Any]]
     specs: Mapping[str, Spec]
     ran: tuple[str, ...]
+    numbers: tuple[Any, ...]
     python: bool
 
     def avals(self, label: str) -> tuple[Any, ...]:
@@ -102,12 +103,12 @@ class Traces:
         if chain is not None:
             with suppress(NoChain):
                 reads, writes, ran, python = chain.outline(self._piece_outline)
-                return Outline(reads, writes, chain.specs, ran, python)
+                return Outline(reads, writes, chain.specs, ran, (), python)
         self._refuse_new()
         specs, root = dict[str, Spec](), TracedKey(0)
         function = flat(self.model, call, specs, root)
-        reads, writes, ran, python = outline(function, dict(call.reads), root.known, self._apart(call))
-        return Outline(reads, writes, specs, ran, python)
+        reads, writes, ran, numbers, python = outline(function, dict(call.reads), root.known, self._apart(call))
+        return Outline(reads, writes, specs, ran, numbers, python)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
@@ -150,8 +151,8 @@ class Traces:
 
         def outlined() -> Outline:
             self._refuse_new()
-            reads, writes, ran, python = outline(call, call.reads)
-            return Outline(reads, writes, {}, ran, python)
+            reads, writes, ran, numbers, python = outline(call, call.reads)
+            return Outline(reads, writes, {}, ran, numbers, python)
 
         return self._of_model().outlines.once((call.key, ambient()), outlined)
 
@@ -205,7 +206,8 @@ class Traces:
             self._shared[call] = call
             other = call.differentiable()
             with suppress(Untraceable):  # what autograd would keep may be changed in place while nobody wants it
-                same_ops = not self.outline(call).python and self.outline(other).ran == self.outline(call).ran
+                one, with_all = self.outline(call), self.outline(other)
+                same_ops = not one.python and (one.ran, one.numbers) == (with_all.ran, with_all.numbers)
                 self._shared[call] = other if same_ops else call
         return self._shared[call]
 

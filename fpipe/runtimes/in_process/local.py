@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.purity.ambient import Untraceable, casts, in_fake_mode, refuse_odd_modes
+from fpipe.graphs.purity.ambient import Untraceable, casts, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
@@ -83,6 +83,11 @@ def local(
         key: int | None = None,
     ) -> Result:
         refuse_odd_modes()
+        for mode in dispatch_modes() if workers else ():
+            raise RuntimeError(
+                f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
+                "runtime='local' for a step under it."
+            )
         check_call(more, key)
         if in_fake_mode():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key)

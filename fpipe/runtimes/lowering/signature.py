@@ -21,6 +21,7 @@ from fpipe.graphs.purity.ambient import Untraceable, ambient
 from fpipe.graphs.purity.sharded import local_of, sharding_of
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
+from fpipe.torch_private.dispatch import has_own_functions
 
 
 class Signature(tuple[Any, ...]):
@@ -100,6 +101,7 @@ _LONG = 0.5
 _LOG = logging.getLogger("fpipe")
 
 
+_TENSORS = (Tensor, torch.nn.Parameter)
 _looks = attrgetter("shape", "dtype", "device")
 
 
@@ -109,9 +111,12 @@ def _known(leaf: Any) -> Any:
         try:
             own = local_of(leaf)
             known = own.stride(), *_looks(own)
-            return known if own is leaf else (*known, sharding_of(leaf))
+            known = known if own is leaf else (*known, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
+        if type(leaf) not in _TENSORS and not leaf.is_nested and has_own_functions(type(leaf)):
+            raise Untraceable(f"it is handed a {type(leaf).__name__}, whose __torch_function__ a trace would not call")
+        return known
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
 
 
