@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -42,14 +43,8 @@ class Net:
 
     @property
     def model(self) -> Model:
-        """The model itself."""
-        return from_functions(
-            [BODIES[body] for body in self.bodies],
-            LOSSES[self.reduction],
-            inputs=self.takes,
-            ties=self.ties,
-            reduction=self.reduction,
-        )
+        """The model itself, one for equal nets, so that each is traced once."""
+        return _model(self)
 
     def params(self, seed: int = 0) -> tuple[dict[str, Tensor], ...]:
         """Its parameters, one dict a stage; a tied leaf is in the first stage that reads it."""
@@ -67,6 +62,12 @@ class Net:
         make = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, self.dtype)
         return torch.randn(rows, 4, generator=make, dtype=dtype), torch.randn(rows, 4, generator=make, dtype=dtype)
+
+
+@lru_cache(maxsize=256)
+def _model(net: Net) -> Model:
+    functions, loss = [BODIES[body] for body in net.bodies], LOSSES[net.reduction]
+    return from_functions(functions, loss, inputs=net.takes, ties=net.ties, reduction=net.reduction)
 
 
 @st.composite
