@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fpipe
+from fpipe.graphs.purity.closure import modules_of
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 
@@ -85,6 +86,43 @@ def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
             run(params, ROWS)
     program, model, params = cut(door, net, loss)
     assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))
+
+
+class Trainer:
+    """Holds what it trains with, as trainers do."""
+
+    table: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, criterion: nn.Module) -> None:
+        self.criterion, self.helper, self.optimizer = criterion, SimpleNamespace(criterion=criterion), nn.Linear(1, 1)
+        self.table["criterion"] = criterion
+
+    def own(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(y, target)
+
+    def of_a_helper(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.helper.criterion(y, target)
+
+    def of_the_class(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.table["criterion"](y, target)
+
+    def __call__(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.own(y, target)
+
+
+@pytest.mark.parametrize("loss", [Trainer.own, Trainer.of_a_helper, Trainer.of_the_class, None])
+def test_a_loss_that_a_trainer_holds_is_found(loss: Any):
+    """The step and a new build went on with the old weights where the loss was a method."""
+    net, trainer = made(), Trainer(nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean"))
+    judged = trainer if loss is None else loss.__get__(trainer)
+    assert trainer.optimizer not in [one for _, one in modules_of(judged)]
+    program, model, params = cut("from_sequential", net, judged)
+    step = fpipe.build(program, model)
+    step(params, ROWS)
+    trainer.criterion.weight = torch.tensor([1.0, 5.0, 2.0, 9.0])
+    for run in (step, fpipe.build(program, model)):
+        with pytest.raises(ValueError, match=r"^'weight' of module '.*criterion' \(CrossEntropyLoss\) was bound anew"):
+            run(params, ROWS)
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {

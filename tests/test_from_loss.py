@@ -870,7 +870,8 @@ BEHIND: dict[str, Callable[[nn.Module], Any]] = {
     "a default": lambda net: lambda params, batch, net=net: Trainer(net)(params, batch),
     "a cached function": lambda net: (lambda get: lambda p, b: Trainer(get())(p, b))(functools.cache(lambda: net)),
 }
-held_module = ModuleType("held_module")
+HELD = "held_module"
+held_module = ModuleType(HELD)
 
 
 def in_module(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -949,10 +950,10 @@ def test_a_norm_that_no_name_leads_to_is_seen_too(monkeypatch: pytest.MonkeyPatc
     """Found by a string: nobody knew of it beforehand, and its count of batches was another afterwards."""
     norm = nn.BatchNorm1d(4)
     monkeypatch.setattr(held_module, "net", norm, raising=False)
-    monkeypatch.setitem(sys.modules, "held_module", held_module)
+    monkeypatch.setitem(sys.modules, HELD, held_module)
 
     def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = sys.modules["held_module"].net(fpipe.boundary(batch[0] @ params["w"]))
+        y = sys.modules[HELD].net(fpipe.boundary(batch[0] @ params["w"]))
         return (y * 1.0 - batch[1]).square().mean()
 
     batch = rows()
@@ -990,10 +991,10 @@ def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: boo
     hidden = make().to("meta" if meta else "cpu")
     before = held_in(hidden)
     monkeypatch.setattr(held_module, "net", hidden, raising=False)
-    monkeypatch.setitem(sys.modules, "held_module", held_module)
+    monkeypatch.setitem(sys.modules, HELD, held_module)
 
     def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = sys.modules["held_module"].net(fpipe.boundary(batch[0] @ params["w"]))
+        y = sys.modules[HELD].net(fpipe.boundary(batch[0] @ params["w"]))
         return (y * 1.0 - batch[1]).square().mean()
 
     w, *batch = (torch.randn(rows, 4, device="meta" if meta else "cpu") for rows in (4, 6, 6))

@@ -1,11 +1,16 @@
-"""Find the tensors and modules that a function closes over, by name: through functions and containers, not objects."""
+"""Find the tensors and modules that a function closes over, by name: through functions, containers and what it names.
+
+def loss(self, y, target):                          -->      'criterion' of the trainer, not its 'optimizer'
+    return self.criterion(y, target)
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,27 +46,53 @@ def modules_of(function: Any) -> Modules:
 
 
 def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """Values that a function closes over or names: through other functions and containers, and not through objects."""
-    seen: dict[int, Any] = {}  # the objects too, so that none that is made meanwhile has the id of another
-    todo: list[tuple[str, Any]] = [("it", function)]
+    """Values that a function closes over or names; of an object the attributes that the code around it names."""
+    seen: dict[Any, Any] = {}  # the values too, so that none that is made meanwhile has the id of another
+    todo: list[tuple[str, Any, tuple[str, ...]]] = [("it", function, ("__call__",))]
     while todo:
-        name, one = todo.pop()
-        if id(one) in seen:
+        name, one, words = todo.pop()
+        if (id(one), words) in seen:
             continue
-        seen[id(one)] = one
+        seen[id(one), words] = one
+        more: Iterable[tuple[str, Any]] = ()
         if isinstance(one, Tensor | nn.Module):
             yield name, one
         elif isinstance(one, FunctionType):
-            if one.__module__ and one.__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
+            if _is_users(one.__module__):
                 code, around = one.__code__, one.__globals__
-                todo += [(word, around[word]) for word in named_in(code) if word in around]
-                todo += zip(code.co_freevars, map(content_of, one.__closure__ or ()), strict=True)
-                todo += [(name, value) for value in one.__defaults__ or ()] + [*(one.__kwdefaults__ or {}).items()]
+                words = _words(code)
+                more = [(word, around[word]) for word in named_in(code) if word in around]
+                more += zip(code.co_freevars, map(content_of, one.__closure__ or ()), strict=True)
+                more += [(name, value) for value in one.__defaults__ or ()] + [*(one.__kwdefaults__ or {}).items()]
         elif isinstance(one, MethodType):
-            todo += [(name, one.__func__), (name, one.__self__)]
+            if isinstance(one.__func__, FunctionType):
+                words = _words(one.__func__.__code__)
+            more = [(name, one.__func__), (name, one.__self__)]
         elif isinstance(one, partial):
-            todo += [(name, one.func), *((name, value) for value in one.args), *one.keywords.items()]
+            more = [(name, one.func), *((name, value) for value in one.args), *one.keywords.items()]
         elif isinstance(one, dict):
-            todo += [(f"{name}.{key}", value) for key, value in one.items()]
+            more = [(f"{name}.{key}", value) for key, value in one.items()]
         elif isinstance(one, list | tuple):
-            todo += [(f"{name}.{at}", value) for at, value in enumerate(one)]
+            more = [(f"{name}.{at}", value) for at, value in enumerate(one)]
+        elif hasattr(one, "__dict__") and not (isinstance(one, ModuleType) and not _is_users(one.__name__)):
+            more = _attributes(name, one, words)
+        todo += [(path, value, words) for path, value in more]
+
+
+def _words(code: CodeType) -> tuple[str, ...]:
+    """Attributes that code may read, in an order that is the same in every process."""
+    return tuple(dict.fromkeys((*named_in(code), "__call__")))
+
+
+def _attributes(name: str, one: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object that have these names, its methods bound; nothing of it is run."""
+    for word in words:
+        value = inspect.getattr_static(one, word, None)
+        if isinstance(value, FunctionType) and word not in vars(one) and not isinstance(one, type):
+            yield name, MethodType(value, one)
+        elif value is not None:
+            yield word if name == "it" else f"{name}.{word}", value
+
+
+def _is_users(module: str | None) -> bool:
+    return bool(module) and module.partition(".")[0] not in ("torch", *sys.stdlib_module_names)
