@@ -423,11 +423,14 @@ def test_blocks_whose_names_end_in_numbers_are_a_list() -> None:
 
 
 def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
+    """The reference took such an output, and a step ended in "unhashable type: 'list'"."""
     net = TwoTowers()
     batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH), 2.0), torch.randn(4, WIDTH)
     model, params, _ = fpipe.from_module(net, 2, loss=lambda y, t: F.mse_loss(y["joint"], t), example=batch)
     result = fpipe.reference(model, params, batch)
     assert torch.equal(result.outputs["joint"], net(*batch[0])["joint"])
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch).bitwise
     other = (*batch[0][:2], 3.0), batch[1]
     with pytest.raises(ValueError, match=re.escape("inputs[2] was 2.0 when the net was traced, found 3.0.")):
         fpipe.reference(model, params, other)

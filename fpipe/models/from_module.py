@@ -9,6 +9,7 @@ in two stages is tied.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.limits import whole
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
+from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph
@@ -35,6 +37,7 @@ from fpipe.models.tracing.export_net import export_net
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.run_net import NetFunction
 from fpipe.models.tracing.split_norms import split_norms
+from fpipe.single_device.microbatch import cut as cut_rows
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]
@@ -45,6 +48,7 @@ def from_module(
     stages: int | None = None,
     *,
     example: Any,
+    microbatches: int | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     cuts: Sequence[str] | None = None,
     costs: Mapping[str, float] | Costs | None = None,
@@ -61,6 +65,8 @@ def from_module(
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
             tuple of arguments, or the one argument. Rows may differ later, and so may the second dimension of integers,
             the length of a sequence, where the net allows it. A dict stands for (inputs, None).
+        microbatches: trace the first of so many microbatches of the example, for a net that fixes its rows, as
+            `len(x)` does; a warning says which does.
         loss: `loss(output, target)`, as in `from_functions`. None: the net computes it, as those of transformers do
             when `labels` are among their inputs: it is the output's `.loss`, its entry "loss", or the only 0-d tensor
             in the output, such as that of (logits, loss).
@@ -96,6 +102,8 @@ def from_module(
     _check(net, stages, cuts, costs)
     refuse_odd_modes()
     batch = _batch(example, loss)
+    if microbatches is not None:
+        batch = cut_rows(batch, 0, whole("microbatches", microbatches))[0]
     exported = net if isinstance(net, ExportedProgram) else export_net(net, batch[0])
     tensors = tensors_of(net, exported)
     graph = read_graph(exported, tensors)
@@ -105,6 +113,8 @@ def from_module(
     result = graph.output if loss is not None else _loss_of(graph.output)
     leaves = {name: tensors.now(name) for name in graph.params.values()}
     cut = CutNet(MarkedGraph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
+    if microbatches is None:
+        _warn_of_fixed_rows(cut.guard)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     named = (tuple(tensors.names(*leaf) for leaf in run.names) for run in cut.stages)
     each = zip(model.stages, cut.stages, placed.words, named, strict=True)
@@ -120,7 +130,15 @@ def from_module(
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
         run = partial(function, key=KEY, microbatch=0)
         refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
-        how: Any = {"example": example, "loss": loss, "cuts": cuts, "costs": costs, "reduction": reduction, "aux": aux}
+        how: Any = {
+            "example": batch,
+            "microbatches": 1,
+            "loss": loss,
+            "cuts": cuts,
+            "costs": costs,
+            "reduction": reduction,
+            "aux": aux,
+        }
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
     return model, params, state
 
@@ -164,6 +182,17 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
     if not any(isinstance(leaf, Tensor) for leaf in tree.leaves(inputs)):
         raise ValueError("the inputs of the example have no tensor.")
     return inputs, target
+
+
+def _warn_of_fixed_rows(guard: BatchGuard) -> None:
+    """Say that steps have to have the example's rows in each microbatch."""
+    for place, rows in [*guard.fixed_rows().items()][:1]:
+        warnings.warn(
+            f"the net fixes the {rows} rows of {place}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
+            f"runs in microbatches of {rows} rows only. Say microbatches=m to trace the first of m microbatches of the "
+            "example, or microbatches=1 if the example is one.",
+            stacklevel=3,
+        )
 
 
 def _inputs(graph: NetGraph, inputs: Any) -> Any:

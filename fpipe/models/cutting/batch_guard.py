@@ -41,6 +41,15 @@ class BatchGuard:
         self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
 
+    def fixed_rows(self) -> dict[str, int]:
+        """The leaves with as many rows as the first, of which the trace leaves none open, by place."""
+        each = [
+            (place, len(leaf), sizes)
+            for (place, leaf), sizes in zip(self.example, self.sizes, strict=False)
+            if isinstance(leaf, Tensor) and leaf.ndim
+        ]
+        return {place: rows for place, rows, sizes in each if 0 not in sizes and rows == each[0][1]}
+
     def ordered(self, found: Any) -> Any:
         """The inputs with their dicts in the example's order, by which leaves are told."""
         odd = tree.misfit(self.whole, found)
@@ -75,7 +84,7 @@ class BatchGuard:
             )
             raise ValueError(
                 f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
-                f"{'only rows may differ.' if sizes else none} Call {self.door} again for another shape."
+                f"{'only rows may differ.' if 0 in sizes else none} Call {self.door} again for another shape."
             )
         if leaf.dtype != example.dtype:
             words = [str(one.dtype).removeprefix("torch.") for one in (example, leaf)]

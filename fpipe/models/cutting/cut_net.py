@@ -6,7 +6,8 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -70,14 +71,14 @@ class CutNet:
         self.owned = [[name for name in first if first[name] == stage] for stage in range(marked.stages)]
         self.ties = [[(stage, name) for stage in stages] for name, stages in readers.items() if len(stages) > 1]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
-        guard = guard_of(net, nodes, example, "inputs")
+        self.guard = guard_of(net, nodes, example, "inputs")
         turning = [one for one in modules if may_depend_on_mode(one[1])]
-        self.stages = [self._stage(number, guard, () if number else turning) for number in range(marked.stages)]
+        self.stages = [self._stage(number, () if number else turning) for number in range(marked.stages)]
         for stage, own in zip(self.stages, self.owned, strict=True):
             stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
         self.stages[-1].whole = _whole_of(self.cut.outputs[-1][0], leaves, spec)
 
-    def _stage(self, number: int, guard: BatchGuard, turning: Modules) -> GraphStage:
+    def _stage(self, number: int, turning: Modules) -> GraphStage:
         """A stage as a function."""
         part, home, net = self.cut.parts[number], self.written[number], self.marked.net
         why = f"the trace goes on as it was. Call {net.door} again in this mode."
@@ -89,7 +90,7 @@ class CutNet:
             self.cut.places(number),
             many=isinstance(self.inputs[number], tuple),
             tensors=self.tensors,
-            guard=guard if part.batch else None,
+            guard=self.guard if part.batch else None,
             traced_modes=Modes(turning, f"{net.who} was traced", why),
             holds=[*home.held.values()],
             update=without_normalising(home.part.module([*home.apart])) if home.part else None,
@@ -104,7 +105,8 @@ def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> B
     return BatchGuard(example, word, sizes, net.guards, net.who, net.door)
 
 
-class Whole(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Whole:
     """Puts what a graph returns, a value or a tuple of `several`, into the containers of a net's output.
 
     Attributes:
