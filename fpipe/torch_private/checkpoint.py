@@ -11,8 +11,8 @@ from torch.utils import checkpoint as checkpoints
 
 @contextmanager
 def without_checkpoints(refuse: Callable[[], Any]) -> Generator[None]:
-    """Meanwhile a checkpoint calls its function and no more; a reentrant one calls `refuse` (2.13: the
-    functions of its module that `checkpoint` looks up when it is called)."""
+    """Meanwhile a checkpoint calls its function and no more; a reentrant one calls `refuse` (2.13, 2.15: the functions
+    of its module that `checkpoint` looks up when it is called)."""
 
     class Refused:
         @staticmethod
@@ -23,9 +23,15 @@ def without_checkpoints(refuse: Callable[[], Any]) -> Generator[None]:
         yield
 
     torchs: Any = checkpoints
-    before = torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator
-    torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator = Refused, around
+    ours = {"CheckpointFunction": Refused, _GENERATOR: around}
+    before = {name: getattr(torchs, name) for name in ours}
+    vars(torchs).update(ours)
     try:
         yield
     finally:
-        torchs.CheckpointFunction, torchs._checkpoint_without_reentrant_generator = before
+        vars(torchs).update(before)
+
+
+# What stands around a checkpoint's function; torch 2.15 calls it by the second name.
+_NAMES = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+_GENERATOR = _NAMES[hasattr(checkpoints, _NAMES[1])]

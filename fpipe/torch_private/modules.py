@@ -135,8 +135,9 @@ def generated_code(module: nn.Module) -> Generator[None]:
 
 
 def load_forward_mode() -> None:
-    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.13:
+    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.13, 2.15:
     `torch._decomp.decompositions_for_jvp`, imported when first needed)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):  # of 2.13 and of 2.15
+            warnings.simplefilter("ignore", category)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
