@@ -131,6 +131,13 @@ class Reentrant(Chain):
         return self.head(x)
 
 
+class Masked(Chain):
+    """Needs the mask that it says it may do without, as LongT5 does in an export."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x * attention_mask.view(-1, 1))  # pyright: ignore[reportOptionalMemberAccess]
+
+
 class Wrapped(NamedTuple):
     """A net, its batch, where four stages end, and the leaves of which several stages add up gradients."""
 
@@ -205,6 +212,16 @@ def test_a_reentrant_checkpoint_is_refused_with_its_line() -> None:
     )
     with pytest.raises(ValueError, match=f"(?s){said}.*{line}"):
         fpipe.from_module(Reentrant(), 2, example=(rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
+
+
+def test_a_mask_that_the_example_leaves_out_is_named() -> None:
+    """LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps."""
+    with pytest.raises(
+        ValueError, match=r"NoneType.*; the example has no attention_mask, with which it may\. Change the"
+    ):
+        fpipe.from_module(Masked(), 2, example=(rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
+    batch = {"x": rows(WIDTH), "attention_mask": torch.ones(ROWS)}, rows(WIDTH)
+    assert fpipe.from_module(Masked(), 2, example=batch, loss=F.mse_loss)[0].inputs
 
 
 def test_a_training_step_that_keeps_tensors_is_refused_with_their_name() -> None:

@@ -65,7 +65,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     except Exception as error:
         late = isinstance(error, UserWarning) and assigned
         place = assigned[-1] if late else place_of_error(error, net.named_modules())
-        raise ValueError(_reason(net, error, place)) from error
+        raise ValueError(_reason(net, error, place, _left_out(signature, args, kwargs))) from error
     finally:
         attributes.put_back()
 
@@ -200,9 +200,17 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
         nn.Module.__setattr__ = assign
 
 
-def _reason(net: nn.Module, error: Exception, place: str) -> str:
+def _left_out(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The masks that a net takes and an example does not have."""
+    given = signature.bind(*args, **kwargs).arguments
+    return [name for name in signature.parameters if "mask" in name and given.get(name) is None]
+
+
+def _reason(net: nn.Module, error: Exception, place: str, masks: Sequence[str]) -> str:
     """Why a net cannot be exported, in torch's words, and where."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
+    if "NoneType" in said and masks:
+        said += f"; the example has no {' and no '.join(masks)}, with which it may"
     return (
         f"{type(net).__name__} cannot be exported, so there is nothing to cut: {type(error).__name__}: "
         f"{in_words(said)}. {'Change the line below, or use' if place else 'Use'} from_loss with fpipe.boundary, or "
