@@ -18,7 +18,7 @@ from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_o
 from fpipe.orders.stretch import later
 from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
-from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched
+from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched, without_weights
 
 Found = tuple[tuple[float, float], list[LaneRow]]
 """Makespan and span, and the rows with their W."""
@@ -149,7 +149,7 @@ class _Known(NamedTuple):
 def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
     """Search a step that longer ones repeat, once for all of them."""
     plays = max(40, min(effort // 200, effort // (3 * short.stages * short.microbatches)))
-    fixed = [_serial(short), _without_weights(short, _one_after_the_other(short))]
+    fixed = [_serial(short), without_weights(short, _one_after_the_other(short))]
     orders = [(played(short, rows, patience), None) for rows in fixed for patience in (0.0, 0.5, 1.0)]
     blocks = [block for block, _ in zip(v_blocks(short), range(plays // 8), strict=False)]
     orders += [(played(short, lane_rows_of(short, block), 0.5), block) for block in blocks]
@@ -168,7 +168,7 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
         loose = dict.fromkeys([*blocks[:1], *(plan[1] for plan in plans[:1])])
         best += [loosen(short, block, 0.5, plays // 8) for block in loose]
         for plan in plans[:2]:
-            rows = _without_weights(short, follower.order(*plan[1:])[1])
+            rows = without_weights(short, follower.order(*plan[1:])[1])
             best.append(min((played(short, rows, one) for one in (0.0, 0.5, 1.0)), key=lambda order: order.value))
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 16, seed) for order in best[:3] for seed in (0, 1)]
@@ -201,7 +201,7 @@ def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Ord
     """The pipeline with the span of the published ZB-V as its limit, and the order that sets it."""
     drawn, pipeline = _one_after_the_other(pipeline), replace(pipeline, span=math.inf)
     published = played(pipeline, drawn, 1.0)
-    bare = _without_weights(pipeline, drawn)
+    bare = without_weights(pipeline, drawn)
     orders = [published, *(played(pipeline, bare, patience) for patience in (0.5, 0.0, 1.0))]
     if pipeline.objective == "span":
         return pipeline, min(orders, key=lambda order: order.value)
@@ -245,7 +245,3 @@ def v_min_order(pipeline: LinearPipeline) -> list[LaneRow] | None:
         return None
     order = played(pipeline, lane_rows_of(pipeline, v_block(pipeline, cells)), 1.0)
     return None if order.value == NEVER else order.full(pipeline)
-
-
-def _without_weights(pipeline: LinearPipeline, rows: list[LaneRow]) -> list[LaneRow]:
-    return [[lane for lane in row if lane < 2 * pipeline.stages] for row in rows]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
 from fpipe.orders.climb import Climb, Value
-from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, play
+from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, cells_of, lanes_of, play
 from fpipe.orders.stretch import steady_states, stretch
 from fpipe.schedules.blocks import BuildingBlock, lane_rows_of
+from fpipe.transforms.cells import Key
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -33,6 +34,19 @@ def played(pipeline: LinearPipeline, rows: list[LaneRow], patience: float | Sequ
     """Rows and what they are worth."""
     each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * pipeline.ranks
     return Order(pipeline.worth(play(pipeline, rows, each)), rows, each)
+
+
+def without_weights(pipeline: LinearPipeline, rows: list[LaneRow]) -> list[LaneRow]:
+    """Rows without their W, which then fill gaps."""
+    return [[lane for lane in row if lane < 2 * pipeline.stages] for row in rows]
+
+
+def in_gaps(pipeline: LinearPipeline, tables: Iterable[list[list[Key]]]) -> Iterator[list[list[Key]]]:
+    """Tables whose W fill the gaps that the costs leave, patiently or not, instead of standing where they are drawn."""
+    for table in tables:
+        rows = without_weights(pipeline, lanes_of(pipeline, table))
+        orders = (played(pipeline, rows, patience) for patience in (0.0, 0.5, 1.0))
+        yield from (cells_of(pipeline, order.full(pipeline)) for order in orders if order.value != NEVER)
 
 
 @lru_cache(maxsize=16)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.program import Program
+from fpipe.schedules.hillclimb import in_gaps
 from fpipe.schedules.in_turn import RankContext, in_turn, rows_in_turn
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
@@ -49,7 +48,8 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
 
     With fewer than 2p-1 microbatches that many are never held. Some number k from p to 2p-1 then says how far a rank
     goes: it warms up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and
-    the paper's rule for k = 2p-1. Told the costs, the k of the shortest order is taken; without, k = max(p, m).
+    the paper's rule for k = 2p-1. Told the costs, the k of the shortest order is taken, whose W's stand there or fill
+    the gaps that the costs leave; without, k = max(p, m).
 
     Args:
         ranks: how many.
@@ -74,7 +74,8 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
         own, most = max(ranks, min(program.microbatches, 2 * ranks - 1)), 2 * ranks - 1
         if costs is None or own == most:
             return drawn(own)
-        pipeline = linear_pipeline_of(program, placed, seconds, math.inf, 1.0, "zb_h2")
-        return shortest(pipeline, map(drawn, [own, *range(ranks, own), *range(own + 1, most + 1)]))
+        pipeline = linear_pipeline_of(program, placed, seconds, most, 1.0, "zb_h2")
+        tables = [drawn(held) for held in (own, *range(ranks, own), *range(own + 1, most + 1))]
+        return shortest(pipeline, [*tables, *in_gaps(pipeline, tables)])
 
     return in_rows("linear", ranks, rows)
