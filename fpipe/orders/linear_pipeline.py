@@ -206,15 +206,16 @@ _FINEST = 10**6
 _GRID = 2**30
 
 
-def cells_of(pipeline: LinearPipeline, lane_rows: Sequence[Sequence[int]]) -> list[list[Key]]:
-    """The rows of a table: the microbatch of a lane's op is how often the lane came before."""
+def cells_of(pipeline: LinearPipeline, lane_rows: Sequence[Sequence[int]], kinds: str = "FIW") -> list[list[Key]]:
+    """The rows of a table: the microbatch of a lane's op is how often the lane came before. `kinds` are "FB" of rows
+    without W whose backwards are full."""
     stages = pipeline.stages
     rows: list[list[Key]] = []
     for lane_row in lane_rows:
         turn = [0] * (3 * stages)
         row: list[Key] = []
         for lane in lane_row:
-            row.append(("FIW"[lane // stages], lane % stages, turn[lane], None))
+            row.append((kinds[lane // stages], lane % stages, turn[lane], None))
             turn[lane] += 1
         rows.append(row)
     return rows

@@ -104,11 +104,15 @@ def v_block(pipeline: LinearPipeline, cells: Sequence[int]) -> BuildingBlock:
 
 class Follower:
     """Schedules a pipeline by a block as by a priority list: the ready op that the block has first goes first, and
-    nothing waits for its turn; but microbatches enter at the block's interval, and a forward leaves room for what is
-    older."""
+    nothing waits for its turn; but microbatches enter at the block's interval, and a forward leaves room.
 
-    def __init__(self, pipeline: LinearPipeline) -> None:
-        self.pipeline = pipeline
+    Args:
+        eager: whether a forward leaves room for those alone that its microbatch still has on the rank; else for all of
+            the oldest one that is not all there.
+    """
+
+    def __init__(self, pipeline: LinearPipeline, eager: bool = False) -> None:
+        self.pipeline, self.eager = pipeline, eager
         stages, count = pipeline.stages, pipeline.microbatches
         needs: list[dict[int, float]] = [{} for _ in range(3 * stages * count)]
         edges = [(lane, after, pipeline.ways[after]) for lane, after in enumerate(pipeline.after) if after >= 0]
@@ -144,20 +148,21 @@ class Follower:
         pipeline, count = self.pipeline, self.pipeline.microbatches
         caps, kept, own = pipeline.caps, pipeline.kept, pipeline.lanes
         forwards, inputs = pipeline.stages * count, 2 * pipeline.stages * count
+        after = {stage: len(each) - 1 - chunk for each in own for chunk, stage in enumerate(each)}
         held, begun = [0.0] * pipeline.ranks, [0] * pipeline.stages
+
+        def fits(rank: int, op: int) -> bool:
+            if self.eager:
+                return held[rank] + 1 + after[op // count] <= caps[rank]
+            oldest = min([begun[stage] for stage in own[rank]])  # not all of it is here, and it keeps its room
+            younger = sum([max(0, begun[stage] - oldest - 1) for stage in own[rank]])
+            more = held[rank] + 1 if op % count <= oldest else max(held[rank] + 1, younger + 1 + len(own[rank]))
+            return more <= caps[rank]
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
             best, first = NOTHING, float("inf")
             for op in ready:
-                if turn[op] < first:
-                    if op < forwards:
-                        if held[rank] + 1 > caps[rank]:
-                            continue
-                        oldest = min([begun[stage] for stage in own[rank]])
-                        if op % count > oldest:  # the oldest microbatch that is not all here keeps its room
-                            younger = sum([max(0, begun[stage] - oldest - 1) for stage in own[rank]])
-                            if younger + 1 + len(own[rank]) > caps[rank]:
-                                continue
+                if turn[op] < first and (op >= forwards or fits(rank, op)):
                     best, first = op, turn[op]
             if best >= inputs:
                 held[rank] -= kept

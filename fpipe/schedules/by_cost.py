@@ -9,7 +9,7 @@ in seconds, so the same costs give the same order on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_o
 from fpipe.orders.stretch import later
 from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
-from fpipe.schedules.hillclimb import Order, at_floor, climb, loosen, played, stretched, without_weights
+from fpipe.schedules.hillclimb import PATIENCE, Order, at_floor, climb, loosen, played, stretched, without_weights
 
 Found = tuple[tuple[float, float], list[LaneRow]]
 """Makespan and span, and the rows with their W."""
@@ -101,11 +101,32 @@ Way = Callable[[LinearPipeline], Found]
 def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
     """Ways from a short step to longer ones: its orders stretched, and two that need no steady state."""
     stretches = [partial(stretched, short, order) for order in known.orders]
-    return [partial(_whole, order) for order in (*stretches, _drawn, _in_series)]
+    return [partial(_whole, order) for order in (*stretches, _drawn, _in_series, _best_greedy)]
 
 
 def _drawn(longer: LinearPipeline) -> Order:
     return _no_longer_than_drawn(longer)[1]
+
+
+def _best_greedy(longer: LinearPipeline) -> Order:
+    return min(greedy(longer), key=lambda order: order.value)
+
+
+# When F down the V has its turn, F up, I of the way down, I of the way up: what loses least of all 24 permutations.
+_TURNS = ((1, 0, 3, 2), (2, 1, 3, 0), (3, 1, 2, 0), (3, 2, 0, 1), (3, 2, 1, 0))
+
+
+def greedy(pipeline: LinearPipeline, turns: Iterable[Sequence[int]] = _TURNS) -> list[Order]:
+    """Orders on a V without a plan: of what is ready and has room, a rank runs the leg whose turn comes first."""
+    follower, each = Follower(pipeline, eager=True), list[list[LaneRow]]()
+    weighs = any(pipeline.seconds[2 * pipeline.stages :])  # W, which is in no gap where backwards are full
+    for legs in turns:
+        offsets = tuple(pipeline.work * turn for turn in legs for _ in range(pipeline.ranks))
+        for late in (0.0, 1e8) if weighs else (0.0,):
+            rows = follower.order(BuildingBlock(offsets, pipeline.work * 1e-6), late, math.inf)[1]
+            rows = without_weights(pipeline, rows)
+            each += [] if rows in each else [rows]
+    return [played(pipeline, rows, patience) for rows in each for patience in (PATIENCE if weighs else (0.0,))]
 
 
 def _in_series(longer: LinearPipeline) -> Order:
@@ -153,6 +174,7 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
     orders = [(played(short, rows, patience), None) for rows in fixed for patience in (0.0, 0.5, 1.0)]
     blocks = [block for block, _ in zip(v_blocks(short), range(plays // 8), strict=False)]
     orders += [(played(short, lane_rows_of(short, block), 0.5), block) for block in blocks]
+    orders += [(order, None) for order in greedy(short)]
     orders.sort(key=lambda one: one[0].value)
     blocks = [block for _, block in orders if block is not None]
     follower = Follower(short)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
+from itertools import permutations
+
+from fpipe.orders.linear_pipeline import cells_of, linear_pipeline_of, shortest
 from fpipe.program import Program
+from fpipe.schedules.by_cost import greedy
 from fpipe.schedules.first_fit import BlockTicks, in_blocks
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
@@ -39,8 +42,9 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     floor(4(p+1)/3) of its chunks, and the idle time is about five sixths of 1F1B's. The order is made for a backward
     that takes twice as long as a forward.
 
-    Told the costs, the shortest of four orders is taken: the block with or without a wait where it turns, pulled tight
-    at both ends or at its start alone. Where p is a multiple of three, that may hold one chunk more.
+    Told the costs, the shortest of many orders is taken: the block with or without a wait where it turns, pulled tight
+    at both ends or at its start alone, and those in which a rank runs what it can, for each list of what comes first.
+    Where p is a multiple of three, that may hold one chunk more.
 
     Args:
         ranks: how many.
@@ -66,7 +70,9 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
             return drawn(own, True)
         cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
         pipeline = linear_pipeline_of(program, placement, seconds, cap, 0.0, "one_f_one_b_v", fused=True)
-        return shortest(pipeline, (drawn(wait, mirror) for wait in (own, 2 - own) for mirror in (True, False)))
+        tables = [drawn(wait, mirror) for wait in (own, 2 - own) for mirror in (True, False)]
+        found = greedy(pipeline, permutations(range(4)))
+        return shortest(pipeline, [*tables, *(cells_of(pipeline, order.rows, "FB") for order in found)])
 
     return in_rows("v", ranks, rows)
 
