@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of
+from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of, unit_pipeline
 from fpipe.orders.stretch import later
 from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
@@ -88,6 +88,9 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Lane
         if pipeline.microbatches > LONG * pipeline.ranks:
             ways = _likely(pipeline, ways)
         found = [way(pipeline) for way in ways]
+    if polish and pipeline.microbatches <= LONG * pipeline.ranks:
+        whole = [partial(_in_published, cells, as_drawn=True) for cells in _published_cells(pipeline)]
+        found += [_whole(order, pipeline) for order in whole]
     return min(found, key=lambda one: one[0])[1]
 
 
@@ -209,13 +212,21 @@ def _published_cells(pipeline: LinearPipeline) -> list[tuple[int, ...]]:
     return [v_half_cells(pipeline.ranks), *lattice(pipeline.ranks, 1)[:1]]
 
 
-def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline) -> Order:
-    """A block repeated and pulled tight, at both ends or at the start alone."""
+def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline, *, as_drawn: bool = False) -> Order:
+    """A block repeated and pulled tight, at both ends or at the start alone.
+
+    Args:
+        as_drawn: whether its W are also tried in the gaps that F = I = W leaves, where they were published.
+    """
     stages, count = pipeline.stages, pipeline.microbatches
     block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
     tables = [in_blocks(block, 6, (1, 1), pipeline.placement, count, mirror=mirror) for mirror in (True, False)]
     drawn = [lanes_of(pipeline, table) for table in tables]
     orders = [played(pipeline, rows, patience) for rows in drawn for patience in (0.0, 0.5, 1.0)]
+    if as_drawn:
+        unit = replace(unit_pipeline(pipeline.placement, count, fused=False), caps=pipeline.caps)
+        placed = [played(unit, rows, 1.0) for rows in drawn]
+        orders += [played(pipeline, order.full(unit), 1.0) for order in placed if order.value != NEVER]
     return min(orders, key=lambda order: order.value)
 
 
