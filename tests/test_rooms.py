@@ -33,7 +33,7 @@ single_device <- root transforms graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
 runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device
-models/parameters <- root graphs/purity single_device
+models/parameters <- root torch_private graphs/purity single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition

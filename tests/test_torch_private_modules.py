@@ -91,3 +91,27 @@ def test_forward_mode_loads_without_a_warning():
     )
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert not run.stderr, "the derivatives of forward mode moved: jvp warns of torch.jit.script"
+
+
+def test_what_a_module_holds_is_in_three_dicts_that_bind():
+    norm = nn.Sequential(nn.BatchNorm1d(2))
+    own, whole = modules.held_by(norm[0]), modules.held_by(norm)
+    assert [*own.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
+    assert whole.children == {"0": norm[0]}, "children are elsewhere: one that was exchanged would go unseen"
+    own.buffers["running_mean"] = torch.ones(2)
+    assert torch.equal(norm[0].running_mean, torch.ones(2)), "buffers are elsewhere: the state of a norm would be lost"
+
+
+def test_assignments_to_modules_are_told():
+    told: list[str] = []
+    module = nn.Linear(2, 2)
+
+    def tell(module: nn.Module, name: str, value: object, assign: Callable[..., None]) -> None:
+        told.append(name)
+        assign(module, name, value)
+
+    with modules.told_of_assignments(tell):
+        module.seen = torch.ones(2)
+    module.later = torch.ones(2)
+    assert told == ["seen"], "Module.__setattr__ is not asked: an export would not see what a forward keeps"
+    assert torch.equal(module.seen, module.later)

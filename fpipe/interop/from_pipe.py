@@ -19,7 +19,7 @@ from torch.distributed.pipelining import Pipe
 from fpipe.model import Model, Reduction, Source, one_or_all, same_keys
 from fpipe.models.modules.stage_module import BoundModules, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
-from fpipe.torch_private.modules import generated_code
+from fpipe.torch_private.modules import generated_code, held_by
 
 
 def from_pipe(
@@ -138,8 +138,8 @@ class _Own(BoundModules):
     """The parameters and buffers of torch's graph under the names that they have there."""
 
     def __init__(self, module: nn.Module) -> None:
-        held = vars(module)
-        super().__init__(held["_modules"], held["_parameters"], held["_buffers"])
+        held = held_by(module)
+        super().__init__(held.children, held.parameters, held.buffers)
         vars(self)["of"] = module
 
     def __reduce__(self) -> tuple[Any, ...]:

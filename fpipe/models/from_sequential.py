@@ -22,7 +22,7 @@ from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-from fpipe.torch_private.modules import has_gradient_hooks, hooks_of
+from fpipe.torch_private.modules import has_gradient_hooks, held_by, hooks_of
 
 
 def from_sequential(
@@ -76,7 +76,7 @@ def from_sequential(
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
     _refuse(net)
-    children = [*vars(net)["_modules"].items()]  # one that stands in several places as often as it does
+    children = [*held_by(net).children.items()]  # one that stands in several places as often as it does
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     stage_of = {name: number for number, group in enumerate(groups) for name in group}

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -99,6 +99,36 @@ def cached_weights(module: nn.Module) -> dict[str, Any]:
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
     return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
+
+
+class ModuleDicts(NamedTuple):
+    """The dicts in which a module has what is its own, by name, to read and to bind."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    children: dict[str, nn.Module | None]
+
+
+def held_by(module: nn.Module) -> ModuleDicts:
+    """Own tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
+    own = vars(module)
+    return ModuleDicts(own["_parameters"], own["_buffers"], own["_modules"])
+
+
+@contextmanager
+def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]], None]) -> Generator[None]:
+    """Meanwhile `told(module, name, value, assign)` is called in place of each assignment to a module's attribute, of
+    all threads (2.13: `Module.__setattr__`)."""
+    assign: Any = nn.Module.__setattr__
+
+    def asked(module: nn.Module, name: str, value: Any) -> None:
+        told(module, name, value, assign)
+
+    nn.Module.__setattr__ = asked  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -29,6 +29,7 @@ from fpipe.graphs.purity.attributes import Attributes, Modules, unmoved_random_n
 from fpipe.graphs.purity.closure import closed_over, modules_of
 from fpipe.graphs.purity.own_memory import OwnMemory, memory
 from fpipe.positional_stage import PositionalStage, of_net
+from fpipe.torch_private.modules import held_by
 
 
 class Impure(RuntimeError):
@@ -105,7 +106,8 @@ def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> Genera
     known = {id(module): path for path, module in modules}
 
     def bind(module: nn.Module, name: str, value: Any) -> None:
-        before = vars(module)["_buffers"].get(name, vars(module)["_parameters"].get(name))
+        held = held_by(module)
+        before = held.buffers.get(name, held.parameters.get(name))
         new = before is None and id(module) not in known  # its __init__ may run
         if not new and not (before is not None and mode.is_own(memory(before))):
             path = known.get(id(module), type(module).__name__)

@@ -22,7 +22,7 @@ from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
-from fpipe.torch_private.modules import hooks_of
+from fpipe.torch_private.modules import held_by, hooks_of
 
 Home = tuple[dict[str, Any], str, str]
 """Where a tensor is: the dict that has it, its name there, and what errors call it."""
@@ -51,7 +51,7 @@ class Fingerprint:
         self._flags: list[tuple[Home, bool]] = [
             ((own, name, f"{name!r} of {who}"), one.requires_grad)
             for module, who in self._nets.items()
-            for own in [vars(module)["_parameters"]]
+            for own in [held_by(module).parameters]
             for name, one in own.items()
             if one is not None
         ]
@@ -59,7 +59,7 @@ class Fingerprint:
         self._tensors = [
             ((own, name, f"{name!r} of {who}"), weakref.ref(one))
             for module, who in self._closed.items()
-            for own in (vars(module)["_parameters"], vars(module)["_buffers"], vars(module))
+            for own in (*held_by(module)[:2], vars(module))
             for name, one in own.items()
             if isinstance(one, Tensor)
         ]
@@ -142,8 +142,9 @@ def _named(path: str, module: nn.Module) -> str:
 def _content(module: nn.Module) -> Mapping[str, Any]:
     """Plain attributes, hooks, children and names of tensors of a module, by what errors call them."""
     found = {repr(name): value for name, value in plain_attributes(vars(module)).items() if name != "training"}
+    held = held_by(module)
     found |= {"a hook": tuple(map(Same, hooks_of(module)))}
-    found |= {f"child {name!r}": child and Same(child) for name, child in vars(module)["_modules"].items()}
-    for word in ("_parameters", "_buffers"):
-        found |= {repr(name): (word, one is None) for name, one in vars(module)[word].items()}
+    found |= {f"child {name!r}": child and Same(child) for name, child in held.children.items()}
+    for word, own in (("parameter", held.parameters), ("buffer", held.buffers)):
+        found |= {repr(name): (word, one is None) for name, one in own.items()}
     return found

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fpipe.graphs.purity.alike import alike
+from fpipe.torch_private.modules import held_by
 
 
 def module_key(module: nn.Module, odd: list[Any]) -> Any:
@@ -16,14 +17,12 @@ def module_key(module: nn.Module, odd: list[Any]) -> Any:
     Args:
         odd: takes what cannot be compared, such as a tensor among the attributes.
     """
-    attributes = vars(module)
+    attributes, held = vars(module), held_by(module)
     plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
-    children = tuple((name, child and module_key(child, odd)) for name, child in attributes["_modules"].items())
+    children = tuple((name, child and module_key(child, odd)) for name, child in held.children.items())
     forward = alike(type(module).forward, odd)
-    flags = tuple(
-        (name, alike(None if one is None else vars(one), odd)) for name, one in attributes["_parameters"].items()
-    )
-    return type(module), forward, plain, children, flags, tuple(attributes["_buffers"])
+    flags = tuple((name, alike(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
+    return type(module), forward, plain, children, flags, tuple(held.buffers)
 
 
 _NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")

@@ -37,7 +37,7 @@ from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_private.modules import cached_weights, caches_weights, is_batch_norm, spectral_buffers
+from fpipe.torch_private.modules import cached_weights, caches_weights, held_by, is_batch_norm, spectral_buffers
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -197,7 +197,7 @@ class StageModule(PositionalStage):
 
         def run() -> tuple[Any, dict[str, Any]]:
             y = run_children(self.children, self.skips, x)
-            return y, {path: vars(owner)["_buffers"].get(name) for path, owner, name in self.buffers}
+            return y, {path: held_by(owner).buffers.get(name) for path, owner, name in self.buffers}
 
         with self._swapping(), noted(self.norms, self.who) as notes:
             # A copy, since functional_call notes in it what is bound anew.

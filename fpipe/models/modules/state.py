@@ -30,6 +30,7 @@ from fpipe.graphs.tracing.trace import outline
 from fpipe.model import Model
 from fpipe.models.modules.batch_norm import STATISTICS
 from fpipe.models.modules.stage_module import How, StageModule
+from fpipe.torch_private.modules import held_by
 
 
 def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -> list[dict[str, How]]:
@@ -141,7 +142,7 @@ def _buffers(stage: StageModule) -> dict[str, Tensor]:
 
 def _empty(stage: StageModule) -> set[str]:
     """The buffers that are None."""
-    own = ((path, vars(module)["_buffers"]) for path, module in stage.modules)
+    own = ((path, held_by(module).buffers) for path, module in stage.modules)
     return {f"{path}.{name}" for path, buffers in own for name, one in buffers.items() if one is None}
 
 

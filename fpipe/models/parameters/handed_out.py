@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from torch import Tensor, nn
 
+from fpipe.torch_private.modules import held_by
+
 
 class HandedOut:
     """Where a net has the parameters that were handed out, and where these are in memory.
@@ -26,7 +28,7 @@ class HandedOut:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
-        held = [vars(module)["_parameters"] for module in modules]
+        held = [held_by(module).parameters for module in modules]
         homes = {id(one): (own, key) for own in held for key, one in own.items()}
         known = {
             name: (homes[id(one)], address)

@@ -28,6 +28,7 @@ from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
 from fpipe.torch_private.export import quiet_export
+from fpipe.torch_private.modules import held_by, told_of_assignments
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
@@ -74,7 +75,7 @@ def _writing_back(net: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
     """A call of a net that writes what it binds to buffers into those that were there, which is what an export sees:
     of modules inside the net it would lose it."""
     held = [
-        (own, name, one) for module in net.modules() for own in [vars(module)["_buffers"]] for name, one in own.items()
+        (own, name, one) for module in net.modules() for own in [held_by(module).buffers] for name, one in own.items()
     ]
     made = forward(*args, **kwargs)
     for own, name, one in held:
@@ -175,7 +176,6 @@ def _open_dims(leaf: Any) -> Any:
 @contextmanager
 def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
     """Meanwhile note where a tensor is assigned to a plain attribute, and refuse a new module or parameter."""
-    assign: Any = nn.Module.__setattr__
     own = {id(vars(module)) for module in net.modules()}
 
     def is_new(value: Any) -> bool:
@@ -183,7 +183,7 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
             return all(value is not one for one in net.parameters())
         return isinstance(value, nn.Module) and id(vars(value)) not in own
 
-    def noted(module: nn.Module, name: str, value: Any) -> None:
+    def noted(module: nn.Module, name: str, value: Any, assign: Callable[..., None]) -> None:
         if id(vars(module)) in own and is_new(value):
             raise ValueError(
                 f"the net changes itself as it runs: it assigns a new module or parameter to {name!r}, and computes "
@@ -193,11 +193,8 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
         if isinstance(value, Tensor) and name in vars(module):
             places.append(place_of_caller(module, net.named_modules()))
 
-    nn.Module.__setattr__ = noted  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with told_of_assignments(noted):
         yield
-    finally:
-        nn.Module.__setattr__ = assign
 
 
 def _left_out(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
