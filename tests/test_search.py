@@ -57,6 +57,13 @@ def test_some_proven_optima_bound_what_is_found(number: int):
     searched(OPTIMA[number], 0.05, "local", (*SLOW, *OFFLOADING))
 
 
+@pytest.mark.parametrize("number", [33, 54])
+def test_orders_that_keep_room_for_the_oldest_microbatch_alone_lead_to_the_optimum(number: int):
+    """Room for all that had begun left a chunk of a tight cap unused: 1.7 % and 2.6 % above, whatever the climb did."""
+    found = searched(OPTIMA[number], 0.5, "local", (*SLOW, *OFFLOADING))
+    assert found.value == pytest.approx(OPTIMA[number]["optimum"])
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(0)
 def test_nineteen_of_twenty_proven_optima_are_found_without_the_solver():

@@ -1,7 +1,7 @@
 """First orders of tasks, by list scheduling: whenever a rank is free, the ready op that some rule likes best runs.
 
-A rule weighs kind, stage and microbatch. A forward runs only where there is room for it and for all that the
-microbatches that have begun on the rank will still hold there, so that no order ends in a jam.
+A rule weighs kind, stage and microbatch. A forward runs only where there is room for it and for all that the oldest
+microbatch which has begun on the rank will still hold there, or for all that every one will: then no order jams.
 """
 
 from __future__ import annotations
@@ -84,8 +84,13 @@ class ListOrders:
         first = min((self.microbatch[at] for at in own), default=0)
         return [self.takes[at] for at in own if self.microbatch[at] == first]
 
-    def order(self, rule: Rule) -> Rows | None:
-        """The order by a rule; None where it jams all the same."""
+    def order(self, rule: Rule, keep: int | None = None) -> Rows | None:
+        """The order by a rule; None where it jams.
+
+        Args:
+            rule: the priority.
+            keep: how many of the oldest microbatches that have begun keep their room; by default all.
+        """
         key = [
             rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
             for kind, depth, microbatch in zip(self.kind, self.depth, self.microbatch, strict=True)
@@ -97,26 +102,24 @@ class ListOrders:
         def pick(rank: int, time: float, ready: list[int]) -> int:
             held[rank] -= gone[rank]
             gone[rank] = 0.0
-            promised, best = sum(begun[rank].values()), NOTHING
+            best, left = NOTHING, begun[rank]
             for at in ready:
-                more = self.takes[at]
-                if (
-                    more
-                    and held[rank]
-                    + promised
-                    + (self.whole[rank] - more) * (self.microbatch[at] not in begun[rank])
-                    + more * (self.microbatch[at] not in begun[rank])
-                    > self.caps[rank]
-                ):
-                    continue
+                more, own = self.takes[at], self.microbatch[at]
+                if more:
+                    still = left if own in left else {**left, own: self.whole[rank]}
+                    others = [still[one] for one in sorted(still)[:keep] if one != own]
+                    rest = more if keep else still[own]
+                    if held[rank] + rest + sum(others) > self.caps[rank]:
+                        continue
                 if best < 0 or (key[at], at) < (key[best], best):
                     best = at
             if best >= 0:
                 held[rank] += self.takes[best]
                 gone[rank] = self.drops[best]
                 if self.takes[best]:
-                    left = begun[rank].get(self.microbatch[best], self.whole[rank])
-                    begun[rank][self.microbatch[best]] = max(0.0, left - self.takes[best])
+                    rest = left.pop(self.microbatch[best], self.whole[rank]) - self.takes[best]
+                    if rest > 1e-9:
+                        left[self.microbatch[best]] = rest
             return best
 
         found = list_schedule(self.graph, pick)
