@@ -106,7 +106,7 @@ class ModuleDicts(NamedTuple):
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
-    children: dict[str, nn.Module | None]
+    children: dict[str, Any]
 
 
 def held_by(module: nn.Module) -> ModuleDicts:
