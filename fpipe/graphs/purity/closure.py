@@ -1,4 +1,4 @@
-"""Find the tensors and modules that a function closes over, by name: through functions, containers and what it names.
+"""Find the tensors and modules that a function closes over, by name: through functions, containers and objects.
 
 def loss(self, y, target):                          -->      'criterion' of the trainer, not its 'optimizer'
     return self.criterion(y, target)
@@ -74,7 +74,7 @@ def _reached(function: Any) -> Iterator[tuple[str, Any]]:
             more = [(f"{name}.{key}", value) for key, value in one.items()]
         elif isinstance(one, list | tuple):
             more = [(f"{name}.{at}", value) for at, value in enumerate(one)]
-        elif hasattr(one, "__dict__") and not (isinstance(one, ModuleType) and not _is_users(one.__name__)):
+        elif hasattr(one, "__dict__"):
             more = _attributes(name, one, words)
         todo += [(path, value, words) for path, value in more]
 
@@ -85,10 +85,14 @@ def _words(code: CodeType) -> tuple[str, ...]:
 
 
 def _attributes(name: str, one: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object that have these names, its methods bound; nothing of it is run."""
+    """Attributes of an object that have these names, its methods bound; nothing of it is run. Classes and Python's
+    modules lead on to everything, so of these only tensors and modules count."""
+    shared = isinstance(one, type | ModuleType)
     for word in words:
         value = inspect.getattr_static(one, word, None)
-        if isinstance(value, FunctionType) and word not in vars(one) and not isinstance(one, type):
+        if shared and not isinstance(value, Tensor | nn.Module):
+            continue
+        if isinstance(value, FunctionType) and word not in vars(one):
             yield name, MethodType(value, one)
         elif value is not None:
             yield word if name == "it" else f"{name}.{word}", value
