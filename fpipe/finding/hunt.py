@@ -197,8 +197,8 @@ class Hunt:
                 continue
             limits = limits_of(tasks, wanted.cap, wanted.costs)
             lists = ListOrders(tasks, limits)
-            keeps = (None,) if wanted.choose else (None, 1)  # choices of what is recomputed are judged alike
-            orders = (lists.order(rule, keep) for keep in keeps for rule in islice(rules(wanted.seed), tried))
+            ways = (False,) if wanted.choose else (False, True)  # choices of what is recomputed are judged alike
+            orders = (lists.order(rule, oldest) for oldest in ways for rule in islice(rules(wanted.seed), tried))
             rows = [tasks.rows, *(order for order in orders if order is not None)]
             found += entries(tasks, limits, rows, wanted.objective, self.floor(program))
             if moves:

@@ -84,12 +84,12 @@ class ListOrders:
         first = min((self.microbatch[at] for at in own), default=0)
         return [self.takes[at] for at in own if self.microbatch[at] == first]
 
-    def order(self, rule: Rule, keep: int | None = None) -> Rows | None:
+    def order(self, rule: Rule, oldest: bool = False) -> Rows | None:
         """The order by a rule; None where it jams.
 
         Args:
             rule: the priority.
-            keep: how many of the oldest microbatches that have begun keep their room; by default all.
+            oldest: whether the oldest microbatch that has begun keeps its room alone, and not all that have.
         """
         key = [
             rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
@@ -107,8 +107,8 @@ class ListOrders:
                 more, own = self.takes[at], self.microbatch[at]
                 if more:
                     still = left if own in left else {**left, own: self.whole[rank]}
-                    others = [still[one] for one in sorted(still)[:keep] if one != own]
-                    rest = more if keep else still[own]
+                    others = [still[one] for one in ([min(still)] if oldest else sorted(still)) if one != own]
+                    rest = more if oldest else still[own]
                     if held[rank] + rest + sum(others) > self.caps[rank]:
                         continue
                 if best < 0 or (key[at], at) < (key[best], best):

@@ -186,7 +186,9 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
 
 def _warn_of_fixed_rows(guard: BatchGuard) -> None:
     """Say that steps have to have the example's rows in each microbatch."""
-    for place, rows in [*guard.fixed_rows().items()][:1]:
+    fixed = guard.fixed_rows()
+    if fixed is not None:
+        place, rows = fixed
         warnings.warn(
             f"the net fixes the {rows} rows of {place}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
             f"runs in microbatches of {rows} rows only. Say microbatches=m to trace the first of m microbatches of the "

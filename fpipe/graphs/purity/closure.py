@@ -58,7 +58,7 @@ def _reached(function: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(one, Tensor | nn.Module):
             yield name, one
         elif isinstance(one, FunctionType):
-            if _is_users(one.__module__):
+            if one.__module__ and one.__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
                 code, around = one.__code__, one.__globals__
                 words = _words(code)
                 more = [(word, around[word]) for word in named_in(code) if word in around]
@@ -96,7 +96,3 @@ def _attributes(name: str, one: Any, words: tuple[str, ...]) -> Iterator[tuple[s
             yield name, MethodType(value, one)
         elif value is not None:
             yield word if name == "it" else f"{name}.{word}", value
-
-
-def _is_users(module: str | None) -> bool:
-    return bool(module) and module.partition(".")[0] not in ("torch", *sys.stdlib_module_names)

@@ -41,14 +41,14 @@ class BatchGuard:
         self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
 
-    def fixed_rows(self) -> dict[str, int]:
-        """The leaves with as many rows as the first, of which the trace leaves none open, by place."""
+    def fixed_rows(self) -> tuple[str, int] | None:
+        """Place and rows of the first leaf that has as many rows as the batch, of which the trace leaves none open."""
         each = [
             (place, len(leaf), sizes)
             for (place, leaf), sizes in zip(self.example, self.sizes, strict=False)
             if isinstance(leaf, Tensor) and leaf.ndim
         ]
-        return {place: rows for place, rows, sizes in each if 0 not in sizes and rows == each[0][1]}
+        return next(((place, rows) for place, rows, sizes in each if 0 not in sizes and rows == each[0][1]), None)
 
     def ordered(self, found: Any) -> Any:
         """The inputs with their dicts in the example's order, by which leaves are told."""
