@@ -37,6 +37,7 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.offload import offload
 from fpipe.transforms.place import place
 from fpipe.transforms.reorder import reorder
+from fpipe.transforms.shard import shard
 from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
@@ -217,6 +218,7 @@ __all__ = [
     "robustness",
     "schedules",
     "search",
+    "shard",
     "simulate",
     "sizes",
     "slice_sequence",

@@ -146,7 +146,7 @@ def _cut_alike(program: Program) -> None:
 
 
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
-_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "SEND", "F", "B", "I", "U"))
+_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "GATHER", "SCATTER", "SEND", "F", "B", "I", "U"))
 _WORDS: dict[str, type] = {
     **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
     **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast"), str),
@@ -188,6 +188,12 @@ def _odd(op: Op, whole: Op) -> str | None:
             return "sends to its own rank"
     if op.kind == "REDUCE" and not (len(op.reads) == len(op.writes) == 1 and dict(op.how).get("axis")):
         return "does not read one value and write its sum over {axis='...'}"
+    if op.kind in ("GATHER", "SCATTER"):
+        names = [value.name for value in (*op.reads, *op.writes)]
+        if len(op.reads) != 1 or len(op.writes) != 1 or not dict(op.how).get("axis"):
+            return f"does not read one value and write {'it whole' if op.kind == 'GATHER' else 'a part of its sum'} over {{axis='...'}}"
+        if (op.kind == "GATHER" and names != ["shard", "params"]) or op.reads[0][1] != op.writes[0][1]:
+            return "does not make a stage's params from its shard" if op.kind == "GATHER" else "writes another stage's"
     if op.kind in ("OFFLOAD", "LOAD"):
         if len(op.reads) != 1 or len(op.writes) != 1 or op.reads[0][:5] != op.writes[0][:5]:
             return "does not move one value"

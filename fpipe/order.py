@@ -45,7 +45,7 @@ def held_kinds(program: Program) -> frozenset[str]:
     known: frozenset[str] | None = program.__dict__.get("held")
     if known is None:
         basic = scheduled_kinds()
-        others = {op.kind for op in program.ops} & {"R", "SEND", "RECV", "OFFLOAD", "LOAD"}
+        others = {op.kind for op in program.ops} & {"R", "SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"}
         known = basic | others
         if not others or by_rank(arrange(program.inputs, program.ops, program.outputs).ops) == by_rank(program.ops):
             known = basic

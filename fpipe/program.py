@@ -20,17 +20,19 @@ microbatch and slice has an op.
 The names that the front doors use for values (any lower-case word is a value name; these have a meaning in the walk)::
 
     inputs target params state key      what a caller hands in: the batch's two halves, and per stage or step the rest
+    shard                               a replica's part of params, handed in where several replicas share them out
     x t w                               SPLIT's slices of inputs and target, and the microbatch's weight in the mean
     y loss count carry seen             what F writes: output, loss and its count, what a slice hands on, what U needs
     res wres                            residuals: what B or I reads, and what I leaves for W
     dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
     all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
+    cut                                 a replica's part of one microbatch's gradient over all of them
     grads outputs                       result names, besides loss, count and state
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
-RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, OFFLOAD, LOAD, FREE. The set is open: `register_kind` adds one. (The zero-bubble
-papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
+RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE. The set is open: `register_kind` adds one.
+(The zero-bubble papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
 
 No tensor, shape, module or device lives in a program. Stages are numbers until a reading binds them to a model.
 """
@@ -164,7 +166,8 @@ class Kind:
     """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
-    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or "copy" beside it.
+    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of transfers
+    between ranks and memories, and "wire", of collectives over replicas.
 
     >>> KINDS["F"], KINDS["RECV"].lane
     (Kind(place='table', time=1, lane='main'), 'copy')
@@ -172,7 +175,7 @@ class Kind:
 
     place: Literal["table", "before", "after"]
     time: int = 0
-    lane: Literal["main", "copy"] = "main"
+    lane: Literal["main", "copy", "wire"] = "main"
 
 
 KINDS: dict[str, Kind] = {
@@ -183,8 +186,11 @@ KINDS: dict[str, Kind] = {
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
     **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE"), Kind("after")),
-    **dict.fromkeys(("SEND", "OFFLOAD", "REDUCE"), Kind("after", lane="copy")),
+    **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
+    **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
 }
+LANES = ("main", "copy", "wire")
+PARAMETERS = frozenset(("params", "shard"))  # inputs that are at home where their stage lives
 
 
 def register_kind(name: str, kind: Kind) -> None:
@@ -201,8 +207,8 @@ def register_kind(name: str, kind: Kind) -> None:
         raise ValueError(f"a kind's place is 'table', 'before' or 'after', found {kind.place!r}.")
     if type(kind.time) is not int or kind.time < 0:
         raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
-    if kind.lane not in ("main", "copy"):
-        raise ValueError(f"a kind's lane is 'main' or 'copy', found {kind.lane!r}.")
+    if kind.lane not in LANES:
+        raise ValueError(f"a kind's lane is 'main', 'copy' or 'wire', found {kind.lane!r}.")
     if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
         raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
     KINDS[name] = kind

@@ -14,7 +14,7 @@ FILLS = {
     "I": "#7edbea",
     "W": "#b5cf3c",
     "R": "#cf4a1c",
-    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "REDUCE"), "#c58ad6"),
+    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "REDUCE", "SCATTER"), "#c58ad6"),
     "LOAD": "#7d4ba6",
 }
 OTHER = "#59616e"

@@ -39,7 +39,7 @@ def names_of(op: Op, lane: str, style: Style) -> list[str]:
     short = op.cell.removeprefix(f"{op.stage}{op.kind}")
     if style.labels == "none":
         return []
-    if lane == "copy":
+    if lane != "main":
         return [op.cell, op.kind, op.kind[:1]] if style.labels == "all" else [op.kind, op.kind[:1]]
     if op.microbatch is None:
         return [op.cell]

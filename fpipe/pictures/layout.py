@@ -25,7 +25,7 @@ from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import Op, kind_of
+from fpipe.program import LANES, Op, kind_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait
 
@@ -156,10 +156,10 @@ class _Painter:
             self.y[rank, "main"] = y, self.height
             still.append(Text(EDGE, y + self.height / 2 + 4, panel.rank_name(rank), size=min(12, self.height - 2)))
             y += self.height
-            if (rank, "copy") in panel.lanes:
+            for lane in (one for one in LANES[1:] if (rank, one) in panel.lanes):
                 depth = self.height * 0.5
-                self.y[rank, "copy"] = y + 2, depth
-                still.append(Text(self.drawing.left - 8, y + 2 + depth / 2 + 3, "copy", "faint", 9, "end"))
+                self.y[rank, lane] = y + 2, depth
+                still.append(Text(self.drawing.left - 8, y + 2 + depth / 2 + 3, lane, "faint", 9, "end"))
                 y += depth + 2
             y += self.gap
         for wait in panel.waits if self.style.waits else ():

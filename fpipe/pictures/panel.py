@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from fpipe.pictures.axis import amount, clock
-from fpipe.program import Op, Program, Value, kind_of, parts_of
+from fpipe.program import LANES, Op, Program, Value, kind_of, parts_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.simulate import simulate
@@ -18,7 +18,7 @@ from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event, PathStep, Wait
 
 Lane = tuple[int, str]
-"""A rank and one of its lanes: "main", or "copy" for transfers that take time."""
+"""A rank and one of its lanes: "main", or "copy" and "wire" for transfers and collectives that take time."""
 
 
 class Bar(NamedTuple):
@@ -102,7 +102,7 @@ class Panel:
                 found[event.op.rank, kind_of(event.op.kind).lane].append(event)
         for events in found.values():
             events.sort(key=lambda event: (event.start, event.end))
-        return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "main")))
+        return dict(sorted(found.items(), key=lambda item: (item[0][0], LANES.index(item[0][1]))))
 
     @cached_property
     def bars(self) -> dict[Lane, list[Bar]]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from fpipe.pictures.panel import Panel, awaited
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import Value, kind_of
+from fpipe.program import LANES, Value, kind_of
 from fpipe.timing.waiting import Event
 
 Entry = dict[str, Any]
-_THREADS = {"main": 0, "copy": 1}
+_THREADS = {lane: number for number, lane in enumerate(LANES)}
 
 
 def perfetto(panels: Sequence[Panel], style: Style = PLAIN) -> str:

@@ -11,7 +11,7 @@ from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import WORDS, terminal
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import HtmlRepr, Op, kind_of
+from fpipe.program import LANES, HtmlRepr, Op, kind_of
 from fpipe.timing.waiting import Event
 
 Piece = tuple[str, Op | None]
@@ -97,9 +97,9 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
             lines += _said(panel, heading, width)
         for rank in range(panel.ranks):
             lines.append((panel, [(_head(panel, rank) + "| ", None), *_lane(panel, (rank, "main"), scale, short)]))
-            if (rank, "copy") in panel.lanes:
-                head = "copy ".rjust(len(_head(panel, rank)))
-                lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, "copy"), scale, short)]))
+            for lane in (one for one in LANES[1:] if (rank, one) in panel.lanes):
+                head = f"{lane} ".rjust(len(_head(panel, rank)))
+                lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, lane), scale, short)]))
     lines.append((panels[-1], [(_axis(start, end, scale, margin, width), None)]))
     if short:
         found = {part.kind for op, _, _ in bars for part in op.parts or (op,)}

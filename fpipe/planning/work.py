@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fpipe.model import Model
 from fpipe.planning.cost_curve import CostCurve
-from fpipe.program import Program, ProgramError, Value, parts_of
+from fpipe.program import PARAMETERS, Program, ProgramError, Value, parts_of
 from fpipe.schedules.compare import parts_of_a_rank
 from fpipe.schedules.named import Named
 from fpipe.timing.cluster import Cluster
@@ -87,7 +87,7 @@ def working(program: Program) -> list[int]:
 
 def at_home(program: Program, costs: Costs, rank: int) -> float:
     """Bytes of the parameters that a rank has from the start; a leaf of a stage that it has counts once."""
-    here = {end.value for end in program.inputs if end.value.name == "params" and rank in end.homes}
+    here = {end.value for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
     return sum(_size(value, costs) for value in here if not value.port or value._replace(port=0) not in here)
 
 

@@ -60,6 +60,7 @@ class Costs:
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
+        gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
         cluster: what it runs on, a `Cluster` or its text: the speed of ranks and their links, in place of `transfer`
             and `bandwidth`.
@@ -91,6 +92,8 @@ class Costs:
     bytes: Bytes | None = None
     backward: PerStage | None = None
     reduce: PerStage = 0
+    gather: PerStage = 0
+    scatter: PerStage = 0
     cluster: Cluster | None = None  # a text is parsed
     send: float = 0
     receive: float = 0
@@ -214,8 +217,9 @@ class Costs:
             fixed = _at(self.offload, stage, "offload") if unsaid else _at(self.load or 0, stage, "load")
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
-        if kind == "REDUCE":
-            return _at(self.reduce, stage, "reduce")
+        if kind in ("REDUCE", "GATHER", "SCATTER"):
+            word = kind.lower()
+            return _at(getattr(self, word), stage, word)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
         if kind not in _EXTRA:
@@ -271,7 +275,11 @@ def _short(given: Any) -> str:
 
 
 _LETTERS = ("F", "B", "I", "W", "R", "c")
-_PER_STAGE = ("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward", "reduce")
+_OVER_REPLICAS = ("reduce", "gather", "scatter")
+_PER_STAGE = (
+    *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),
+    *_OVER_REPLICAS,
+)
 
 
 def the_costs(costs: object, program: Program | None = None) -> Costs:
@@ -306,12 +314,12 @@ _EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(("SPLIT", "ADD"
 def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
 
-    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV and REDUCE are fields of `Costs`.
+    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER and SCATTER are fields of `Costs`.
 
     >>> register_cost("SCALE", 0.0)
     """
     kind_of(kind)
-    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "REDUCE"):
+    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", *map(str.upper, _OVER_REPLICAS)):
         raise ValueError(f"the cost of {kind} is a field of Costs.")
     _EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
 

@@ -2,6 +2,7 @@
 
     main   |0F0|0F1|0F2|            |0B0|       F, B, I, W, R: one after the other, in the order of the program
     copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
+    wire       |GATHER(params)| |SCATTER(all)|  so do collectives over replicas
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
 A SEND and a RECV that take time are on the main lane too.
@@ -74,7 +75,7 @@ def updated_by(program: Program) -> dict[Value, list[tuple[Value, int]]]:
     results: defaultdict[tuple[str, int | None], list[tuple[Value, int]]] = defaultdict(list)
     for end in program.outputs:
         results[end.name.name, end.name.stage] += [(end.value, home) for home in end.homes]
-    word = {"params": "grads", "state": "state"}
+    word = {"params": "grads", "shard": "grads", "state": "state"}
     return {
         end.value: results[word[end.value.name], end.value.stage] for end in program.inputs if end.value.name in word
     }
@@ -127,7 +128,7 @@ class _Lanes:
         ranks = program.ranks
         self.free = [0.0] * ranks  # of main lanes
         self.begun = [0.0] * ranks  # the last main op
-        self.copying = [0.0] * ranks
+        self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)  # lanes beside it
         self.links: defaultdict[Hashable, float] = defaultdict(float)
         self.homes = {end.value: end.homes for end in program.inputs}
         self.targets = {
@@ -182,11 +183,11 @@ class _Lanes:
             start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
                 start, end = self._send(op, start, self.targets[position], arrivals, position)
-            elif kind_of(kind).lane == "copy":
-                start = max(start, begun[rank], self.copying[rank] if cost else 0.0)
+            elif (lane := kind_of(kind).lane) != "main":
+                start = max(start, begun[rank], self.beside[lane, rank] if cost else 0.0)
                 end = start + cost
                 if cost:
-                    self.copying[rank] = end
+                    self.beside[lane, rank] = end
             elif cost or is_scheduled(kind):
                 start = begun[rank] = max(start, free[rank])
                 end = free[rank] = start + cost

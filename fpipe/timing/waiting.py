@@ -25,7 +25,7 @@ class PathStep(NamedTuple):
     """A piece of the critical path: what ran from start to end, and why not earlier.
 
     `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
-    the step before), "lane" (so was its rank's copy lane), "link" (so was its link).
+    the step before), "lane" (so was its rank's copy or wire lane), "link" (so was its link).
     """
 
     what: Op | Transfer
@@ -108,11 +108,11 @@ class Waiting:
                     if ("main", op.rank) in last:
                         self.lanes[at] = (last["main", op.rank], "rank")
                     last["main", op.rank] = begun[op.rank] = at
-            elif known.lane == "copy":
+            elif known.lane != "main":
                 if end > start:
-                    if ("copy", op.rank) in last:
-                        self.lanes[at] = (last["copy", op.rank], "lane")
-                    last["copy", op.rank] = at
+                    if (known.lane, op.rank) in last:
+                        self.lanes[at] = (last[known.lane, op.rank], "lane")
+                    last[known.lane, op.rank] = at
                 if op.rank in begun and (self.lanes[at] is None or self.events[begun[op.rank]].start == start):
                     self.lanes[at] = (begun[op.rank], "lane")
             elif is_work(op.kind, end - start):

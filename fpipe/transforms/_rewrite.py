@@ -9,6 +9,7 @@ from operator import is_, itemgetter
 from fpipe.order import arrange, held_kinds, in_order, scheduled_kinds
 from fpipe.program import (
     KINDS,
+    PARAMETERS,
     Input,
     Op,
     Output,
@@ -38,8 +39,8 @@ def transforming(rewrite: Transform) -> Transform:
 
 
 def is_move(kind: str) -> bool:
-    """Whether ops of a kind take a value from memory to memory. A REDUCE uses the same lane, and stays at home."""
-    return KINDS[kind].lane == "copy" and kind != "REDUCE"
+    """Whether ops of a kind take a value from memory to memory."""
+    return KINDS[kind].lane == "copy"
 
 
 def moved(op: Op, rank: int) -> Op:
@@ -100,7 +101,7 @@ def homes_of(program: Program) -> dict[int, tuple[int, ...]]:
     return {
         end.value.stage: end.homes
         for end in program.inputs
-        if end.value.name == "params" and end.value.stage is not None
+        if end.value.name in PARAMETERS and end.value.stage is not None
     }
 
 
@@ -173,6 +174,8 @@ class _Ranks:
             self.refuse_split_group(op, rank)
         elif writes and writes[0][0] == "dy":
             rank = self.reader("B", op)
+        elif kind == "GATHER" and writes[0].at:
+            rank = self.where_gathered(op)
         else:
             rank = self.at_home(op)
         for value in writes:
@@ -190,6 +193,15 @@ class _Ranks:
         if travels and len(made) == 1:
             return made.pop() or 0
         return next((rank for rank in at if made - {None} == {rank}), min(at))
+
+    def where_gathered(self, op: Op) -> int:
+        """The rank of a GATHER for some uses there, whose names say it."""
+        if op.rank not in self.home.get(op.stage or 0, (op.rank,)):
+            raise ProgramError(
+                f"{op.cell} is on rank {op.rank}, and stage {op.stage} moves away from it: put fpipe.shard(gather=...) "
+                "after what places the program."
+            )
+        return op.rank
 
     def reader(self, direction: str, op: Op) -> int:
         """The rank of the forward or backward of a stage for a microbatch (and slice)."""

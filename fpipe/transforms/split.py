@@ -69,7 +69,7 @@ def split(
             raise ProgramError(
                 f"this program is split into {program.microbatches} microbatches already; split it once."
             )
-        if any(kind_of(op.kind).lane == "copy" for op in program.ops):
+        if any(kind_of(op.kind).lane != "main" for op in program.ops):
             raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
         if program.ranks > 1:
             raise ProgramError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.model import Model, check_params, same_keys, the_model, with_ties
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Program, the_program
+from fpipe.program import PARAMETERS, Program, the_program
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
@@ -120,7 +120,7 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
         raise ValueError(f"the program has ranks 0 to {program.ranks - 1}; there is no rank {rank}.")
     if len(per_stage) != program.stages:
         raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")
-    here = {end.value.stage for end in program.inputs if end.value.name == "params" and rank in end.homes}
+    here = {end.value.stage for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
     return tuple(one if stage in here else None for stage, one in enumerate(per_stage))
 
 

@@ -51,6 +51,7 @@ def bind_inputs(
             found[Value("params", number, port=leaf.port)] = own.pop(leaf.name)
         if state is not None:
             found[Value("state", number)] = state[number]
+    found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
     missing = next(
         (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
         None,

@@ -102,8 +102,8 @@ def _or_one(count: Any) -> Any:
 
 
 def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """REDUCE in one process: of one replica itself, in memory of its own and contiguous, as it comes from several. A
-    count is a tensor then: what others add to it nobody knows before."""
+    """REDUCE and SCATTER in one process: of one replica itself, in memory of its own and contiguous, as it comes from
+    several. A count is a tensor then: what others add to it nobody knows before."""
     return [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
 
 
@@ -198,8 +198,8 @@ def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
 
 def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, after a cast, or on another device."""
-    if op.how:
+    """SEND, RECV, OFFLOAD, LOAD and GATHER within one process: the value itself, after a cast, or on another device."""
+    if "cast" in dict(op.how):
         return [tree.tree_map(rounding(op), arg) for arg in args]
     moves = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
     return [
@@ -236,9 +236,10 @@ RULES: dict[str, Rule] = {
     "SCALE": scale,
     "MERGE": merge_results,
     "REDUCE": reduce_one,
+    "SCATTER": reduce_one,
     "U": update,
     "PAIR": both,
-    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
+    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"), pass_on),
     "FREE": drop,
 }
 

@@ -265,8 +265,9 @@ class _Lowering:
 
     def ruled(self, at: int, op: Op) -> Instruction:
         """Instruction that does what the walk would, on values in their containers."""
-        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
+        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"):
+            cast = "cast" in dict(op.how)
+            run = partial(rounded, rounding(op)) if cast else arrive if op.kind == "RECV" else pass_on
             return self.instruction(at, run, op.reads, op.writes)
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)

@@ -20,7 +20,7 @@ from fpipe.graphs.purity.sharded import Sharding, local_of, sharding_of
 from fpipe.graphs.tracing.keys import needs_key
 from fpipe.model import Model, trained, who_draws
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Program, Value
+from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.definition.device_moves import brought
 from fpipe.runtimes.definition.devices import BATCH, check_at_home
 from fpipe.runtimes.definition.inputs_and_results import NO_KEY, bind_inputs, collect_results
@@ -77,7 +77,7 @@ def handed_by(
             for at in places[value]:
                 at_home[at] = there
         train = [False] * len(found)
-        if value.name == "params":
+        if value.name in PARAMETERS:
             train = trained(model, value.stage or 0, value.port, tree.unflatten(spec, found))
         each = zip(found, train, places[value], strict=True)
         facts = (fact_of(leaf, storages, one, at_home[at]) for leaf, one, at in each)
