@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fpipe.models.modules.skips import Pop, Stash
     from fpipe.models.parameters.grads import add_grads, assign_grads, global_norm
     from fpipe.models.parameters.params import join_params, local_params, split_params
+    from fpipe.models.parameters.shards import shard_params
     from fpipe.models.tracing.boundary import boundary
     from fpipe.runtimes.build import build
     from fpipe.runtimes.definition.meaning import register_meaning
@@ -94,6 +95,7 @@ _WITH_TORCH = {
     "models.parameters.grads": ("add_grads", "assign_grads", "global_norm"),
     "derived.jvp": ("jvp",),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
+    "models.parameters.shards": ("shard_params",),
     "derived.per_example": ("per_example",),
     "models.modules.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
@@ -219,6 +221,7 @@ __all__ = [
     "schedules",
     "search",
     "shard",
+    "shard_params",
     "simulate",
     "sizes",
     "slice_sequence",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
@@ -34,6 +35,22 @@ def is_kept_by_process(store: Any) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore)
+
+
+def all_gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
+    """Start gathering a tensor of each process, one behind the other, and return what to wait for (2.13:
+    `all_gather_single`; `all_gather_into_tensor` before)."""
+    return _ALL_GATHER(whole, own, group=group, async_op=True)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup) -> Any:
+    """Start adding up a tensor over processes, of which each gets its part, and return what to wait for (2.13:
+    `reduce_scatter_single`; `reduce_scatter_tensor` before)."""
+    return _REDUCE_SCATTER(own, whole, group=group, async_op=True)
+
+
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def backend_on(group: ProcessGroup, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ residuals are the stage's own autograd graph, cut off from all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.model import Model, Stage, trained, who_draws
-from fpipe.program import Op
+from fpipe.program import Op, Value
 from fpipe.runtimes.definition.device_moves import Moves
 
 Leaves = list[Any]
@@ -45,6 +45,7 @@ class StepContext:
         replicas: how many data-parallel replicas there are; this one's microbatches are numbered from `first` among
             those of all.
         moves: what travels between devices.
+        shared: what replicas share out, by what they are handed of it.
     """
 
     model: Model
@@ -57,6 +58,7 @@ class StepContext:
     replicas: int = 1
     first: int = 0
     moves: Moves = field(default_factory=dict[Any, Any])
+    shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
 
     @property
     def all_rows(self) -> int:

@@ -106,11 +106,11 @@ def add_to(total: Leaves, more: Leaves) -> Sequence[Leaves]:
     return [made]
 
 
-def dropping(run: Callable[..., Any], over: Sequence[int]) -> Callable[..., Any]:
-    """Drop received parameters after their last read: the lists in these places."""
+def dropping(run: Callable[..., Any], count: int, over: Sequence[int]) -> Callable[..., Any]:
+    """Drop received parameters after their last read: the lists in these places, of which `run` reads so many."""
 
     def last(*lists: Leaves) -> Any:
-        made = run(*lists)
+        made = run(*lists[:count])
         _empty([lists[k] for k in over])
         return made
 

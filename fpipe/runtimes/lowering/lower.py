@@ -28,6 +28,7 @@ from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.copies import TRANSFERS
 from fpipe.runtimes.lowering.folds import Folds, folds_of
 from fpipe.runtimes.lowering.instructions import (
     add,
@@ -85,6 +86,7 @@ class Lowered:
         collective: whether stages talk to other processes, which run the same program.
         graphs: of each stage, and of the loss under None.
         updates: of each stage the ops of its updates.
+        gathered: of parameters that an op writes, the places of the leaves that graphs read; of others all are read.
     """
 
     slots: Mapping[Any, int]
@@ -99,6 +101,7 @@ class Lowered:
     collective: bool
     graphs: Mapping[int | None, Sequence[Graph]]
     updates: Mapping[int, Iterable[Sequence[str]]]
+    gathered: Mapping[Value, Collection[int]]
 
 
 def lower(
@@ -147,6 +150,8 @@ class _Lowering:
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
         self.to_compile: dict[Op, Kernel] = {}
+        whole = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
+        self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.made - whole}
 
     def lowered(self, program: Program) -> Lowered:
         """The instructions, with their slots in the order in which they are filled."""
@@ -174,6 +179,7 @@ class _Lowering:
             or any(cut.graph.collective for cut in self.shapes.cuts.values()),
             graphs=self.shapes.graphs(),
             updates=self.shapes.updates,
+            gathered=self.read_leaves,
         )
 
     def slot(self, value: Any) -> int:
@@ -235,9 +241,13 @@ class _Lowering:
         if "ready" in graph.reads:
             named |= {"ready": self.ready((cut, recipe), op, made)}
         reads = [named[label] for label in graph.reads]
+        for value, names in zip(reads, graph.reads.values(), strict=True):
+            self.read_leaves.get(value, set()).update(k for k, name in enumerate(names) if name is not None)
         if recipe.landed:  # what came from another rank, or a version, is gone after its last read
-            over = [k for k, value in enumerate(reads) if value in self.moved and self.folds.last.get(value) == at]
-            run = dropping(run, over) if over else run
+            count, last = len(reads), {value for value in op.reads if self.folds.last.get(value) == at}
+            reads += [value for value in op.reads if value in last & self.made and value not in reads]
+            over = [k for k, value in enumerate(reads) if value in last & self.moved]
+            run = dropping(run, count, over) if over else run
         extra = [self.ops[other] for other in self.folds.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
 

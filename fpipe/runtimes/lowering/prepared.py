@@ -24,6 +24,7 @@ from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
+from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.single_device.result import Result
@@ -45,13 +46,14 @@ class Prepared:
         compile: bool = False,
         home: torch.device | None = None,
         replica: tuple[int, int] = (0, 1),
+        share: Share | None = None,
         devices: Sequence[torch.device] = (),
     ) -> None:
         check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
         given: Given = (params, batch, state)
         homes, storages = homes_of(program, devices), dict[int, int]()
-        handed = handed_by(program, model, given, key, homes, home, storages)
+        handed = handed_by(program, model, given, key, homes, home, storages, share)
         context = StepContext(
             model,
             sum(sizes),
@@ -61,6 +63,7 @@ class Prepared:
             replicas=replica[1],
             first=replica[0] * program.microbatches,
             moves=moves_of(program, devices),
+            shared=handed.shared,
         )
         constants = {
             Value("const", number): AbstractTree(tuple(fact_of(leaf, storages) for leaf in net.constants()))
@@ -70,6 +73,7 @@ class Prepared:
         lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program, self.untraced, self.at_home = model, program, untraced, handed.at_home
+        self.shared = handed.shared
         self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         self.entrance = entrance_of(lowered, model, handed, homes)
         own = not untraced.stages

@@ -93,6 +93,11 @@ class Shapes:
                 (self._forward if op.kind in "FR" else self._backward)(op)
             except Untraceable as error:
                 raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
+        elif op.kind == "GATHER":
+            shared = self.context.shared.get(op.reads[0])
+            self.trees[op.writes[0]] = self.trees[op.reads[0]] if shared is None else in_new_memory(shared.whole)
+        elif op.kind == "SCATTER" and (shared := self.context.shared.get(Value("shard", op.stage, port=op.reads[0].port))):
+            self.trees[op.writes[0]] = shared.scattered(self.trees[op.reads[0]])
         elif op.kind in TRANSFERS:
             for read, written in zip(op.reads, op.writes, strict=True):
                 if read in self.trees:  # what a forward leaves is known when its backward is
@@ -233,6 +238,12 @@ def _in_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> Abstrac
     """Leaves of a graph in the memory of a microbatch."""
     facts = cut.graph.facts
     return AbstractTree(tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+
+
+def in_new_memory(abstract: AbstractTree) -> AbstractTree:
+    """Leaves like these, each in memory of its own."""
+    leaves = (in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves)
+    return abstract._replace(leaves=tuple(leaves))
 
 
 def _with_copies(args: list[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
+from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of
 from fpipe.single_device.batches import streams
 
 Given = tuple[Any, Any, Any]
@@ -42,11 +43,13 @@ class Handed:
         trees: what is known of each value.
         places: of each, where its leaves are among all.
         at_home: for each leaf the device where it would be if it had data.
+        shared: what replicas share out.
     """
 
     trees: Mapping[Value, AbstractTree]
     places: Mapping[Value, Sequence[int]]
     at_home: Sequence[torch.device]
+    shared: Mapping[Value, Shared]
 
 
 def handed_by(
@@ -57,14 +60,16 @@ def handed_by(
     homes: Mapping[Value, torch.device],
     home: torch.device | None,
     storages: dict[int, int],
+    share: Share | None,
 ) -> Handed:
-    """The leaves of params, batch and state; `homes` are the devices of the ranks that read them, else `home`."""
+    """The leaves of params, batch and state; `homes` are the devices of the ranks that read them, else `home`. Without
+    a `share` one replica has all."""
     leaves, containers = tree.flatten(given)
     params, batch, state = tree.unflatten(containers, range(len(leaves)))
     whole, sizes = batch_of(program, given[1])
     batch = batch if whole is given[1] else streams(batch, len(sizes))
     ends = bind_inputs(program, model, params, batch, None if given[2] is None else state, key)
-    trees, places = dict[Value, AbstractTree](), dict[Value, Sequence[int]]()
+    trees, places, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, Shared]()
     at_home = [home or torch.get_default_device()] * len(leaves)
     if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
         trees[Value("key")] = AbstractTree((key,), tree.flatten(key)[1])
@@ -82,7 +87,14 @@ def handed_by(
         each = zip(found, train, places[value], strict=True)
         facts = (fact_of(leaf, storages, one, at_home[at]) for leaf, one, at in each)
         trees[value] = AbstractTree(tuple(_at(fact, there) for fact in facts), spec)
-    return Handed(trees, places, at_home)
+        if value.name == "shard":
+            who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(held)]
+            if share is None:
+                refuse_shards(trees[value], who, paths)
+            else:
+                shared[value] = shared_of(trees[value], share, who, paths)
+                trees[value] = shared[value].own
+    return Handed(trees, places, at_home, shared)
 
 
 @dataclass(frozen=True)

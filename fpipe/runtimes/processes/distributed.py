@@ -150,7 +150,7 @@ def distributed(
         watchdog.begin(number)
         transfers.begin()
         if replicas is not None:
-            replicas.begin(sums)
+            replicas.begin(exchanges)
         with watchdog.ctrl_c:
             try:
                 return one_step(number, (params, batch, state), more, key)
@@ -195,7 +195,7 @@ def distributed(
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
     watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
-    sums = first.sums
+    exchanges = first.exchanges
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step
 

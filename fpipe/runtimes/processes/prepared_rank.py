@@ -20,10 +20,11 @@ from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
+from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.message import Layout
-from fpipe.runtimes.processes.replicas import Reductions, Replicas
+from fpipe.runtimes.processes.replicas import Exchanges, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
 
 
@@ -42,13 +43,15 @@ class PreparedRank(Prepared):
         self.number = self.step = 0
         self.step_key: int | None = None
         self.step_batch = ""
-        super().__init__(*args, replica=(0, 1) if replicas is None else (replicas.number, replicas.count))
+        replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
+        share = None if replicas is None else Share(*replica, replicas.axis)
+        super().__init__(*args, replica=replica, share=share)
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
-        self.sums = Reductions({}, 0)
+        self.exchanges = Exchanges({}, 0)
         if replicas is not None:
-            self.instructions, self.sums = replicas.starting(self.instructions, self.trees, self.weighed_rows)
+            self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
         self.part = of_rank(self.instructions, self.model, rank, *both)
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
@@ -106,7 +109,7 @@ class PreparedRank(Prepared):
         self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
         if self.replicas is not None:
             at_once = watch is not None and watch.check_finite
-            self.replicas.begin(self.sums, self.step_key, self.step_batch, at_once=at_once)
+            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once=at_once)
         watchdog.part = self.part
         self.part.run(own, watch)
         watchdog.waits = "at the end"

@@ -91,4 +91,4 @@ def replicas_of(
     )
     processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
     meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, watchdog)
-    return Replicas(group, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))
+    return Replicas(group, axis, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))

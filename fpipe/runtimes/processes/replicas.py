@@ -1,10 +1,11 @@
-"""Add up over data-parallel replicas while the rest of a step runs, and end all replicas together.
+"""Exchange with data-parallel replicas while the rest of a step runs, and end all replicas together.
 
     replica 0, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
                               | all_reduce          | all_reduce   | all_gather
     replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
 
-A REDUCE only starts: who reads its result waits, else the end of the step does. At the end each process tells the
+A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end each
+process tells the
 others of its rank whether all went well there. One that failed still takes part in what it owes, with zeros, and says
 why: so nothing stays under way, and the next step works.
 """
@@ -24,35 +25,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.graphs.language.graph import Fact
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.lowering.lower import Instruction, Lowered
+from fpipe.runtimes.lowering.shards import Shared
+from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, parts_of_op
 
 Leaves = list[Any]
-_ALIGNED = 64
 _VOTE = struct.Struct("<qB")  # rows, and what happened; the rest of a vote are words
 _SIZE = 512
 _FINE, _FAILED, _LOST = range(3)
 
 
-class _Bucket(NamedTuple):
-    """The leaves of one dtype and device: for each its place in the list, where it lies in the buffer, its shape."""
+class Exchanges(NamedTuple):
+    """Collectives of one rank over all replicas in a step, in the order of the program, and its rows."""
 
-    like: tuple[torch.dtype, torch.device]
-    parts: list[tuple[int, int, tuple[int, ...]]]
-    size: int
-
-
-class Reductions(NamedTuple):
-    """Sums of one rank over all replicas in a step, in the order of the program, and its rows."""
-
-    buckets: dict[Value, list[_Bucket]]
+    parts: dict[Value, list[CollectivePart]]
     rows: int
+
+
+EXCHANGED = ("REDUCE", "GATHER", "SCATTER")
 
 
 class Replicas:
@@ -60,59 +55,62 @@ class Replicas:
 
     Args:
         group: they and this one, by replica.
+        axis: the dimension of the mesh that they are.
         rank: which rank of its replica this is.
         meeting: where all ranks of all replicas leave word.
         device: where votes are: on the host, or with NCCL on the GPU.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, meeting: Meeting, device: torch.device) -> None:
-        self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
+    def __init__(self, group: ProcessGroup, axis: str, rank: int, meeting: Meeting, device: torch.device) -> None:
+        self.group, self.axis, self.number, self.count, self._rank = group, axis, group.rank(), group.size(), rank
         self.meeting, self._device, self._broken, self._warned = meeting, device, False, False
         self._timeout = timedelta(seconds=meeting.seconds)
-        self.begin(Reductions({}, 0))
+        self.begin(Exchanges({}, 0))
 
-    def begin(self, sums: Reductions, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
-        """A step with this key starts, on a batch of this digest; `at_once` if somebody looks at each sum where it is
+    def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
+        """A step with this key starts, on a batch of this digest; `at_once` if somebody looks at each value where it is
         made."""
-        self._over, self._sums, self._key, self._batch, self._at_once = False, sums, key, batch, at_once
-        self._works: dict[Value, list[tuple[Tensor, Any]]] = {value: [] for value in sums.buckets}
+        self._over, self._exchanges, self._key, self._batch, self._at_once = False, exchanges, key, batch, at_once
+        self._posted = dict.fromkeys(exchanges.parts, 0)
+        self._under_way: dict[Value, list[Posted]] = {value: [] for value in exchanges.parts}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
-    def starting(
-        self, instructions: Sequence[Instruction], trees: Mapping[Value, AbstractTree], rows: int
-    ) -> tuple[list[Instruction], Reductions]:
-        """Instructions of which each REDUCE of this rank only starts, and those wait that read what it writes."""
-        sums, made = Reductions({}, rows), list[Instruction]()
-        for one in instructions:
+    def starting(self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int) -> tuple[list[Instruction], Exchanges]:
+        """Instructions of which each exchange of this rank only starts, and those wait that read what it writes."""
+        exchanges, made = Exchanges({}, rows), list[Instruction]()
+        for one in lowered.instructions:
             op = one.ops[0]
-            if op.rank == self._rank and op.kind == "REDUCE":
-                (value,) = op.writes
-                sums.buckets[value] = _buckets(trees[value].leaves)
-                one = one._replace(run=partial(self._start, value, sums.buckets[value]))
+            if op.rank == self._rank and op.kind in EXCHANGED:
+                (read,), (value,) = op.reads, op.writes
+                of = None if op.kind == "REDUCE" else shared[Value("shard", op.stage, port=read.port)]
+                parts = parts_of_op(op, lowered.trees[value].leaves, of, self.count, lowered.gathered.get(value))
+                exchanges.parts[value] = parts
+                one = one._replace(run=partial(self._start, value))
             elif op.rank == self._rank:
-                late = [value for part in one.ops for value in part.reads if value in sums.buckets]
+                late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
                 one = one._replace(run=partial(self._late, late, op, one.run)) if late else one
             made.append(one)
-        return made, sums
+        return made, exchanges
 
-    def _start(self, value: Value, buckets: Sequence[_Bucket], leaves: Leaves) -> Sequence[Leaves]:
-        made, works = [*leaves], self._works[value]
+    def _start(self, value: Value, leaves: Leaves) -> Sequence[Leaves]:
+        read = [*leaves]
+        made = [*leaves]
         leaves.clear()
-        for (dtype, device), parts, size in buckets:
-            buffer = torch.empty(size, dtype=dtype, device=device)
-            for at, start, shape in parts:
-                part = buffer[start : start + torch.Size(shape).numel()].view(shape)
-                made[at] = part.copy_(made[at]) if isinstance(made[at], Tensor) else part.fill_(made[at])
-            works.append(self._posted(buffer))
+        for part in self._exchanges.parts[value]:
+            for at, leaf in self._post(value, part, read).items():
+                made[at] = leaf
         if self._at_once:
             self._wait_for(value)
         return [made]
 
-    def _posted(self, buffer: Tensor) -> tuple[Tensor, Any]:
+    def _post(self, value: Value, part: CollectivePart, read: Read) -> Mapping[int, Tensor]:
         try:
-            return buffer, dist.all_reduce(buffer, group=self.group, async_op=True)
+            posted = part.post(self.group, read)
         except RuntimeError as error:
             raise self._lost(error, "a sum") from error
+        self._posted[value] += 1
+        self._under_way[value].append(posted)
+        return posted.made
 
     def _late(self, values: Sequence[Value], op: Op, run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
@@ -120,8 +118,12 @@ class Replicas:
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
-        for _, work in self._works[value]:
-            self._wait(work, f"REDUCE({value})")
+        under_way = self._under_way[value]
+        while under_way:
+            self._wait(under_way[0].work, str(value))
+            after = under_way.pop(0).after
+            if after is not None:
+                after()
 
     def end(self) -> None:
         """Wait until all sums are there, and all replicas have ended well.
@@ -182,10 +184,9 @@ class Replicas:
         if self._broken or self._over:
             return
         with suppress(RuntimeError):
-            for value, buckets in self._sums.buckets.items():
-                works = self._works[value]
-                for (dtype, device), _, size in buckets[len(works) :]:
-                    works.append(self._posted(torch.zeros(size, dtype=dtype, device=device)))
+            for value, parts in self._exchanges.parts.items():
+                for part in parts[self._posted[value] :]:
+                    self._post(value, part, None)
 
     def named(self, words: str) -> str:
         """Words about a process of this replica."""
@@ -198,7 +199,7 @@ class Replicas:
     def _vote(self, kind: int, words: str) -> None:
         own = bytearray(_SIZE)
         said = self.meeting.board.shortened(words, _SIZE - _VOTE.size).encode()
-        own[: _VOTE.size + len(said)] = _VOTE.pack(self._sums.rows, kind) + said
+        own[: _VOTE.size + len(said)] = _VOTE.pack(self._exchanges.rows, kind) + said
         mine = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
         every = torch.empty(self.count, _SIZE, dtype=torch.uint8, device=self._device)
         try:
@@ -211,10 +212,10 @@ class Replicas:
         """This process's vote and all, when nothing is under way any longer: the buffers are only the results' then."""
         assert self._votes is not None
         own, every, work = self._votes
-        for value in self._works:
+        for value in self._under_way:
             self._wait_for(value)
         self._wait(work, "the end of the step")
-        self._works, self._votes, self._over = {}, None, True
+        self._under_way, self._votes, self._over = {}, None, True
         return own, every
 
     def _wait(self, work: Any, what: str) -> None:
@@ -233,27 +234,14 @@ class Replicas:
         return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, ranks, error, what))
 
 
-def _buckets(leaves: Sequence[Any]) -> list[_Bucket]:
-    """How leaves lie in one buffer of each dtype and device, each in the order of its shape: that is the same on all
-    replicas, whatever the strides were."""
-    found: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-    for at, leaf in enumerate(leaves):
-        if isinstance(leaf, Fact):
-            shape, _, dtype, device, *_ = leaf.aval
-            parts, start = found.get((dtype, device), ((), [], 0))[1:]
-            step = max(1, _ALIGNED // dtype.itemsize)
-            end = -(-(start + torch.Size(shape).numel()) // step) * step
-            found[dtype, device] = _Bucket((dtype, device), [*parts, (at, start, tuple(shape))], end)
-    return [bucket for bucket in found.values() if bucket.size]
-
-
 def reduced_last(program: Program) -> Program:
-    """The program with what reads the result of a REDUCE behind all else, so that nothing else waits for it."""
+    """The program with what reads a sum over replicas behind all else, so that nothing else waits for it."""
     late: set[Value] = set()
     last: list[Op] = []
     rest: list[Op] = []
     for op in program.ops:
-        waits = op.kind != "REDUCE" and not late.isdisjoint(op.reads)
+        sums = op.kind in ("REDUCE", "SCATTER")
+        waits = not sums and not late.isdisjoint(op.reads)
         (last if waits else rest).append(op)
-        late.update(op.writes if waits or op.kind == "REDUCE" else ())
+        late.update(op.writes if waits or sums else ())
     return Program.trusted(program.inputs, (*rest, *last), program.outputs)

@@ -1,0 +1,99 @@
+"""Say what a replica has of each sharded parameter, and what that is once it is gathered.
+
+w: float32[5, 8] over 2 replicas        --> own --> float32[3, 8] of replica 0        --> whole -->        float32[5, 8]
+
+Rows are cut as DTensor's Shard(0) cuts them: equal parts, the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+
+
+class Share(NamedTuple):
+    """Which replica of how many, along which axis of a mesh."""
+
+    number: int
+    count: int
+    axis: str = "dp"
+
+
+class Shared(NamedTuple):
+    """A value that replicas share out: a replica's own part, and the whole."""
+
+    own: AbstractTree
+    whole: AbstractTree
+
+    def scattered(self, total: AbstractTree) -> AbstractTree:
+        """A replica's part of a gradient: as that of its parameter, where there is one."""
+        each = zip(self.own.leaves, total.leaves, strict=True)
+        return total._replace(leaves=tuple(None if of is None else _plain(own.aval, of.aval) for own, of in each))
+
+
+def rows_of_share(rows: int, share: Share) -> int:
+    """How many of the rows of a parameter a replica has.
+
+    >>> [rows_of_share(5, Share(number, 4)) for number in range(4)]
+    [2, 2, 1, 0]
+    """
+    most = -(-rows // share.count)
+    return max(0, min(most, rows - most * share.number))
+
+
+def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[str]) -> Shared:
+    """The two sides of a value of which a step is handed DTensors; where it is at home on other ranks it may be handed
+    the whole.
+
+    Raises:
+        ValueError: a DTensor that is placed otherwise.
+    """
+    own, whole = list[Any](), list[Any]()
+    for path, leaf in zip(paths, abstract.leaves, strict=True):
+        if not isinstance(leaf, Fact):
+            own.append(leaf)
+            whole.append(leaf)
+            continue
+        aval, sharding = leaf.aval, leaf.aval.sharding
+        shape = aval.shape if sharding is None else sharding.shape
+        if sharding is not None:
+            _refuse_other_placement(sharding, share, f"{who}{path}", len(shape))
+        rows = (rows_of_share(shape[0], share), *shape[1:]) if shape else shape
+        own.append(_plain(aval, aval, rows))
+        whole.append(_plain(aval, aval, shape))
+    return Shared(abstract._replace(leaves=tuple(own)), abstract._replace(leaves=tuple(whole)))
+
+
+def refuse_shards(abstract: AbstractTree, who: str, paths: Sequence[str]) -> None:
+    """A ValueError for shards that are handed to a step of one replica."""
+    facts = zip(paths, abstract.leaves, strict=True)
+    place = next((path for path, leaf in facts if isinstance(leaf, Fact) and leaf.aval.sharding is not None), None)
+    if place is not None:
+        raise ValueError(
+            f"{who}{place} is a DTensor, and a program in one process runs one replica, whose shard is the whole: hand "
+            "in plain tensors, .full_tensor(), or say runtime='distributed'."
+        )
+
+
+def _refuse_other_placement(sharding: Any, share: Share, who: str, dims: int) -> None:
+    names = sharding.mesh.mesh_dim_names or ()
+    (placement, *others) = sharding.placements
+    fits = placement.is_shard(0) if dims else placement.is_replicate()
+    if others or names != (share.axis,) or not fits:
+        placed = ", ".join(map(str, sharding.placements))
+        raise ValueError(
+            f"{who} is a DTensor placed ({placed}) over dimension {', '.join(map(repr, names))} of a mesh, and the "
+            f"program shards it by rows, Shard(0), over {share.axis!r}: fpipe.shard_params(params, "
+            f"mesh[{share.axis!r}]) makes such, of numbers Replicate()."
+        )
+
+
+def _plain(like: Aval, other: Aval, shape: tuple[int, ...] | None = None) -> Fact:
+    """A contiguous tensor of the shape of one aval, and the dtype of another, in memory of its own."""
+    shape = like.shape if shape is None else shape
+    steps = tuple([*accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)][::-1]) if shape else ()
+    return in_own_storage(other._replace(shape=shape, stride=steps, sharding=None))

@@ -1,0 +1,188 @@
+"""Cut what a collective over replicas moves into parts: each a large leaf by itself, or small ones in one buffer.
+
+    GATHER params[0]: w [1024, 1024], b [1024]        -->        all_gather of w's rows into w,  of a buffer with b
+
+Rows that replicas have not equally many of travel in the buffer, with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fpipe.graphs.language.graph import Aval, Fact
+from fpipe.program import Op
+from fpipe.runtimes.lowering.shards import Shared
+from fpipe.torch_private.processes import all_gather, reduce_scatter
+
+_ALIGNED = 64
+_LARGE = 2**18
+"""Bytes of a leaf that is worth a collective of its own."""
+
+Read = Sequence[Any] | None
+"""The leaves that an op reads; None posts zeros, for a step that failed and whose part others wait for."""
+
+
+class Posted(NamedTuple):
+    """A collective under way: the leaves that it writes, by place, what to wait for, and what to do after that."""
+
+    made: Mapping[int, Tensor]
+    work: Any
+    after: Callable[[], object] | None = None
+
+
+class CollectivePart(Protocol):
+    """What goes in one collective."""
+
+    def post(self, group: ProcessGroup, read: Read) -> Posted:
+        """Start it, on what an op reads; a RuntimeError if a process is lost."""
+        ...
+
+
+class PlacedLeaf(NamedTuple):
+    """A leaf in a buffer: its place among its op's leaves, where it starts in the buffer, how many numbers the first
+    replica has of it, which has the most, and its avals as this replica has it, and as all have it."""
+
+    at: int
+    start: int
+    most: int
+    own: Aval
+    whole: Aval
+
+    def of(self, number: int) -> tuple[int, int]:
+        """The numbers of the whole that a replica has."""
+        size = _count(self.whole)
+        return min(self.most * number, size), min(self.most * (number + 1), size)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Leaves of one dtype and device, and how many numbers they take in it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    leaves: Sequence[PlacedLeaf]
+    size: int
+
+    def empty(self, *count: int) -> Tensor:
+        """Memory for it, or for one of each replica."""
+        return torch.empty((*count, self.size), dtype=self.dtype, device=self.device)
+
+
+class SumPart(NamedTuple):
+    """Sum of a buffer over all replicas, in place."""
+
+    buffer: Buffer
+
+    def post(self, group: ProcessGroup, read: Read) -> Posted:
+        """Start an all_reduce."""
+        sent = self.buffer.empty() if read else self.buffer.empty().zero_()
+        made: dict[int, Tensor] = {}
+        for at, start, most, own, _ in self.buffer.leaves:
+            part = made[at] = sent[start : start + most].view(own.shape)
+            if read:
+                part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
+        return Posted(made, dist.all_reduce(sent, group=group, async_op=True))
+
+
+class GatherPart(NamedTuple):
+    """All replicas' parts of the leaves of a buffer, or of one large leaf, which needs none."""
+
+    buffer: Buffer
+    count: int
+    alone: bool
+
+    def post(self, group: ProcessGroup, read: Read) -> Posted:
+        """Start an all_gather."""
+        buffer, leaves = self.buffer, self.buffer.leaves
+        made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
+        if self.alone:
+            (leaf,) = leaves
+            sent = read[leaf.at].contiguous() if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
+            return Posted(made, all_gather(made[leaf.at], sent, group))
+        sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.count)
+        for at, start, _, own, _ in leaves if read else ():
+            sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
+
+        def take_apart() -> None:
+            for leaf in leaves:
+                whole = made[leaf.at].view(-1)
+                for number in range(self.count):
+                    low, high = leaf.of(number)
+                    whole[low:high] = found[number, leaf.start : leaf.start + high - low]
+
+        return Posted(made, all_gather(found.view(-1), sent, group), take_apart)
+
+
+class ScatterPart(NamedTuple):
+    """This replica's part of the sum of the leaves of a buffer, or of one large leaf, which needs none."""
+
+    buffer: Buffer
+    count: int
+    alone: bool
+
+    def post(self, group: ProcessGroup, read: Read) -> Posted:
+        """Start a reduce_scatter."""
+        buffer, leaves = self.buffer, self.buffer.leaves
+        if self.alone:
+            (leaf,) = leaves
+            one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
+            sent = read[leaf.at].contiguous() if read else one.new_zeros(leaf.whole.shape)
+            return Posted({leaf.at: one}, reduce_scatter(one, sent, group))
+        sent, found = buffer.empty(self.count) if read else buffer.empty(self.count).zero_(), buffer.empty()
+        for leaf in leaves if read else ():
+            whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
+            for number in range(self.count):
+                low, high = leaf.of(number)
+                sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
+        made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
+        return Posted(made, reduce_scatter(found, sent.view(-1), group))
+
+
+def parts_of_op(
+    op: Op, written: Sequence[Any], shared: Shared | None, count: int, wanted: Collection[int] | None = None
+) -> list[CollectivePart]:
+    """The parts of a REDUCE, GATHER or SCATTER over so many replicas; of a GATHER of the leaves that are `wanted`."""
+    facts = [(at, leaf) for at, leaf in enumerate(written) if isinstance(leaf, Fact)]
+    if op.kind == "REDUCE" or shared is None:
+        return [SumPart(buffer) for buffer in _buffers(_own(at, leaf) for at, leaf in facts)]
+    kind = GatherPart if op.kind == "GATHER" else ScatterPart
+    numbers, large, small = list[PlacedLeaf](), list[PlacedLeaf](), list[PlacedLeaf]()
+    for at, leaf in facts:
+        own, whole = (side.leaves[at].aval._replace(dtype=leaf.aval.dtype) for side in shared)
+        if not whole.shape:
+            numbers.append(_own(at, leaf))
+            continue
+        rows = -(-whole.shape[0] // count)
+        placed = PlacedLeaf(at, 0, rows * _count(whole._replace(shape=whole.shape[1:])), own, whole)
+        even = rows * count == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= _LARGE
+        if _count(whole) and (wanted is None or at in wanted):
+            (large if even else small).append(placed)
+    made: list[CollectivePart] = [kind(buffer, count, alone=True) for leaf in large for buffer in _buffers([leaf])]
+    made += [kind(buffer, count, alone=False) for buffer in _buffers(small)]
+    return made + [SumPart(buffer) for buffer in _buffers(numbers) if kind is ScatterPart]
+
+
+def _own(at: int, leaf: Fact) -> PlacedLeaf:
+    return PlacedLeaf(at, 0, _count(leaf.aval), leaf.aval, leaf.aval)
+
+
+def _buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
+    """Leaves one behind the other, those of one dtype and device in one buffer: that is the same on all replicas."""
+    found: dict[tuple[torch.dtype, torch.device], tuple[list[PlacedLeaf], int]] = {}
+    for leaf in leaves:
+        like = leaf.own.dtype, leaf.own.device
+        placed, start = found.get(like, ([], 0))
+        step = max(1, _ALIGNED // leaf.own.dtype.itemsize)
+        found[like] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
+    return [Buffer(*like, placed, size) for like, (placed, size) in found.items() if size]
+
+
+def _count(known: Aval) -> int:
+    return torch.Size(known.shape).numel()
