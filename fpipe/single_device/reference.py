@@ -57,6 +57,7 @@ def reference(
     state: Sequence[Any] | None = None,
     key: int | None = None,
     input_grads: bool = False,
+    replicas: int = 1,
 ) -> Result:
     """Loss, gradients and outputs of a model by plain autograd.
 
@@ -70,6 +71,8 @@ def reference(
         state: one pytree per stage, for models with module state.
         key: an int, for models with random numbers.
         input_grads: whether the gradients of the inputs are wanted too.
+        replicas: how many equal parts the batch's rows are cut into first, each of which then has the `microbatches`:
+            loss and gradients of each part are added up, then those of all, in their order. The state is the first's.
 
     Returns:
         A `Result` with loss, grads, outputs, losses and state, aux and input_grads.
@@ -82,7 +85,7 @@ def reference(
     (22.5, 15.0)
     """
     refuse_spread(_spread, "reference(model, params, {})")
-    for word, given in (("microbatches", microbatches), ("slices", slices)):
+    for word, given in (("microbatches", microbatches), ("slices", slices), ("replicas", replicas)):
         whole(word, given)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
@@ -90,13 +93,26 @@ def reference(
     if isinstance(batch, list):
         if not batch:
             raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
+        if replicas > 1:
+            raise ValueError("a list is of one replica's microbatches; hand in the whole batch with replicas=.")
         batch = streams(batch, len(batch))
         cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
     else:
         check_batch(batch)
-        cuts = [cut(batch, index, microbatches) for index in range(microbatches)]
+        each = parts_of_replicas(batch, replicas, model)
+        cuts = [cut(own, index, microbatches) for own in each for index in range(microbatches)]
     joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
-    return over_parts(model, params, cuts, state=state, key=key, sliced=Sliced(slices), joined=joined)
+    return over_parts(model, params, cuts, replicas, state=state, key=key, sliced=Sliced(slices), joined=joined)
+
+
+def parts_of_replicas(batch: Any, replicas: int, model: Model, spec: Any = None) -> list[Any]:
+    """The rows of each replica, as views."""
+    if replicas == 1:
+        return [batch]
+    parts = [cut(batch, number, replicas, spec) for number in range(replicas)]
+    if model.reduction != "count" and len({size for _, size in parts}) > 1:
+        raise ValueError(f"the batch's rows are not equally many for each of {replicas} replicas, whose losses are means.")
+    return [part for part, _ in parts]
 
 
 @dataclass(frozen=True)
@@ -149,28 +165,36 @@ def over_parts(
     model: Model,
     params: Sequence[Any],
     parts: Sequence[tuple[tuple[Any, Any], int]],
+    replicas: int = 1,
     *,
     state: Sequence[Any] | None = None,
     key: int | None = None,
     sliced: Sliced | None = None,
     joined: Joined | None = None,
     see: See | None = None,
+    across_first: bool = False,
 ) -> Result:
-    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows. `see`
-    is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
+    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
+    of one replica after those of the other; with `across_first` the gradients of a microbatch are added over replicas before those of the next.
+    `see` is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
     sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
-    states = list(state) if state is not None else [None] * len(model.stages)
+    states: list[Any] = []
+    kept: list[Any] = []  # of the first replica
     losses: list[Tensor] = []
     counts: list[Any] = []
     outputs: list[Any] = []
     extras: list[Any] = []
     shares: list[float] = []
     of_inputs: list[list[Any]] = []  # of each microbatch, the gradients of its inputs
-    sums: list[list[Tensor | None]] = []  # per stage, for each leaf it reads, its gradient over the microbatches so far
-    loss = torch.tensor(0.0)
+    sums: list[Sums] = []
+    each_loss: list[Tensor] = []
+    many = len(parts) // replicas
     for index, (part, size) in enumerate(parts):
+        if index % many == 0:
+            kept = kept or states
+            states = list(state) if state is not None else [None] * len(model.stages)
         carries: list[Any] = [None] * len(model.stages)
         graphs: list[MicrobatchGraph] = []
         weights: list[float] = []
@@ -182,14 +206,17 @@ def over_parts(
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
             between: dict[Value, list[Any]] = {}
-            turn = (index * sliced.slices + k, len(parts) * sliced.slices)
+            turn = (index % many * sliced.slices + k, many * sliced.slices)
             with torch.enable_grad():
                 made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
             graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers, place, between))
             _show_parts(see, model, piece, place)
-            loss = loss + weighted.detach() if losses else weighted.detach()
+            if index % many or k:
+                each_loss[-1] = each_loss[-1] + weighted.detach()
+            else:
+                each_loss.append(weighted.detach())
             losses.append(each.detach())
             counts.append(count)
             extras.append(tree.tree_map(detached, aux))
@@ -197,14 +224,15 @@ def over_parts(
             found.append(tree.tree_map(detached, output))
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
         of_slices: list[list[Any]] = []
+        if across_first or index % many == 0:
+            sums.append([])
         for graph in reversed(graphs):
             grads, seeds, inputs = gradients(model, graph, seeds, see)
             of_slices.insert(0, inputs)
-            both = _one_after_the_other if model.per_example else added
-            sums = [list(map(both, *pair)) for pair in zip(sums, grads, strict=True)] if sums else grads
+            sums[-1] = _both(model, sums[-1], grads) if sums[-1] else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
-    grads = _collected(model, params, sums)
+    loss, grads = reduce(torch.add, each_loss), _over_replicas(model, params, sums, many if across_first else 1)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
@@ -218,8 +246,31 @@ def over_parts(
         aux=_whole(extras, shares, joined.aux, "aux") if model.aux else None,
         input_grads=input_grads,
         losses=tuple(losses),
-        state=None if state is None else tuple(states),
+        state=None if state is None else tuple(kept or states),
     )
+
+
+Sums = list[list["Tensor | None"]]
+"""Per stage, for each leaf it reads, its gradient over some microbatches."""
+
+
+def _both(model: Model, one: Sums, other: Sums) -> Sums:
+    both = _one_after_the_other if model.per_example else added
+    return [list(map(both, *pair)) for pair in zip(one, other, strict=True)]
+
+
+def _over_replicas(model: Model, params: Sequence[Any], sums: Sequence[Sums], many: int) -> tuple[Any, ...]:
+    """Gradients over all replicas, of each of which there are `many` sums, one after the other. What several stages
+    share is added up in a replica first."""
+    add = partial(_both, model)
+    whole = [_collected(model, params, reduce(add, sums[at : at + many])) for at in range(0, len(sums), many)]
+    grads = reduce(partial(tree.tree_map, added), whole)
+    if many == 1:
+        return grads
+    apart = _collected(model, params, reduce(add, [reduce(add, sums[at::many]) for at in range(many)]))
+    for leaf in (uses[0] for uses in model.tied_uses):
+        apart[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
+    return apart
 
 
 def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tuple[int, int | None]) -> None:

@@ -39,7 +39,7 @@ def shard(
         lead: how many ops earlier than just before its first reader a GATHER starts, so that it runs beside them; not
             of "step", whose copies are gathered as soon as the step begins.
         scatter: when gradients are added up over replicas: once in a "step", or of each "microbatch", so that no sum of
-            whole gradients is held.
+            whole gradients is held, but for those of leaves that stages share.
 
     Returns:
         A transform, behind `merge`, in place of `data_parallel`; behind `data_parallel(axis)` it is the same. With
@@ -95,8 +95,9 @@ def _scattered(program: Program, axis: str, each: bool) -> Program:
     """The program with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
     reduces = {op.writes[0]: op for op in program.ops if op.kind == "REDUCE" and op.writes[0].name == "all"}
     if not each:
-        ops = [op._replace(kind="SCATTER") if op in reduces.values() else op for op in program.ops]
+        ops = [op._replace(kind="SCATTER") if reduces.keys() & {*op.writes} else op for op in program.ops]
         return settled(program, ops)
+    reduces = {made: op for made, op in reduces.items() if not made.port}  # what stages share is added up in a replica
     now, cuts = {made: op.reads[0] for made, op in reduces.items()}, dict[Value, Value]()
     todo = [*now.values()]
     while todo:
@@ -108,9 +109,12 @@ def _scattered(program: Program, axis: str, each: bool) -> Program:
             cuts[value] = value._replace(name="cut")
     now |= {made: cuts.get(total, total) for made, total in now.items()}
     ops = [
-        op._replace(reads=tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads))
+        op._replace(
+            kind="SCATTER" if op.kind == "REDUCE" and op.writes[0].name == "all" else op.kind,
+            reads=tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads),
+        )
         for op in program.ops
-        if op not in reduces.values()
+        if not reduces.keys() & {*op.writes}
     ]
     how = (("axis", axis),)
     ops += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]

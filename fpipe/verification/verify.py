@@ -10,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.limits import whole
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
+from fpipe.runtimes.definition.lockstep import across_first, lockstep, refuse_without
 from fpipe.single_device.batches import refuse_spread, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import Joined, Sliced, over_parts
+from fpipe.single_device.reference import Joined, Sliced, over_parts, parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
@@ -35,6 +37,7 @@ def verify(
     key: int | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    replicas: int = 1,
 ) -> Report:
     """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
     loss and gradients with the function itself, too.
@@ -43,6 +46,8 @@ def verify(
         program, model, params, batch, state, key: as for `build` and its step. What a program leaves per microbatch is
             merged first.
         rtol, atol: relative and absolute tolerance. Without either every bit must agree.
+        replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
+            rows; loss, gradients and the first one's state are compared.
 
     Returns:
         A `Report`, which also says whether the undivided batch gives the same; params, batch, random state and module
@@ -66,14 +71,25 @@ def verify(
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch
-    found = build(program, model)(params, given, state=state, key=key)
+    refuse_without(program, whole("replicas", replicas))
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     if "presplit" in how:
-        batch = streams(batch, program.microbatches)
+        if replicas > 1:
+            raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
+        each, batch = [batch], streams(batch, program.microbatches)
         parts = [*zip(zip(*batch, strict=True), rows_of_each(batch, spec), strict=True)]
     else:
-        parts = [cut(batch, index, program.microbatches, spec, size=size) for index in range(program.microbatches)]
+        each = parts_of_replicas(batch, replicas, model, spec)
+        many = program.microbatches
+        parts = [cut(own, index, many, spec, size=size) for own in each for index in range(many)]
+    if replicas > 1:
+        found = lockstep(program, model, params, each, state=state, key=key)
+        expected = over_parts(
+            model, params, parts, replicas, state=state, key=key, sliced=_sliced(how), across_first=across_first(program)
+        )
+        return compare(found, expected, close)
+    found = build(program, model)(params, given, state=state, key=key)
     joined = _joined(program, batch, "stream" if "presplit" in how else spec)
     reference = partial(over_parts, model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
     expected = reference()

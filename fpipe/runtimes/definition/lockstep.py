@@ -1,0 +1,131 @@
+"""Walk down the program of several replicas at once in one process: what one of them says of all, in their order.
+
+    replica 0: all[0] = REDUCE sum[0,1]        -->        both: all[0] = sum[0,1] of replica 0 + sum[0,1] of replica 1
+    replica 1: all[0] = REDUCE sum[0,1]
+
+Parameters are handed in whole, and cut into shards where the program takes shards; gradients come out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.model import Model, taken_gradients
+from fpipe.program import Op, Program
+from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_inputs, collect_results
+from fpipe.runtimes.definition.meaning import RULES, batch_of
+from fpipe.runtimes.definition.walk import place_of
+from fpipe.single_device.result import Result
+
+
+def lockstep(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batches: Sequence[Any],
+    *,
+    state: Sequence[Any] | None = None,
+    key: int | None = None,
+) -> Result:
+    """One step of a replica for each batch. Losses and gradients are those of all; the state is the first replica's,
+    outputs are left out."""
+    check_inputs(program, model, params, state)
+    count, wanted = len(batches), taken_gradients(model, program.ops)
+    contexts, values = list[StepContext](), list[dict[Any, Any]]()
+    for number, batch in enumerate(batches):
+        whole, sizes = batch_of(program, batch)
+        context = StepContext(model, sum(sizes), input_grads=wanted, sizes=sizes, key=key, replicas=count)
+        context.first = number * program.microbatches
+        contexts.append(context)
+        own = bind_inputs(program, model, params, whole, state, key)
+        values.append({value: _shard(one, number, count) if value.name == "shard" else one for value, one in own.items()})
+    for op in program.ops:
+        read = [[own[value] for value in op.reads] for own in values]
+        try:
+            if op.kind in _EXCHANGES:
+                made = [[one] for one in _EXCHANGES[op.kind]([one for (one,) in read])]
+            else:
+                made = [RULES[op.kind](op, args, context) for args, context in zip(read, contexts, strict=True)]
+        except Exception as error:
+            error.add_note(f"in {op.cell}: {place_of(op, model)}")
+            raise
+        for own, one in zip(values, made, strict=True):
+            own.update(zip(op.writes, one, strict=True))
+    ends = tuple(end for end in program.outputs if end.name.name in ("loss", "grads", "state"))
+    shared = {value for value, _ in program.inputs if value.name == "shard"}
+    found = {
+        end.value: _whole([own[end.value] for own in values]) if end.name.name == "grads" and shared else values[0][end.value]
+        for end in ends
+    }
+    asked = Program.trusted(program.inputs, program.ops, ends)
+    return Result(**collect_results(asked, model, params, batches[0], state, found, _detached))
+
+
+def _shard(whole: Any, number: int, count: int) -> Any:
+    """A replica's rows of parameters, as DTensor's Shard(0) has them; what has no rows stays whole."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        most = -(-len(leaf) // count)
+        return leaf.detach()[most * number : most * (number + 1)].requires_grad_(leaf.requires_grad)
+
+    return tree.tree_map(own, whole)
+
+
+def _gather(each: Sequence[Any]) -> list[Any]:
+    """GATHER: the rows of all, one behind the other."""
+    return [tree.tree_map(_joined, *each)] * len(each)
+
+
+def _joined(*rows: Any) -> Any:
+    if not isinstance(rows[0], Tensor) or not rows[0].ndim:
+        return rows[0]
+    return torch.cat([one.detach() for one in rows]).requires_grad_(rows[0].requires_grad)
+
+
+def _reduce(each: Sequence[Any]) -> list[Any]:
+    """REDUCE: the sum, in the order of the replicas."""
+    return [reduce(lambda a, b: tree.tree_map(_sum, a, b), each)] * len(each)
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return None if one is None else one + other
+
+
+def _scatter(each: Sequence[Any]) -> list[Any]:
+    """SCATTER: of the sum, its rows."""
+    return [_shard(whole, number, len(each)) for number, whole in enumerate(_reduce(each))]
+
+
+_EXCHANGES = {"GATHER": _gather, "REDUCE": _reduce, "SCATTER": _scatter}
+
+
+def _whole(each: Sequence[Any]) -> Any:
+    return _gather(each)[0]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def refuse_without(program: Program, replicas: int) -> None:
+    """A ValueError for replicas of a program that exchanges nothing with them."""
+    if replicas > 1 and not any(op.kind in _EXCHANGES for op in program.ops):
+        raise ValueError(
+            f"replicas={replicas} is of a program with replicas: put fpipe.data_parallel() or fpipe.shard() behind merge()."
+        )
+
+
+def across_first(program: Program) -> bool:
+    """Whether gradients are added up over replicas before they are over microbatches."""
+    return any(op.kind == "SCATTER" and op.microbatch is not None for op in program.ops)
+
+
