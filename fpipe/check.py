@@ -190,8 +190,9 @@ def _odd(op: Op, whole: Op) -> str | None:
         return "does not read one value and write its sum over {axis='...'}"
     if op.kind in ("GATHER", "SCATTER"):
         names = [value.name for value in (*op.reads, *op.writes)]
-        if len(op.reads) != 1 or len(op.writes) != 1 or not dict(op.how).get("axis"):
-            return f"does not read one value and write {'it whole' if op.kind == 'GATHER' else 'a part of its sum'} over {{axis='...'}}"
+        if len(names) != 2 or len(op.reads) != 1 or not dict(op.how).get("axis"):
+            made = "it whole" if op.kind == "GATHER" else "a part of its sum"
+            return f"does not read one value and write {made} over {{axis='...'}}"
         if (op.kind == "GATHER" and names != ["shard", "params"]) or op.reads[0][1] != op.writes[0][1]:
             return "does not make a stage's params from its shard" if op.kind == "GATHER" else "writes another stage's"
     if op.kind in ("OFFLOAD", "LOAD"):

@@ -166,8 +166,8 @@ class Kind:
     """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
-    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of transfers
-    between ranks and memories, and "wire", of collectives over replicas.
+    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of
+    transfers between ranks and memories, and "wire", of collectives over replicas.
 
     >>> KINDS["F"], KINDS["RECV"].lane
     (Kind(place='table', time=1, lane='main'), 'copy')

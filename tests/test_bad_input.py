@@ -406,7 +406,7 @@ fpipe.register_kind("ZAP", fpipe.Kind("tabel"))
 fpipe.register_kind("ZAP", fpipe.Kind("table", time="1"))
     ValueError: a kind's time is a whole number of ticks, at least 0; found '1'.
 fpipe.register_kind("ZAP", fpipe.Kind("table", lane="mian"))
-    ValueError: a kind's lane is 'main' or 'copy', found 'mian'.
+    ValueError: a kind's lane is 'main', 'copy' or 'wire', found 'mian'.
 fpipe.register_cost("ZAP", 1.0)
     ProgramError: 'ZAP' is not a kind of op
 STEP(PARAMS[:1], BATCH)

@@ -111,7 +111,7 @@ def parts_of_replicas(batch: Any, replicas: int, model: Model, spec: Any = None)
         return [batch]
     parts = [cut(batch, number, replicas, spec) for number in range(replicas)]
     if model.reduction != "count" and len({size for _, size in parts}) > 1:
-        raise ValueError(f"the batch's rows are not equally many for each of {replicas} replicas, whose losses are means.")
+        raise ValueError(f"{replicas} replicas, whose losses are means, have to have equally many of the batch's rows.")
     return [part for part, _ in parts]
 
 
@@ -175,8 +175,9 @@ def over_parts(
     across_first: bool = False,
 ) -> Result:
     """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
-    of one replica after those of the other; with `across_first` the gradients of a microbatch are added over replicas before those of the next.
-    `see` is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
+    of one replica after those of the other. With `across_first` the gradients of a microbatch are added over replicas
+    before those of the next. `see` is handed what passes between stages, and each microbatch's gradients, by their
+    names in a program."""
     sliced, joined = sliced or Sliced(), joined or Joined()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)

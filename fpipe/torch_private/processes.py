@@ -49,8 +49,9 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup) -> Any:
     return _REDUCE_SCATTER(own, whole, group=group, async_op=True)
 
 
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NAMES: Any = vars(dist)
+_ALL_GATHER: Any = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
+_REDUCE_SCATTER: Any = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
 
 
 def backend_on(group: ProcessGroup, device: torch.device) -> Any:

@@ -85,8 +85,9 @@ def verify(
         parts = [cut(own, index, many, spec, size=size) for own in each for index in range(many)]
     if replicas > 1:
         found = lockstep(program, model, params, each, state=state, key=key)
+        first = across_first(program)
         expected = over_parts(
-            model, params, parts, replicas, state=state, key=key, sliced=_sliced(how), across_first=across_first(program)
+            *(model, params, parts, replicas), state=state, key=key, sliced=_sliced(how), across_first=first
         )
         return compare(found, expected, close)
     found = build(program, model)(params, given, state=state, key=key)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +38,7 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mesh is one dimension of a DeviceMesh, such as mesh['dp']; found {mesh!r}.")
-    return tuple(tree.tree_map(lambda leaf: _shard(leaf, mesh), stage) for stage in params)
+    return tuple(tree.tree_map(partial(_shard, mesh=mesh), stage) for stage in params)
 
 
 def _shard(leaf: Any, mesh: DeviceMesh) -> Any:

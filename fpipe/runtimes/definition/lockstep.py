@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, taken_gradients
-from fpipe.program import Op, Program
+from fpipe.program import Program
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_inputs, collect_results
 from fpipe.runtimes.definition.meaning import RULES, batch_of
@@ -45,7 +45,8 @@ def lockstep(
         context.first = number * program.microbatches
         contexts.append(context)
         own = bind_inputs(program, model, params, whole, state, key)
-        values.append({value: _shard(one, number, count) if value.name == "shard" else one for value, one in own.items()})
+        shards = {value: _shard(one, number, count) for value, one in own.items() if value.name == "shard"}
+        values.append(own | shards)
     for op in program.ops:
         read = [[own[value] for value in op.reads] for own in values]
         try:
@@ -58,14 +59,12 @@ def lockstep(
             raise
         for own, one in zip(values, made, strict=True):
             own.update(zip(op.writes, one, strict=True))
-    ends = tuple(end for end in program.outputs if end.name.name in ("loss", "grads", "state"))
-    shared = {value for value, _ in program.inputs if value.name == "shard"}
-    found = {
-        end.value: _whole([own[end.value] for own in values]) if end.name.name == "grads" and shared else values[0][end.value]
-        for end in ends
-    }
-    asked = Program.trusted(program.inputs, program.ops, ends)
-    return Result(**collect_results(asked, model, params, batches[0], state, found, _detached))
+    found = {end.value: values[0][end.value] for end in program.outputs}
+    if any(value.name == "shard" for value, _ in program.inputs):
+        parts = [end.value for end in program.outputs if end.name.name == "grads"]
+        found |= {value: _gather([own[value] for own in values])[0] for value in parts}
+    named = collect_results(program, model, params, batches[0], state, found, _detached)
+    return Result(**{name: one for name, one in named.items() if name in ("loss", "grads", "state")})
 
 
 def _shard(whole: Any, number: int, count: int) -> Any:
@@ -108,10 +107,6 @@ def _scatter(each: Sequence[Any]) -> list[Any]:
 _EXCHANGES = {"GATHER": _gather, "REDUCE": _reduce, "SCATTER": _scatter}
 
 
-def _whole(each: Sequence[Any]) -> Any:
-    return _gather(each)[0]
-
-
 def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
@@ -120,12 +115,11 @@ def refuse_without(program: Program, replicas: int) -> None:
     """A ValueError for replicas of a program that exchanges nothing with them."""
     if replicas > 1 and not any(op.kind in _EXCHANGES for op in program.ops):
         raise ValueError(
-            f"replicas={replicas} is of a program with replicas: put fpipe.data_parallel() or fpipe.shard() behind merge()."
+            f"replicas={replicas} is of a program with replicas: put fpipe.data_parallel() or fpipe.shard() behind "
+            "fpipe.merge()."
         )
 
 
 def across_first(program: Program) -> bool:
     """Whether gradients are added up over replicas before they are over microbatches."""
     return any(op.kind == "SCATTER" and op.microbatch is not None for op in program.ops)
-
-

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
+from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 
@@ -19,7 +20,7 @@ class Share(NamedTuple):
     """Which replica of how many, along which axis of a mesh."""
 
     number: int
-    count: int
+    replicas: int
     axis: str = "dp"
 
 
@@ -35,13 +36,18 @@ class Shared(NamedTuple):
         return total._replace(leaves=tuple(None if of is None else _plain(own.aval, of.aval) for own, of in each))
 
 
+def shard_of(op: Op) -> Value:
+    """The shard that a GATHER reads, or that a SCATTER makes the gradient of."""
+    return Value("shard", op.stage, port=op.reads[0].port)
+
+
 def rows_of_share(rows: int, share: Share) -> int:
     """How many of the rows of a parameter a replica has.
 
     >>> [rows_of_share(5, Share(number, 4)) for number in range(4)]
     [2, 2, 1, 0]
     """
-    most = -(-rows // share.count)
+    most = -(-rows // share.replicas)
     return max(0, min(most, rows - most * share.number))
 
 

@@ -1,4 +1,4 @@
-"""Cut what a collective over replicas moves into parts: each a large leaf by itself, or small ones in one buffer.
+"""Divide a collective over replicas into parts: each a large leaf by itself, or small ones in one buffer.
 
     GATHER params[0]: w [1024, 1024], b [1024]        -->        all_gather of w's rows into w,  of a buffer with b
 
@@ -38,7 +38,7 @@ class Posted(NamedTuple):
 
 
 class CollectivePart(Protocol):
-    """What goes in one collective."""
+    """A part of a collective, which goes in one call."""
 
     def post(self, group: ProcessGroup, read: Read) -> Posted:
         """Start it, on what an op reads; a RuntimeError if a process is lost."""
@@ -70,9 +70,9 @@ class Buffer:
     leaves: Sequence[PlacedLeaf]
     size: int
 
-    def empty(self, *count: int) -> Tensor:
+    def empty(self, *replicas: int) -> Tensor:
         """Memory for it, or for one of each replica."""
-        return torch.empty((*count, self.size), dtype=self.dtype, device=self.device)
+        return torch.empty((*replicas, self.size), dtype=self.dtype, device=self.device)
 
 
 class SumPart(NamedTuple):
@@ -95,7 +95,7 @@ class GatherPart(NamedTuple):
     """All replicas' parts of the leaves of a buffer, or of one large leaf, which needs none."""
 
     buffer: Buffer
-    count: int
+    replicas: int
     alone: bool
 
     def post(self, group: ProcessGroup, read: Read) -> Posted:
@@ -106,14 +106,14 @@ class GatherPart(NamedTuple):
             (leaf,) = leaves
             sent = read[leaf.at].contiguous() if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
             return Posted(made, all_gather(made[leaf.at], sent, group))
-        sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.count)
+        sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
             sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
 
         def take_apart() -> None:
             for leaf in leaves:
                 whole = made[leaf.at].view(-1)
-                for number in range(self.count):
+                for number in range(self.replicas):
                     low, high = leaf.of(number)
                     whole[low:high] = found[number, leaf.start : leaf.start + high - low]
 
@@ -124,7 +124,7 @@ class ScatterPart(NamedTuple):
     """This replica's part of the sum of the leaves of a buffer, or of one large leaf, which needs none."""
 
     buffer: Buffer
-    count: int
+    replicas: int
     alone: bool
 
     def post(self, group: ProcessGroup, read: Read) -> Posted:
@@ -135,10 +135,10 @@ class ScatterPart(NamedTuple):
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
             sent = read[leaf.at].contiguous() if read else one.new_zeros(leaf.whole.shape)
             return Posted({leaf.at: one}, reduce_scatter(one, sent, group))
-        sent, found = buffer.empty(self.count) if read else buffer.empty(self.count).zero_(), buffer.empty()
+        sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
             whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
-            for number in range(self.count):
+            for number in range(self.replicas):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
         made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
@@ -146,7 +146,7 @@ class ScatterPart(NamedTuple):
 
 
 def parts_of_op(
-    op: Op, written: Sequence[Any], shared: Shared | None, count: int, wanted: Collection[int] | None = None
+    op: Op, written: Sequence[Any], shared: Shared | None, replicas: int, wanted: Collection[int] | None = None
 ) -> list[CollectivePart]:
     """The parts of a REDUCE, GATHER or SCATTER over so many replicas; of a GATHER of the leaves that are `wanted`."""
     facts = [(at, leaf) for at, leaf in enumerate(written) if isinstance(leaf, Fact)]
@@ -159,13 +159,13 @@ def parts_of_op(
         if not whole.shape:
             numbers.append(_own(at, leaf))
             continue
-        rows = -(-whole.shape[0] // count)
+        rows = -(-whole.shape[0] // replicas)
         placed = PlacedLeaf(at, 0, rows * _count(whole._replace(shape=whole.shape[1:])), own, whole)
-        even = rows * count == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= _LARGE
+        even = rows * replicas == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= _LARGE
         if _count(whole) and (wanted is None or at in wanted):
             (large if even else small).append(placed)
-    made: list[CollectivePart] = [kind(buffer, count, alone=True) for leaf in large for buffer in _buffers([leaf])]
-    made += [kind(buffer, count, alone=False) for buffer in _buffers(small)]
+    made: list[CollectivePart] = [kind(buffer, replicas, alone=True) for leaf in large for buffer in _buffers([leaf])]
+    made += [kind(buffer, replicas, alone=False) for buffer in _buffers(small)]
     return made + [SumPart(buffer) for buffer in _buffers(numbers) if kind is ScatterPart]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe import tree
+from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.prepared import Prepared
@@ -77,6 +78,13 @@ class PreparedRank(Prepared):
                 raise ValueError(
                     f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
                     "local_params(program, params, rank), and its batch."
+                )
+            whole = (leaves[at] for at in places if isinstance(leaves[at], Tensor) and not is_sharded(leaves[at]))
+            if value in self.shared and (odd := next(whole, None)) is not None:
+                raise ValueError(
+                    f"the program shards the parameters of stage {value.stage}, and a step was handed a plain tensor "
+                    f"of shape {tuple(odd.shape)}: fpipe.shard_params(local_params(program, params, rank), mesh['dp']) "
+                    "makes a replica's shards."
                 )
 
     def _asked(self, program: Program) -> Program:

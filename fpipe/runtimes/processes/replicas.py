@@ -5,9 +5,8 @@
     replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
 
 A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end each
-process tells the
-others of its rank whether all went well there. One that failed still takes part in what it owes, with zeros, and says
-why: so nothing stays under way, and the next step works.
+process tells the others of its rank whether all went well there. One that failed still takes part in what it owes, with
+zeros, and says why: so nothing stays under way, and the next step works.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
-from fpipe.runtimes.lowering.shards import Shared
+from fpipe.runtimes.lowering.shards import Shared, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, parts_of_op
 
 Leaves = list[Any]
@@ -75,14 +74,16 @@ class Replicas:
         self._under_way: dict[Value, list[Posted]] = {value: [] for value in exchanges.parts}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
-    def starting(self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int) -> tuple[list[Instruction], Exchanges]:
+    def starting(
+        self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
+    ) -> tuple[list[Instruction], Exchanges]:
         """Instructions of which each exchange of this rank only starts, and those wait that read what it writes."""
         exchanges, made = Exchanges({}, rows), list[Instruction]()
         for one in lowered.instructions:
             op = one.ops[0]
             if op.rank == self._rank and op.kind in EXCHANGED:
-                (read,), (value,) = op.reads, op.writes
-                of = None if op.kind == "REDUCE" else shared[Value("shard", op.stage, port=read.port)]
+                (value,) = op.writes
+                of = None if op.kind == "REDUCE" else shared[shard_of(op)]
                 parts = parts_of_op(op, lowered.trees[value].leaves, of, self.count, lowered.gathered.get(value))
                 exchanges.parts[value] = parts
                 one = one._replace(run=partial(self._start, value))
@@ -93,8 +94,10 @@ class Replicas:
         return made, exchanges
 
     def _start(self, value: Value, leaves: Leaves) -> Sequence[Leaves]:
-        read = [*leaves]
-        made = [*leaves]
+        for other, under_way in self._under_way.items():  # what is over is let go: the whole gradients of a SCATTER
+            if under_way and all(one.work.is_completed() for one in under_way):
+                self._wait_for(other)
+        read, made = [*leaves], [*leaves]
         leaves.clear()
         for part in self._exchanges.parts[value]:
             for at, leaf in self._post(value, part, read).items():

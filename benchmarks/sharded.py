@@ -1,0 +1,220 @@
+"""Train on shards of parameters on four processes, against FSDP2 under torch's own 1F1B, and against whole replicas.
+
+    python benchmarks/sharded.py [--quick]
+
+Four processes of one gloo group, two replicas of two ranks, one intra-op thread each. In each round every step runs
+once, one after another, on all: ours on whole replicas (data_parallel), and sharded, gathered once a step or for each
+use with a stage a block; `fully_shard` on each block under torch's Schedule1F1B, which keeps what it has gathered or
+reshards after forward. A time is that of the slowest process, a ratio one of medians over rounds. Gradients of all are
+compared: ours bit by bit with those of whole replicas.
+
+Memory is how far the resident peak grows in a step, in the process where most: gathered copies, gradients, activations
+and buffers, beside the shards that are there before. Each way has processes of its own, whose C library gives what is
+freed back at once (MALLOC_MMAP_THRESHOLD_).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from step import Block, within
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import fpipe
+
+Step = Callable[[], dict[str, Tensor]]
+MSE = nn.functional.mse_loss
+MICROBATCHES, WARM_UP = 8, 2
+
+
+def mlp(width: int, layers: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Layers, and a batch of one replica."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
+    return net, *(torch.randn(32 * MICROBATCHES, width) for _ in range(2))
+
+
+def gpt(width: int, blocks: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Blocks, and a batch of one replica."""
+    net = nn.Sequential(*(Block(width) for _ in range(blocks)))
+    return net, *(torch.randn(2 * MICROBATCHES, 64, width) for _ in range(2))
+
+
+TIMED = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 256 x 6": partial(gpt, 256, 6)}
+HELD = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 512 x 8": partial(gpt, 512, 8)}
+OURS = {
+    "replicas": (False, fpipe.data_parallel()),
+    "once a step": (False, fpipe.shard()),
+    "each use": (True, fpipe.shard(gather="use")),
+    "each use, lead 0": (True, fpipe.shard(gather="use", lead=0)),
+}
+TORCHS = {"FSDP2, kept": False, "FSDP2, resharded": True}
+# What is to be reached, of what.
+REACH = {
+    ("once a step", "FSDP2, kept"): 0.80,
+    ("each use", "FSDP2, resharded"): 0.93,
+    ("once a step", "replicas"): 1.03,
+}
+
+
+def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
+    """Our step of this process, on shards or whole parameters."""
+    (net, x, target), (blocks, last) = case, OURS[name]
+    model, params, _ = fpipe.from_sequential(net, stages=len(net) if blocks else 2, loss=MSE)
+    schedule = fpipe.schedules.one_f_one_b(2)
+    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False), last)(fpipe.program(model))
+    mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
+    if name != "replicas":
+        mine = fpipe.shard_params(mine, mesh["dp"])
+    example = tuple(own or fpipe.tree.tree_map(_on_meta, whole) for own, whole in zip(mine, params, strict=True))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, (x, target)))
+
+    def run() -> dict[str, Tensor]:
+        grads = step(mine, (x, target)).grads
+        return {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
+
+    return run
+
+
+def _on_meta(leaf: Tensor) -> Tensor:
+    return leaf.to("meta")
+
+
+def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
+    """torch's schedule on this rank's half of the net, each block of it sharded."""
+    net, x, target = case
+    rank, half = mesh.get_local_rank("pp"), len(net) // 2
+    mine = net[rank * half : (rank + 1) * half]
+    for block in mine:
+        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=TORCHS[name])
+    fully_shard(mine, mesh=mesh["dp"], reshard_after_forward=TORCHS[name])
+    stage = PipelineStage(mine, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=MSE)
+    names = {
+        one: f"{rank * half + number}.{path}"
+        for number, part in enumerate(mine)
+        for path, one in part.named_parameters()
+    }
+
+    def run() -> dict[str, Tensor]:
+        mine.zero_grad()
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
+        return {names[one]: one.grad for one in mine.parameters()}
+
+    return run
+
+
+def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    case = (HELD if held else TIMED)[name]()
+    steps: dict[str, Step] = {}
+    for way in ways:
+        torch.manual_seed(mesh.get_local_rank("dp"))
+        net, x, target = case
+        other = torch.manual_seed(1) and (HELD if held else TIMED)[name]()[0]
+        other.load_state_dict(net.state_dict())
+        torch.manual_seed(5 + mesh.get_local_rank("dp"))
+        own = other, torch.randn_like(x), torch.randn_like(target)
+        steps[way] = (ours if way in OURS else torchs)(way, mesh, own)
+    del case, own, other, net
+    (memory if held else times)(rank, name, steps, rounds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def times(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
+    """Seconds of each step, and whether their gradients agree."""
+    found: dict[str, list[float]] = {way: [] for way in steps}
+    made = {way: {key: _whole(grad) for key, grad in step().items()} for way, step in steps.items()}
+    for way, grads in made.items():
+        same = all(torch.equal(grads[key], one) for key, one in made["replicas"].items())
+        close = all(torch.allclose(grads[key], one, rtol=1e-4, atol=1e-7) for key, one in made["replicas"].items())
+        votes = torch.tensor([float(same), float(close)])
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        words = "the same bits as" if votes[0] else "to rounding those of" if votes[1] else "OTHER than those of"
+        if rank == 0:
+            print(f"{name:<14} {way:<18} gradients: {words} replicas")
+    gc.collect()
+    gc.freeze()
+    for turn in range(WARM_UP + rounds):
+        for way, step in steps.items():
+            gc.collect()
+            gc.disable()
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            gc.enable()
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn >= WARM_UP:
+                found[way].append(float(took))
+    if rank == 0:
+        middle = {way: statistics.median(each) for way, each in found.items()}
+        print(f"{name:<14} " + "  ".join(f"{way} {1e3 * one:.0f} ms" for way, one in middle.items()))
+        for (one, other), reach in REACH.items():
+            print(f"{name:<14} {one} / {other}: {within(middle[one] / middle[other], reach)}", flush=True)
+
+
+def _whole(grad: Any) -> Tensor:
+    return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+
+def memory(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
+    """How far the resident peak grows in a step."""
+    ((way, step),) = steps.items()
+    for _ in range(2):
+        step()
+    grown: list[float] = []
+    for _ in range(3):
+        gc.collect()
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        step()
+        grown.append(_status("VmHWM") - before)
+    most = torch.tensor(max(grown))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if rank == 0:
+        print(f"{name:<14} {way:<18} grows by {most:.0f} MiB", flush=True)
+
+
+def _status(word: str) -> float:
+    found = re.search(rf"{word}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def run(rounds: int, name: str, ways: list[str], held: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(work, (folder, rounds, name, ways, held), nprocs=4, start_method="spawn")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--memory", action="store_true", help="memory alone")
+    said = parser.parse_args()
+    for name in () if said.memory else TIMED:
+        run(5 if said.quick else 20, name, ["replicas", "once a step", "each use", *TORCHS], held=False)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    for name in HELD:
+        for way in (*OURS, *TORCHS):
+            run(1, name, [way], held=True)

@@ -1,0 +1,300 @@
+"""Parameters that replicas share out: gathered before their use and scattered behind it, as the program says."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fpipe
+from tests.processes import Processes, timed
+from tests.test_data_parallel import by_hand, meshed
+from tests.test_distributed import MSE, own, rows
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "once a step": {},
+    "each run": {"gather": "run"},
+    "each use": {"gather": "use"},
+    "each use, late": {"gather": "use", "lead": 0},
+    "all forwards": {"gather": lambda op: op.kind == "F"},
+    "each microbatch": {"scatter": "microbatch"},
+}
+
+
+def sharded(model: Any, policy: str = "once a step", schedule: str = "one_f_one_b", microbatches: int = 4) -> Any:
+    merged = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.get(schedule)(2), fpipe.merge())
+    return fpipe.shard(**POLICIES[policy])(merged(fpipe.program(model)))
+
+
+def odd_net() -> nn.Sequential:
+    """Rows that two replicas have not equally many of."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in ((8, 5), (5, 7), (7, 9), (9, 8))))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "dualpipe", "roundpipe", "zbv"])
+def test_once_a_step_commutes_with_the_schedule_and_all_policies_read_like_programs(name: str):
+    schedule, base = fpipe.schedules.get(name)(2), fpipe.split(4)(fpipe.program(4))
+    program = fpipe.chain(schedule, fpipe.merge(), fpipe.shard())(base)
+    assert program == fpipe.chain(fpipe.merge(), fpipe.shard(), schedule)(base)
+    assert program == fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel(), fpipe.shard())(base)
+    replicas = fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel())(base)
+    for how in POLICIES.values():
+        made = fpipe.chain(schedule, fpipe.merge(), fpipe.shard(**how))(base)
+        assert made == fpipe.Program.parse(str(made))
+        assert made.table() == replicas.table()
+        assert fpipe.simulate(made).makespan == fpipe.simulate(replicas).makespan
+        for more in (fpipe.communicate(), fpipe.free(), fpipe.forward_only(), fpipe.split_backward()):
+            fpipe.check(more(made))
+
+
+def test_the_order_of_transforms_does_not_matter():
+    merged = fpipe.chain(fpipe.merge(), fpipe.shard())
+    four = (fpipe.checkpoint("except_last"), fpipe.split_backward(), fpipe.schedules.one_f_one_b(3), merged)
+    cut = fpipe.split(4)(fpipe.program(3))
+    assert len({fpipe.chain(*order)(cut) for order in permutations(four)}) == 1
+
+
+def test_each_use_has_a_copy_of_its_own_which_is_freed_after_it():
+    program = fpipe.free()(sharded(2, "each use", "zb_h1", 2))
+    readers = [op for op in program.ops if any(value.name == "params" for value in op.reads) and op.kind != "FREE"]
+    gathers = [op for op in program.ops if op.kind == "GATHER"]
+    assert len(gathers) == len(readers) == 2 * 2 * 3
+    freed = [value for op in program.ops if op.kind == "FREE" for value in op.reads if value.name == "params"]
+    assert sorted(freed) == sorted(value for op in gathers for value in op.writes)
+
+
+def test_collectives_have_a_lane_and_costs_of_their_own():
+    program = sharded(2, "each use", "gpipe", 2)
+    costs = fpipe.Costs(gather=[1, 0.5], scatter=2, offload=3)
+    timeline = fpipe.simulate(program, costs)
+    assert {costs.seconds(op) for op in program.ops if op.kind == "GATHER"} == {1, 0.5}
+    assert timeline.makespan == fpipe.simulate(program).makespan + 1  # the first waits for its parameters
+    assert timeline.delivered == timeline.makespan + 2
+    assert "wire | " in str(fpipe.plot(timeline))
+
+
+def after(*transforms: Any) -> object:
+    return fpipe.chain(fpipe.split(4), *transforms)(fpipe.program(4))
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "not merged": (lambda: fpipe.shard()(fpipe.split(2)(fpipe.program(1))), fpipe.ProgramError, "fpipe.merge() before"),
+    "sent": (
+        lambda: after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.shard()),
+        fpipe.ProgramError,
+        "put fpipe.shard() before fpipe.communicate()",
+    ),
+    "twice": (lambda: fpipe.shard()(sharded(2)), fpipe.ProgramError, "sharded already; shard it once"),
+    "freed": (lambda: fpipe.shard()(fpipe.free()(fpipe.program(1))), fpipe.ProgramError, "apply fpipe.free() last"),
+    "two axes": (
+        lambda: after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp")),
+        fpipe.ProgramError,
+        "has replicas along 'dp' already",
+    ),
+    "moved": (
+        lambda: after(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2)),
+        fpipe.ProgramError,
+        "put fpipe.shard(gather=...) after what places the program",
+    ),
+    "policy": (lambda: fpipe.shard(gather="pass"), ValueError, "gather is 'step', 'run', 'use' or f(op), found 'pass'"),  # type: ignore[arg-type]
+    "scatter": (lambda: fpipe.shard(scatter="use"), ValueError, "scatter is 'step' or 'microbatch'"),  # type: ignore[arg-type]
+    "lead": (lambda: fpipe.shard(lead=-1), ValueError, "lead is a whole number, at least 0"),
+    "axis": (lambda: fpipe.shard("pp"), ValueError, "has the ranks of a program"),
+    "mesh": (lambda: fpipe.shard_params(({},), 2), TypeError, "such as mesh['dp']; found 2"),  # type: ignore[arg-type]
+    "text": (
+        lambda: fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]")),
+        fpipe.ProgramError,
+        "does not make a stage's params from its shard",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_the_way_out(how: str):
+    call, error, words = REFUSED[how]
+    with pytest.raises(error) as found:
+        call()
+    assert words in str(found.value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+def test_in_one_process_one_replica_has_the_whole(runtime: Any, policy: str):
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    program = sharded(model, policy)
+    found = fpipe.build(program, model, runtime=runtime)(params, rows(8))
+    expected = fpipe.reference(model, params, rows(8), microbatches=4)
+    assert all(map(torch.equal, fpipe.tree.leaves(found.grads), fpipe.tree.leaves(expected.grads)))
+    assert fpipe.sizes(program, model, params, rows(8)) is not None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replicas_in_lockstep_are_proven_in_one_process(policy: str, replicas: int):
+    tied = ({"w": torch.randn(4, 4), "b": torch.randn(3, 4)}, {"w": torch.randn(4, 4), "s": torch.randn(())}, {})
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"]) + p.get("b", torch.zeros(1)).sum(0) * p.get("s", 1.0)
+
+    model = fpipe.from_functions([stage] * 3, MSE, inputs=("batch", 0, 1), ties=[[(0, "w"), (2, "w")]])
+    schedule = fpipe.schedules.one_f_one_b(3)
+    program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge(), fpipe.shard(**POLICIES[policy]))(
+        fpipe.program(model)
+    )
+    batch = torch.randn(12, 4), torch.randn(12, 4)
+    assert fpipe.verify(program, model, tied, batch, replicas=replicas).bitwise
+
+
+def test_a_sum_that_replicas_forget_is_found_in_lockstep():
+    """One replica alone has every bit without it."""
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    text = str(sharded(model, microbatches=2))
+    text = text.replace("all_loss = REDUCE[1] loss {axis='dp'} @ 1\n", "").replace("loss = all_loss", "loss = loss")
+    lost = fpipe.Program.parse(text)
+    assert fpipe.verify(lost, model, params, rows(8)).bitwise
+    with pytest.raises(fpipe.GradientMismatch, match="loss differs"):
+        fpipe.verify(lost, model, params, rows(8), replicas=2)
+
+
+def shards_of(model: Any, params: Any, program: Any, mesh: Any, place: int) -> tuple[Any, Any]:
+    """A replica's shards, and these with the other ranks' parameters on meta, as an example has them."""
+    shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
+    others = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), params)
+    return shards, tuple(one if one is not None else other for one, other in zip(shards, others, strict=True))
+
+
+def bits(rank: int, schedule: str, stages: int, policy: str) -> list[str]:
+    mesh, replica, place = meshed()
+    net, batches = odd_net(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=MSE)
+    program = sharded(model, policy, schedule)
+    shards, example = shards_of(model, params, program, mesh, place)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batches[0]), broadcast=True)
+    for _ in range(2):
+        found = step(shards, batches[replica])
+    loss, grads = (by_microbatch if policy == "each microbatch" else by_hand)(net, batches, 4)
+    made = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
+    parts = {name: leaf for stage in shards if stage is not None for name, leaf in stage.items()}
+    wrong = [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), grads[name])]
+    wrong += [f"place of {name}" for name, grad in made.items() if grad.placements != parts[name].placements]
+    return wrong + ["loss"] * (not torch.equal(found.loss, loss)) + ["missing"] * (made.keys() != parts.keys())
+
+
+def by_microbatch(net: nn.Module, batches: Any, microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradients by plain autograd: of each microbatch over all replicas, and then of one after the other."""
+    grads = dict[str, Tensor]()
+    for number in range(microbatches):
+        each = dict[str, Tensor]()
+        for batch in batches:
+            x, target = (part.tensor_split(microbatches)[number] for part in batch)
+            loss = MSE(net(x), target) * (len(x) / (len(batch[0]) * len(batches)))
+            own = torch.autograd.grad(loss, [*net.parameters()])
+            for (name, _), grad in zip(net.named_parameters(), own, strict=True):
+                each[name] = each[name] + grad if name in each else grad
+        grads = {name: grads[name] + one if name in grads else one for name, one in each.items()}
+    return by_hand(net, batches, microbatches)[0], grads
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "policy"),
+    [
+        ("one_f_one_b", 2, "once a step"),
+        ("interleaved", 4, "each use"),
+        ("zb_h1", 2, "each use, late"),
+        ("zbv", 4, "each run"),
+        ("dualpipe", 2, "all forwards"),
+        ("one_f_one_b", 4, "each microbatch"),
+    ],
+)
+def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
+    four: Processes, schedule: str, stages: int, policy: str
+):
+    assert four.each(bits, schedule, stages, policy) == [[]] * 4
+
+
+def training(rank: int) -> list[bool]:
+    """An optimizer over shards has a shard of its state, and the parameters of one over the whole."""
+    mesh, replica, place = meshed()
+    net, whole = odd_net(), rows(16)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    params = tuple({name: leaf.detach().clone() for name, leaf in stage.items()} for stage in params)
+    program = sharded(model, "each use")
+    shards, example = shards_of(model, params, program, mesh, place)
+    batch = tuple(half.chunk(2)[replica] for half in whole)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch))
+    optimizer = torch.optim.AdamW([leaf for leaf in fpipe.tree.leaves(shards) if leaf is not None])
+    plain = torch.optim.AdamW(net.parameters())
+    for _ in range(3):
+        fpipe.assign_grads(shards, step(shards, batch).grads)
+        optimizer.step()
+        _, grads = by_hand(net, [tuple(half.chunk(2)[one] for half in whole) for one in range(2)], 4)  # type: ignore[misc]
+        for name, leaf in net.named_parameters():
+            leaf.grad = grads[name]
+        plain.step()
+    after = dict(net.named_parameters())
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    same = [torch.equal(leaf.full_tensor(), after[name]) for name, leaf in shards[place].items()]
+    return [*same, *(isinstance(one, DTensor) and one.placements == (Shard(0),) for one in moments)]
+
+
+def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
+    assert four.each(training) == [[True] * 8] * 4
+
+
+def failing(rank: int) -> list[str]:
+    """A stage of one replica raises while others gather."""
+    mesh, replica, place = meshed()
+
+    def last(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"]
+
+    model = fpipe.from_functions([last, last], MSE)
+    params = tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2))
+    program = sharded(model, "each use")
+    shards, example = shards_of(model, params, program, mesh, place)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, rows(8)), check_finite=True)
+    batch = tuple(half + replica for half in rows(8))
+    shards[place]["w"].to_local().fill_(float("inf") if rank == 3 else 0.1)
+    told = [timed(lambda: step(shards, batch))[0]]
+    shards[place]["w"].to_local().fill_(0.1)
+    return [*told, timed(lambda: step(shards, batch))[0]]
+
+
+def test_one_replicas_failure_ends_all_with_its_words_and_the_next_step_works(four: Processes):
+    for told in four.each(failing):
+        assert "NaN or infinite numbers" in told[0]
+        assert told[1] == "worked"
+
+
+def handed_in(rank: int, how: str) -> str:
+    mesh, _, place = meshed()
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    program = sharded(model)
+    shards, example = shards_of(model, params, program, mesh, place)
+    if how == "columns":
+        again = [{name: leaf.redistribute(mesh["dp"], [Replicate()]) for name, leaf in shards[place].items()}]
+        example = (*example[:place], *again, *example[place + 1 :])
+    runtime: Any = {"runtime": "local"} if how == "local" else {"runtime": "distributed", "mesh": mesh}
+    try:
+        step = fpipe.build(program, model, **runtime, example=(example, rows(8)))
+        step(own(program, place, params) if how == "whole" else shards, rows(8))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("whole", "was handed a plain tensor of shape"),
+        ("columns", "and the program shards it by rows, Shard(0), over 'dp'"),
+        ("local", "in one process runs one replica, whose shard is the whole"),
+    ],
+)
+def test_what_is_no_shard_is_refused_by_name(four: Processes, how: str, words: str):
+    assert all(words in told for told in four.each(handed_in, how))
