@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import permutations
 from typing import Any
 
@@ -104,6 +105,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "policy": (lambda: fpipe.shard(gather="pass"), ValueError, "gather is 'step', 'run', 'use' or f(op), found 'pass'"),  # type: ignore[arg-type]
     "scatter": (lambda: fpipe.shard(scatter="use"), ValueError, "scatter is 'step' or 'microbatch'"),  # type: ignore[arg-type]
     "lead": (lambda: fpipe.shard(lead=-1), ValueError, "lead is a whole number, at least 0"),
+    "dtype": (lambda: fpipe.shard(compute_dtype=torch.int8), ValueError, "compute_dtype is a floating dtype"),
     "axis": (lambda: fpipe.shard("pp"), ValueError, "has the ranks of a program"),
     "mesh": (lambda: fpipe.shard_params(({},), 2), TypeError, "such as mesh['dp']; found 2"),  # type: ignore[arg-type]
     "text": (
@@ -215,6 +217,63 @@ def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
     four: Processes, schedule: str, stages: int, policy: str
 ):
     assert four.each(bits, schedule, stages, policy) == [[]] * 4
+
+
+def mixed(rank: int, scatter: Any) -> list[str]:
+    """Stages compute in bfloat16, gradients are added over replicas in float32, as by hand."""
+    mesh, replica, place = meshed()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    ids, target = torch.randint(0, 11, (16,)), torch.randint(0, 5, (16,))
+    model, params, _ = fpipe.from_sequential(whole, stages=2, loss=nn.functional.cross_entropy)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))
+    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    program = fpipe.shard(gather="use", scatter=scatter, **half)(merged(fpipe.program(model)))
+    shards, example = shards_of(model, params, program, mesh, place)
+    batches = [*zip(ids.chunk(2), target.chunk(2), strict=True)]
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batches[0]))
+    found = step(shards, batches[replica]).grads[place]
+    net = copy.deepcopy(whole).bfloat16()
+    each = [
+        [_microbatch(net, part, 4) for part in zip(*(one.chunk(2) for one in batch), strict=True)] for batch in batches
+    ]
+    grads = {}
+    for name in found:
+        (a, b), (c, d) = ([one[name] for one in replica] for replica in each)
+        by_step = (a + b).float() + (c + d).float()
+        grads[name] = by_step if scatter == "step" else (a.float() + c.float()) + (b.float() + d.float())
+    return [name for name, grad in found.items() if not torch.equal(grad.full_tensor(), grads[name])]
+
+
+def _microbatch(net: nn.Module, part: Any, parts: int) -> dict[str, Tensor]:
+    loss = nn.functional.cross_entropy(net(part[0]), part[1]) * (1 / parts)
+    names = [name for name, _ in net.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(loss, [*net.parameters()]), strict=True))
+
+
+@pytest.mark.parametrize("scatter", ["step", "microbatch"])
+def test_stages_compute_in_one_dtype_and_replicas_add_in_another(four: Processes, scatter: str):
+    assert four.each(mixed, scatter) == [[]] * 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_casts_are_part_of_the_program_and_of_its_proof(policy: str):
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh((p["e"][x] if "e" in p else x) @ p["w"])
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.float(), target)
+
+    params = {"e": torch.randn(11, 8), "w": torch.randn(8, 8)}, {"w": torch.randn(8, 11)}
+    model, batch = fpipe.from_functions([stage] * 2, loss), (torch.randint(0, 11, (8,)), torch.randint(0, 11, (8,)))
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False))(fpipe.program(model))
+    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    program = fpipe.shard(**POLICIES[policy], **half)(merged)  # type: ignore[arg-type]
+    assert fpipe.Program.parse(str(program)) == program
+    assert all(fpipe.verify(program, model, params, batch, replicas=replicas).bitwise for replicas in (1, 2))
+    for trace in (True, False):
+        grads = fpipe.build(program, model, trace=trace)(params, batch).grads
+        assert {grad.dtype for grad in fpipe.tree.leaves(grads)} == {torch.float32}
 
 
 def training(rank: int) -> list[bool]:

@@ -9,7 +9,7 @@ within each from the last slice of the sequence back. The uses of a tied leaf ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -155,6 +155,15 @@ class Joined:
     cut: Any = None
 
 
+@dataclass(frozen=True)
+class OverReplicas:
+    """How gradients are added over replicas: those of each microbatch before those of the next, or of all at once, and
+    after which cast of each leaf."""
+
+    by_microbatch: bool = False
+    cast: Callable[[Any], Any] = detached
+
+
 def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
     """Every stage that has module state is handed it; `call` is what takes it."""
     reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
@@ -172,13 +181,12 @@ def over_parts(
     sliced: Sliced | None = None,
     joined: Joined | None = None,
     see: See | None = None,
-    across_first: bool = False,
+    added_by: OverReplicas | None = None,
 ) -> Result:
     """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
-    of one replica after those of the other. With `across_first` the gradients of a microbatch are added over replicas
-    before those of the next. `see` is handed what passes between stages, and each microbatch's gradients, by their
-    names in a program."""
-    sliced, joined = sliced or Sliced(), joined or Joined()
+    of one replica after those of the other. `see` is handed what passes between stages, and each microbatch's
+    gradients, by their names in a program."""
+    sliced, joined, added_by = sliced or Sliced(), joined or Joined(), added_by or OverReplicas()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
     states: list[Any] = []
@@ -225,7 +233,7 @@ def over_parts(
             found.append(tree.tree_map(detached, output))
         seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
         of_slices: list[list[Any]] = []
-        if across_first or index % many == 0:
+        if added_by.by_microbatch or index % many == 0:
             sums.append([])
         for graph in reversed(graphs):
             grads, seeds, inputs = gradients(model, graph, seeds, see)
@@ -233,7 +241,7 @@ def over_parts(
             sums[-1] = _both(model, sums[-1], grads) if sums[-1] else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
-    loss, grads = reduce(torch.add, each_loss), _over_replicas(model, params, sums, many if across_first else 1)
+    loss, grads = reduce(torch.add, each_loss), _over_replicas(model, params, sums, many, added_by)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
@@ -260,15 +268,17 @@ def _both(model: Model, one: Sums, other: Sums) -> Sums:
     return [list(map(both, *pair)) for pair in zip(one, other, strict=True)]
 
 
-def _over_replicas(model: Model, params: Sequence[Any], sums: Sequence[Sums], many: int) -> tuple[Any, ...]:
-    """Gradients over all replicas, of each of which there are `many` sums, one after the other. What several stages
-    share is added up in a replica first."""
-    add = partial(_both, model)
-    whole = [_collected(model, params, reduce(add, sums[at : at + many])) for at in range(0, len(sums), many)]
+def _over_replicas(
+    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas
+) -> tuple[Any, ...]:
+    """Gradients over all replicas. What several stages share is added up in a replica first."""
+    add, cast = partial(_both, model), partial(tree.tree_map, added_by.cast)
+    many = microbatches if added_by.by_microbatch else 1
+    whole = [cast(_collected(model, params, reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
     grads = reduce(partial(tree.tree_map, added), whole)
     if many == 1:
         return grads
-    apart = _collected(model, params, reduce(add, [reduce(add, sums[at::many]) for at in range(many)]))
+    apart = _collected(model, params, reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
     for leaf in (uses[0] for uses in model.tied_uses):
         apart[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
     return apart

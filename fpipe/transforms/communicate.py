@@ -20,7 +20,7 @@ from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
 """Values that flow from stage to stage, and may be rounded on their way."""
-_NARROW = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+NARROW = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] = (), cast: object = None) -> Transform:
@@ -110,8 +110,8 @@ def _casts(cast: object) -> dict[str, str]:
     if odd is not None:
         raise ValueError(f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW))}; found {odd!r}.")
     for name, dtype in found.items():
-        if dtype not in _NARROW:
-            raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(_NARROW)}; found {given[name]!r}.")
+        if dtype not in NARROW:
+            raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(NARROW)}; found {given[name]!r}.")
     return found
 
 

@@ -16,13 +16,20 @@ from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Input, Op, Program, ProgramError, Value, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, refuse_freed, settled, transforming
+from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import data_parallel
 
 Gather = Literal["step", "run", "use"] | Callable[[Op], object]
 
 
 def shard(
-    axis: str = "dp", *, gather: Gather = "step", lead: int = 1, scatter: Literal["step", "microbatch"] = "step"
+    axis: str = "dp",
+    *,
+    gather: Gather = "step",
+    lead: int = 1,
+    scatter: Literal["step", "microbatch"] = "step",
+    compute_dtype: object = None,
+    reduce_dtype: object = None,
 ) -> Transform:
     """Keep parameters, gradients and optimizer state as shards over replicas, each of which has rows of its own.
 
@@ -40,13 +47,17 @@ def shard(
             of "step", whose copies are gathered as soon as the step begins.
         scatter: when gradients are added up over replicas: once in a "step", or of each "microbatch", so that no sum of
             whole gradients is held, but for those of leaves that stages share.
+        compute_dtype: a floating dtype that parameters are cast to before they are gathered, such as `torch.bfloat16`:
+            stages compute in it, and gradients over microbatches are added in it. Floating inputs are the caller's.
+        reduce_dtype: the dtype in which gradients are added up over replicas; by default that in which they come. They
+            end in the dtype of their parameters, and so does the optimizer's state.
 
     Returns:
         A transform, behind `merge`, in place of `data_parallel`; behind `data_parallel(axis)` it is the same. With
         gather="step" it may stand before or after a schedule; the others look at the order of ops, and come after it.
 
     Raises:
-        ValueError: an axis that is no name, another policy, or a lead that is no such number.
+        ValueError: an axis that is no name, another policy, a lead that is no such number, or another dtype.
         ProgramError: the program is not split and merged, has its transfers or frees already, is sharded already, or
             has replicas along another axis.
 
@@ -67,7 +78,7 @@ def shard(
     if scatter not in ("step", "microbatch"):
         raise ValueError(f"scatter is 'step' or 'microbatch', found {scatter!r}.")
     whole("lead", lead, least=0)
-    replicated = data_parallel(axis)
+    replicated, compute, reduced = data_parallel(axis), _cast("compute", compute_dtype), _cast("reduce", reduce_dtype)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -80,8 +91,9 @@ def shard(
                 if is_sharded
                 else "this program has its transfers already; put fpipe.shard() before fpipe.communicate()."
             )
-        scattered = _scattered(replicated(program), axis, scatter == "microbatch")
-        copies = _Copies(scattered, axis)
+        along = (("axis", axis),)
+        scattered = _scattered(replicated(program), (*along, *reduced), scatter == "microbatch")
+        copies = _Copies(scattered, (*along, *compute))
         if gather == "step":
             first = [copies.gathered(value, min(homes)) for value, homes in copies.homes.items()]
             return arrange(_inputs(scattered), [*first, *scattered.ops], scattered.outputs, held_kinds(scattered))
@@ -91,11 +103,24 @@ def shard(
     return transform
 
 
-def _scattered(program: Program, axis: str, each: bool) -> Program:
+How = tuple[tuple[str, str], ...]
+
+
+def _cast(word: str, dtype: object) -> How:
+    """The words for a cast; a program is data, so dtypes are words in it."""
+    if dtype is None:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float64", *NARROW):
+        raise ValueError(f"{word}_dtype is a floating dtype, such as torch.bfloat16; found {dtype!r}.")
+    return (("cast", name),)
+
+
+def _scattered(program: Program, how: How, each: bool) -> Program:
     """The program with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
     reduces = {op.writes[0]: op for op in program.ops if op.kind == "REDUCE" and op.writes[0].name == "all"}
     if not each:
-        ops = [op._replace(kind="SCATTER") if reduces.keys() & {*op.writes} else op for op in program.ops]
+        ops = [op._replace(kind="SCATTER", how=how) if reduces.keys() & {*op.writes} else op for op in program.ops]
         return settled(program, ops)
     reduces = {made: op for made, op in reduces.items() if not made.port}  # what stages share is added up in a replica
     now, cuts = {made: op.reads[0] for made, op in reduces.items()}, dict[Value, Value]()
@@ -110,13 +135,12 @@ def _scattered(program: Program, axis: str, each: bool) -> Program:
     now |= {made: cuts.get(total, total) for made, total in now.items()}
     ops = [
         op._replace(
-            kind="SCATTER" if op.kind == "REDUCE" and op.writes[0].name == "all" else op.kind,
             reads=tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads),
+            **({"kind": "SCATTER", "how": how} if op.kind == "REDUCE" and op.writes[0].name == "all" else {}),
         )
         for op in program.ops
         if not reduces.keys() & {*op.writes}
     ]
-    how = (("axis", axis),)
     ops += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]
     return settled(program, ops, (end._replace(value=now.get(end.value, end.value)) for end in program.outputs))
 
@@ -149,8 +173,8 @@ def _shares(gather: Gather) -> Share:
 class _Copies:
     """The copies of parameters that are gathered, each with a name of its own."""
 
-    def __init__(self, program: Program, axis: str) -> None:
-        self.how = (("axis", axis),)
+    def __init__(self, program: Program, how: How) -> None:
+        self.how = how
         self.homes = {end.value: end.homes for end in program.inputs if end.value.name == "params"}
         reads = [(value, op.rank) for op in parts_of(program.ops) for value in op.reads if value in self.homes]
         self.away = {value for value, rank in reads if rank not in self.homes[value]}

@@ -14,13 +14,14 @@ from fpipe.limits import whole
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.definition.lockstep import across_first, lockstep, refuse_without
+from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
 from fpipe.single_device.batches import refuse_spread, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import Joined, Sliced, over_parts, parts_of_replicas
+from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
+from fpipe.verification.casts import cast_by, computed, like_params
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
@@ -83,23 +84,23 @@ def verify(
         each = parts_of_replicas(batch, replicas, model, spec)
         many = program.microbatches
         parts = [cut(own, index, many, spec, size=size) for own in each for index in range(many)]
+    own, params = params, computed(program, params)
+    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"))
     if replicas > 1:
-        found = lockstep(program, model, params, each, state=state, key=key)
-        first = across_first(program)
-        expected = over_parts(
-            *(model, params, parts, replicas), state=state, key=key, sliced=_sliced(how), across_first=first
-        )
-        return compare(found, expected, close)
-    found = build(program, model)(params, given, state=state, key=key)
+        found = lockstep(program, model, own, each, state=state, key=key)
+        over = model, params, parts, replicas
+        expected = over_parts(*over, state=state, key=key, sliced=_sliced(how), added_by=added_by)
+        return compare(found, replace(expected, grads=like_params(own, expected.grads)), close)
+    found = build(program, model)(own, given, state=state, key=key)
     joined = _joined(program, batch, "stream" if "presplit" in how else spec)
     reference = partial(over_parts, model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
-    expected = reference()
+    expected = reference(added_by=added_by)
     try:
-        report = compare(found, expected, close)
+        report = compare(found, replace(expected, grads=like_params(own, expected.grads)), close)
     except GradientMismatch as error:
         noted = Expected()
         reference(see=noted.see)
-        first = first_wrong(program, model, params, given, state=state, key=key, expected=noted, close=close)
+        first = first_wrong(program, model, own, given, state=state, key=key, expected=noted, close=close)
         raise GradientMismatch(f"{error}\n{_first_words(program, first, error.report)}", error.report, first) from None
     if len(expected.losses) == len(parts):
         check_function(model, params, parts, expected, key)

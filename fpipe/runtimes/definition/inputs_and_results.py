@@ -128,5 +128,12 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
         leaves, spec = tree.flatten(stage)
         trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
         each = zip(leaves, tree.leaves(grads), trains, strict=True)
-        made.append(tree.unflatten(spec, [torch.zeros_like(a) if b is None and wants else b for a, b, wants in each]))
+        made.append(tree.unflatten(spec, [_of_param(*one) for one in each]))
     return tuple(made)
+
+
+def _of_param(param: Any, grad: Any, wants: bool) -> Any:
+    """A gradient in its parameter's dtype, which a program may have cast; zeros where one is wanted and is missing."""
+    if grad is None:
+        return torch.zeros_like(param) if wants else None
+    return grad.to(param.dtype) if isinstance(grad, torch.Tensor) else grad

@@ -20,7 +20,7 @@ from fpipe.model import Model, taken_gradients
 from fpipe.program import Program
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_inputs, collect_results
-from fpipe.runtimes.definition.meaning import RULES, batch_of
+from fpipe.runtimes.definition.meaning import RULES, batch_of, cast_of
 from fpipe.runtimes.definition.walk import place_of
 from fpipe.single_device.result import Result
 
@@ -51,7 +51,8 @@ def lockstep(
         read = [[own[value] for value in op.reads] for own in values]
         try:
             if op.kind in _EXCHANGES:
-                made = [[one] for one in _EXCHANGES[op.kind]([one for (one,) in read])]
+                taken = [tree.tree_map(cast_of(op), one) for (one,) in read]
+                made = [[one] for one in _EXCHANGES[op.kind](taken)]
             else:
                 made = [RULES[op.kind](op, args, context) for args, context in zip(read, contexts, strict=True)]
         except Exception as error:
@@ -120,6 +121,6 @@ def refuse_without(program: Program, replicas: int) -> None:
         )
 
 
-def across_first(program: Program) -> bool:
+def scatters_microbatches(program: Program) -> bool:
     """Whether gradients are added up over replicas before they are over microbatches."""
     return any(op.kind == "SCATTER" and op.microbatch is not None for op in program.ops)

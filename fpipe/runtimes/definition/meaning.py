@@ -104,13 +104,31 @@ def _or_one(count: Any) -> Any:
 def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """REDUCE and SCATTER in one process: of one replica itself, in memory of its own and contiguous, as it comes from
     several. A count is a tensor then: what others add to it nobody knows before."""
-    return [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
+    made = [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
+    return [tree.tree_map(cast_of(op), one) for one in made]
 
 
 def _summand(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone(memory_format=torch.contiguous_format) if is_strided(leaf) else leaf
     return None if leaf is None else torch.tensor(leaf)
+
+
+def gather_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """GATHER in one process: the parameters themselves, after a cast."""
+    return [tree.tree_map(cast_of(op), arg) for arg in args]
+
+
+def cast_of(op: Op) -> Callable[[Any], Any]:
+    """The cast of a GATHER or SCATTER, of floating tensors."""
+    dtype: torch.dtype | None = getattr(torch, dict(op.how).get("cast", ""), None)
+
+    def cast(leaf: Any) -> Any:
+        if dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+    return cast
 
 
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
@@ -198,8 +216,8 @@ def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
 
 def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SEND, RECV, OFFLOAD, LOAD and GATHER within one process: the value itself, after a cast, or on another device."""
-    if "cast" in dict(op.how):
+    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, after a cast, or on another device."""
+    if op.how:
         return [tree.tree_map(rounding(op), arg) for arg in args]
     moves = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
     return [
@@ -239,7 +257,8 @@ RULES: dict[str, Rule] = {
     "SCATTER": reduce_one,
     "U": update,
     "PAIR": both,
-    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"), pass_on),
+    "GATHER": gather_one,
+    **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
     "FREE": drop,
 }
 

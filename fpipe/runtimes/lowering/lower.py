@@ -26,7 +26,7 @@ from fpipe.graphs.tracing.outputs import scaled
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.meaning import rounding
+from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.copies import TRANSFERS
 from fpipe.runtimes.lowering.folds import Folds, folds_of
@@ -275,9 +275,10 @@ class _Lowering:
 
     def ruled(self, at: int, op: Op) -> Instruction:
         """Instruction that does what the walk would, on values in their containers."""
-        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"):
-            cast = "cast" in dict(op.how)
-            run = partial(rounded, rounding(op)) if cast else arrive if op.kind == "RECV" else pass_on
+        if op.kind == "GATHER":
+            return self.instruction(at, partial(rounded, cast_of(op)), op.reads, op.writes)
+        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
+            run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
             return self.instruction(at, run, op.reads, op.writes)
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)

@@ -26,7 +26,7 @@ from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, StorageMap, aval_of, described
 from fpipe.runtimes.lowering.copies import TRANSFERS, copies_of
-from fpipe.runtimes.lowering.shards import shard_of
+from fpipe.runtimes.lowering.shards import gathered, shard_of
 from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, update_only
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -94,12 +94,11 @@ class Shapes:
                 (self._forward if op.kind in "FR" else self._backward)(op)
             except Untraceable as error:
                 raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
-        elif op.kind == "GATHER" and op.reads[0] in self.context.shared:
-            self.trees[op.writes[0]] = _in_new_memory(self.context.shared[op.reads[0]].whole)
-        elif op.kind == "SCATTER" and shard_of(op) in self.context.shared:
-            self.trees[op.writes[0]] = self.context.shared[shard_of(op)].scattered(self.trees[op.reads[0]])
         elif op.kind == "GATHER":
-            self.trees[op.writes[0]] = self.trees[op.reads[0]]
+            shared = self.context.shared.get(op.reads[0])
+            self.trees[op.writes[0]] = gathered(op, self.trees[op.reads[0]] if shared is None else shared.whole, shared)
+        elif op.kind == "SCATTER" and shard_of(op) in self.context.shared:
+            self.trees[op.writes[0]] = self.context.shared[shard_of(op)].scattered(op, self.trees[op.reads[0]])
         elif op.kind in TRANSFERS:
             for read, written in zip(op.reads, op.writes, strict=True):
                 if read in self.trees:  # what a forward leaves is known when its backward is
@@ -240,12 +239,6 @@ def _in_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> Abstrac
     """Leaves of a graph in the memory of a microbatch."""
     facts = cut.graph.facts
     return AbstractTree(tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
-
-
-def _in_new_memory(abstract: AbstractTree) -> AbstractTree:
-    """Leaves like these, each in memory of its own."""
-    leaves = (in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves)
-    return abstract._replace(leaves=tuple(leaves))
 
 
 def _with_copies(args: list[Any]) -> list[Any]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
+
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -30,15 +32,28 @@ class Shared(NamedTuple):
     own: AbstractTree
     whole: AbstractTree
 
-    def scattered(self, total: AbstractTree) -> AbstractTree:
+    def scattered(self, op: Op, total: AbstractTree) -> AbstractTree:
         """A replica's part of a gradient: as that of its parameter, where there is one."""
         each = zip(self.own.leaves, total.leaves, strict=True)
-        return total._replace(leaves=tuple(None if of is None else _plain(own.aval, of.aval) for own, of in each))
+        return total._replace(leaves=tuple(None if of is None else _cast(op, own.aval, of.aval) for own, of in each))
 
 
 def shard_of(op: Op) -> Value:
     """The shard that a GATHER reads, or that a SCATTER makes the gradient of."""
     return Value("shard", op.stage, port=op.reads[0].port)
+
+
+def gathered(op: Op, known: AbstractTree, shared: Shared | None) -> AbstractTree:
+    """The parameters that a GATHER makes: in memory of their own, but where it hands on what it reads."""
+    if shared is None and "cast" not in dict(op.how):
+        return known
+    each = (_cast(op, leaf.aval, leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in known.leaves)
+    return known._replace(leaves=tuple(each))
+
+
+def _cast(op: Op, like: Aval, other: Aval) -> Fact:
+    dtype = dict(op.how).get("cast") if other.dtype.is_floating_point else None
+    return _plain(like, other if dtype is None else other._replace(dtype=getattr(torch, dtype)))
 
 
 def rows_of_share(rows: int, share: Share) -> int:

@@ -169,12 +169,14 @@ def nets_of(model: Model) -> dict[int, PositionalStage]:
 
 @dataclass(frozen=True)
 class ResultLeaf:
-    """The place of a leaf of the results in a slot, whether it is copied there, and how it is sharded."""
+    """The place of a leaf of the results in a slot, whether it is copied there, how it is sharded, and its dtype where
+    that is another than it comes in."""
 
     at: int
     slot: int
     copied: bool = False
     sharding: Sharding | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def exit_of(
 
 def _gradient(leaf: Any, param: Any, home: torch.device) -> Any:
     if isinstance(leaf, ResultLeaf):
-        return replace(leaf, sharding=sharding_of(param))
+        return replace(leaf, sharding=sharding_of(param), dtype=getattr(param, "dtype", None))
     return _Zeros(leaf, home if leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
@@ -268,4 +270,5 @@ def _result(leaf: Any, slots: Sequence[Any]) -> Any:
         return leaf
     made = slots[leaf.slot][leaf.at]
     made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+    made = made if leaf.dtype is None or made.dtype is leaf.dtype else made.to(leaf.dtype)
     return made if leaf.sharding is None else leaf.sharding.whole(made)

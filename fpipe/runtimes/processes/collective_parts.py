@@ -74,6 +74,10 @@ class Buffer:
         """Memory for it, or for one of each replica."""
         return torch.empty((*replicas, self.size), dtype=self.dtype, device=self.device)
 
+    def taken(self, leaf: Tensor) -> Tensor:
+        """A leaf as it is sent by itself."""
+        return leaf.to(self.dtype).contiguous()
+
 
 class SumPart(NamedTuple):
     """Sum of a buffer over all replicas, in place."""
@@ -104,7 +108,7 @@ class GatherPart(NamedTuple):
         made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
         if self.alone:
             (leaf,) = leaves
-            sent = read[leaf.at].contiguous() if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
+            sent = buffer.taken(read[leaf.at]) if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
             return Posted(made, all_gather(made[leaf.at], sent, group))
         sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
@@ -133,7 +137,7 @@ class ScatterPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
-            sent = read[leaf.at].contiguous() if read else one.new_zeros(leaf.whole.shape)
+            sent = buffer.taken(read[leaf.at]) if read else one.new_zeros(leaf.whole.shape)
             return Posted({leaf.at: one}, reduce_scatter(one, sent, group))
         sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
