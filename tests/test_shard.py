@@ -83,6 +83,24 @@ def after(*transforms: Any) -> object:
     return fpipe.chain(fpipe.split(4), *transforms)(fpipe.program(4))
 
 
+def test_sizes_count_what_is_gathered_and_a_replicas_part_of_gradients():
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=MSE)
+    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))
+    base = merged(fpipe.program(model))
+    peaks = {
+        name: max(fpipe.sizes(fpipe.shard(**how)(base), model, params, batch, replicas=2).peak)
+        for name, how in POLICIES.items()
+    }
+    whole = max(fpipe.sizes(fpipe.data_parallel()(base), model, params, batch).peak)
+    assert peaks["once a step"] >= whole + one  # two stages gathered; in place of one whole sum a half
+    assert peaks["each use, late"] < peaks["each use"] <= peaks["once a step"]
+    found = fpipe.sizes(fpipe.shard()(base), model, params, batch, replicas=2)
+    assert found.bytes[fpipe.Value("all", 0)] == one // 2
+    assert found.bytes[fpipe.Value("params", 0)] == one
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "not merged": (lambda: fpipe.shard()(fpipe.split(2)(fpipe.program(1))), fpipe.ProgramError, "fpipe.merge() before"),
     "sent": (

@@ -11,11 +11,13 @@ import torch
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.limits import whole
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.definition.recorder import Storages
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.timing.memory import Account
@@ -67,6 +69,7 @@ def sizes(
     *,
     state: Sequence[Any] | None = None,
     runtime: Literal["local", "threads", "distributed"] = "local",
+    replicas: int = 1,
 ) -> Sizes:
     """Bytes that a step would hold, from shapes alone: nothing is computed.
 
@@ -77,6 +80,8 @@ def sizes(
         runtime: in one process ("local", "threads") a copy on another rank is the memory of its value. In processes
             ("distributed") peaks count messages: one that is sent, beside its value, until the op that receives it, and
             one that is received for as long as a value lies in it.
+        replicas: how many share the parameters out of a program that `shard` made: what is gathered counts, shards do
+            not, as params and batch do not. `params` are whole.
 
     Returns:
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
@@ -98,7 +103,8 @@ def sizes(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     check_match(program, model)
     try:
-        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced())
+        share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
+        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced(), share=share)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = lowered.trees
