@@ -120,8 +120,9 @@ def _scattered(program: Program, how: How, each: bool) -> Program:
     """The program with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
     reduces = {op.writes[0]: op for op in program.ops if op.kind == "REDUCE" and op.writes[0].name == "all"}
     if not each:
-        ops = [op._replace(kind="SCATTER", how=how) if reduces.keys() & {*op.writes} else op for op in program.ops]
-        return settled(program, ops)
+        made = {op: op._replace(kind="SCATTER", how=how) for op in reduces.values()}
+        ops = tuple([made.get(op, op) if op.kind == "REDUCE" else op for op in program.ops])
+        return Program.trusted(program.inputs, ops, program.outputs, program.sources)
     reduces = {made: op for made, op in reduces.items() if not made.port}  # what stages share is added up in a replica
     now, cuts = {made: op.reads[0] for made, op in reduces.items()}, dict[Value, Value]()
     todo = [*now.values()]
