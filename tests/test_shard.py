@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fpipe
@@ -292,6 +293,75 @@ def test_casts_are_part_of_the_program_and_of_its_proof(policy: str):
     for trace in (True, False):
         grads = fpipe.build(program, model, trace=trace)(params, batch).grads
         assert {grad.dtype for grad in fpipe.tree.leaves(grads)} == {torch.float32}
+
+
+class TiedGPT(nn.Module):
+    """An embedding that is the head too, a frozen layer, a norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.drop = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Dropout(0.2)
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + torch.tanh(self.first(self.norm(x)))
+        return self.head(x + self.drop(torch.tanh(self.second(x))))
+
+
+def tied(rank: int, schedule: str, shape: tuple[int, int], more: dict[str, Any]) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+    replica, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
+
+    torch.manual_seed(0)
+    net, whole = TiedGPT(), (torch.randint(0, 11, (8 * shape[0], 5)), torch.randint(0, 11, (8 * shape[0], 5)))
+    batch = tuple(half.chunk(shape[0])[replica] for half in whole)
+    model, params, _ = fpipe.from_module(net, stages=shape[1], loss=loss, example=batch)
+    merged = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(shape[1]), fpipe.merge(outputs=False))
+    program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
+    shards, example = shards_of(model, params, program, mesh, place)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch), **more)
+    found = step(shards, batch, key=3)
+    expected = own(
+        program, place, fpipe.reference(model, params, whole, microbatches=4, replicas=shape[0], key=3).grads
+    )
+    equal = torch.equal if shape[0] == 2 else torch.allclose  # from three replicas on gloo adds in an order of its own
+    pairs = zip(fpipe.tree.paths(found.grads), fpipe.tree.leaves(expected), strict=True)
+    wrong = [path for (path, one), other in pairs if one is not other and not equal(one.full_tensor(), other)]
+    kinds = {op.kind for op, _, _ in found.timeline.events} if found.timeline else {"GATHER", "SCATTER"}
+    return wrong + ["not recorded"] * (not {"GATHER", "SCATTER"} <= kinds)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "more"),
+    [
+        ("zb_h1", (2, 2), {}),
+        ("dualpipe", (2, 2), {"check_finite": True}),
+        ("one_f_one_b", (2, 2), {"record": True}),
+        ("one_f_one_b", (4, 1), {}),
+    ],
+)
+def test_ties_frozen_leaves_and_random_numbers_are_those_of_plain_autograd(
+    four: Processes, schedule: str, shape: tuple[int, int], more: dict[str, Any]
+):
+    assert four.each(tied, schedule, shape, more) == [[]] * 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_counts_and_module_state_are_proven_in_lockstep(policy: str):
+    def loss(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (y - target).square().sum(), target.numel()
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    program, batch = fpipe.shard(**POLICIES[policy])(merged), (torch.randn(13, 4), torch.randn(13, 4))
+    assert all(fpipe.verify(program, model, params, batch, state=state, replicas=n).bitwise for n in (1, 2, 3))
 
 
 def training(rank: int) -> list[bool]:

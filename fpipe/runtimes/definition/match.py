@@ -64,7 +64,7 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
                 f"{op.writes[0]} adds gradients of single rows, which are of others in each microbatch: say "
                 'merge(grads="rows").'
             )
-        if op.kind == "REDUCE":
+        if op.kind in ("REDUCE", "SCATTER"):
             raise ValueError(
                 f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave data_parallel out, "
                 "clip and add up the rows of each replica, and all-reduce that sum."
