@@ -50,7 +50,7 @@ class PreparedRank(Prepared):
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
-        self.exchanges = Exchanges({}, 0)
+        self.exchanges = Exchanges({}, {}, 0)
         if replicas is not None:
             self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)

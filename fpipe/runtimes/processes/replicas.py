@@ -40,9 +40,11 @@ _FINE, _FAILED, _LOST = range(3)
 
 
 class Exchanges(NamedTuple):
-    """Collectives of one rank over all replicas in a step, in the order of the program, and its rows."""
+    """Collectives of one rank over all replicas in a step, in the order of the program, the cells of their ops, and the
+    rows of the step."""
 
     parts: dict[Value, list[CollectivePart]]
+    cells: dict[Value, str]
     rows: int
 
 
@@ -64,28 +66,28 @@ class Replicas:
         self.group, self.axis, self.number, self.count, self._rank = group, axis, group.rank(), group.size(), rank
         self.meeting, self._device, self._broken, self._warned = meeting, device, False, False
         self._timeout = timedelta(seconds=meeting.seconds)
-        self.begin(Exchanges({}, 0))
+        self.begin(Exchanges({}, {}, 0))
 
     def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
         """A step with this key starts, on a batch of this digest; `at_once` if somebody looks at each value where it is
         made."""
         self._over, self._exchanges, self._key, self._batch, self._at_once = False, exchanges, key, batch, at_once
         self._posted = dict.fromkeys(exchanges.parts, 0)
-        self._under_way: dict[Value, list[Posted]] = {value: [] for value in exchanges.parts}
+        self._under_way: dict[Value, list[Posted]] = {}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
     def starting(
         self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
     ) -> tuple[list[Instruction], Exchanges]:
         """Instructions of which each exchange of this rank only starts, and those wait that read what it writes."""
-        exchanges, made = Exchanges({}, rows), list[Instruction]()
+        exchanges, made = Exchanges({}, {}, rows), list[Instruction]()
         for one in lowered.instructions:
             op = one.ops[0]
             if op.rank == self._rank and op.kind in EXCHANGED:
                 (value,) = op.writes
                 of = None if op.kind == "REDUCE" else shared[shard_of(op)]
                 parts = parts_of_op(op, lowered.trees[value].leaves, of, self.count, lowered.gathered.get(value))
-                exchanges.parts[value] = parts
+                exchanges.parts[value], exchanges.cells[value] = parts, op.cell
                 one = one._replace(run=partial(self._start, value))
             elif op.rank == self._rank:
                 late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
@@ -94,8 +96,8 @@ class Replicas:
         return made, exchanges
 
     def _start(self, value: Value, leaves: Leaves) -> Sequence[Leaves]:
-        for other, under_way in self._under_way.items():  # what is over is let go: the whole gradients of a SCATTER
-            if under_way and all(one.work.is_completed() for one in under_way):
+        for other, under_way in [*self._under_way.items()]:  # what is over is let go: the whole gradients of a SCATTER
+            if all(one.work.is_completed() for one in under_way):
                 self._wait_for(other)
         read, made = [*leaves], [*leaves]
         leaves.clear()
@@ -110,9 +112,9 @@ class Replicas:
         try:
             posted = part.post(self.group, read)
         except RuntimeError as error:
-            raise self._lost(error, "a sum") from error
+            raise self._lost(error, self._exchanges.cells[value]) from error
         self._posted[value] += 1
-        self._under_way[value].append(posted)
+        self._under_way.setdefault(value, []).append(posted)
         return posted.made
 
     def _late(self, values: Sequence[Value], op: Op, run: Callable[..., Any], *lists: Leaves) -> Any:
@@ -121,12 +123,11 @@ class Replicas:
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
-        under_way = self._under_way[value]
-        while under_way:
-            self._wait(under_way[0].work, str(value))
-            after = under_way.pop(0).after
-            if after is not None:
-                after()
+        for posted in self._under_way.get(value, ()):
+            self._wait(posted.work, self._exchanges.cells[value])
+            if posted.after is not None:
+                posted.after()
+        self._under_way.pop(value, None)
 
     def end(self) -> None:
         """Wait until all sums are there, and all replicas have ended well.
@@ -215,7 +216,7 @@ class Replicas:
         """This process's vote and all, when nothing is under way any longer: the buffers are only the results' then."""
         assert self._votes is not None
         own, every, work = self._votes
-        for value in self._under_way:
+        for value in [*self._under_way]:
             self._wait_for(value)
         self._wait(work, "the end of the step")
         self._under_way, self._votes, self._over = {}, None, True
@@ -238,13 +239,22 @@ class Replicas:
 
 
 def reduced_last(program: Program) -> Program:
-    """The program with what reads a sum over replicas behind all else, so that nothing else waits for it."""
+    """The program with what reads a sum over replicas behind all else, so that nothing else waits for it; what adds one
+    microbatch's to another's stands before the next one starts, so that no more than two are there."""
     late: set[Value] = set()
     last: list[Op] = []
     rest: list[Op] = []
+    adds: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
-        sums = op.kind in ("REDUCE", "SCATTER")
+        sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
         waits = not sums and not late.isdisjoint(op.reads)
-        (last if waits else rest).append(op)
         late.update(op.writes if waits or sums else ())
-    return Program.trusted(program.inputs, (*rest, *last), program.outputs)
+        if op.kind == "SCATTER":
+            rest += adds.pop(place, ())
+        if waits and op.kind == "ADD" and op.microbatch is not None:
+            adds.setdefault(place, []).append(op)
+        else:
+            (last if waits else rest).append(op)
+    return Program.trusted(
+        program.inputs, (*rest, *(op for own in adds.values() for op in own), *last), program.outputs
+    )
