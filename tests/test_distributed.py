@@ -369,7 +369,7 @@ def refused(rank: int, how: str) -> str:
         if how == "example" and rank:
             example = (params, rows(12))
         if how == "untraceable":
-            model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)
+            model = fpipe.from_functions([lambda p, x: x * (1 / x.sum().item())] * 2, MSE)
             program, example = chained(model, fpipe.schedules.gpipe(2)), (({}, {}), rows())
         with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", enabled=how == "autocast" and bool(rank)):
             if how == "torch" and rank:
@@ -397,7 +397,7 @@ REFUSED = {
     "threads": "number of threads: 2 instead of 1",
     "autocast": "autocast: cpu to torch.bfloat16 instead of off",
     "settings": "settings: default dtype torch.float64 instead of default dtype torch.float32",
-    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False, check_batch=first instead of ",
+    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False, check_batch=first, trace=True",
     "example": f"example: {ROWS.format(12, 10)}",
     "activation": f"stage 0: {OPS.format('relu.default(%0)', 'tanh.default(%0)')}",
     "constant": f"stage 1: {OPS.format('mul.Tensor(%0, 3.0)', 'mul.Tensor(%0, 2.0)')}",
@@ -405,7 +405,7 @@ REFUSED = {
     "tensor": "tensors held by stage 1: float32[8]: 3.0, 3.0, 3.0, 3.0, .. (hash ",
     "key": "key: 1 instead of 0",
     "rows": f"arguments: {ROWS.format(13, 12)}",
-    "untraceable": ", in <lambda>: model = fpipe.from_functions([lambda p, x: x if x.sum() > 0 else -x] * 2, MSE)",
+    "untraceable": ", in <lambda>: model = fpipe.from_functions([lambda p, x: x * (1 / x.sum().item())] * 2, MSE)",
 }
 
 

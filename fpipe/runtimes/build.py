@@ -52,7 +52,7 @@ def build(
             inductor's cache on disk. A line on stderr says how long it took. Needs a C++ compiler on the CPU.
         trace: trace each stage once per signature (shapes, dtypes, strides), so that its Python runs no more, and cut
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
-            computes what W hands over. False runs every stage so.
+            computes what W hands over, and a run on zeros tells the shapes that it hands on. False runs every stage so.
         example: `(params, batch)` or `(params, batch, state)` to trace for at once, tensors or on the meta device;
             without it the first step of each signature does.
         record: also return when each op ran and the most bytes each rank held, as `Result.timeline`;
@@ -83,8 +83,8 @@ def build(
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime or
             check_batch is not known, or the loss scale or the timeout is no number above 0. Of runtime="distributed"
-            also: there is no group of that size, a stage cannot be traced, or the ranks are about to do different
-            things. Its step raises one too where ranks were handed different batches.
+            also: there is no group of that size, a stage can neither be traced nor run on zeros, or the ranks are
+            about to do different things. Its step raises one too where ranks were handed different batches.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -101,7 +101,7 @@ def build(
     model = in_mode(model)
 
     def checked() -> Any:
-        if runtime != "local" and not trace:
+        if runtime == "threads" and not trace:
             raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
         if compile and not trace:
             raise ValueError("compile=True compiles traces; say trace=True.")
@@ -143,6 +143,7 @@ def build(
             loss_scale=loss_scale,
             compile=compile,
             check_batch=check_batch,
+            trace=trace,
         )
     given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None

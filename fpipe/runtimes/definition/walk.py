@@ -131,6 +131,10 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
 
 def leaves_of(found: Any) -> list[Any]:
     """The leaves of a value, those that autograd keeps for it among them."""
-    if isinstance(found, Inputs):
-        return tree.leaves(list(found.args))
-    return [*found.saved, *found.outputs, found.loss] if isinstance(found, Residuals) else tree.leaves(found)
+    return [leaf for one in tree.leaves(found) for leaf in _kept(one)]
+
+
+def _kept(one: Any) -> list[Any]:
+    if isinstance(one, Inputs):
+        return tree.leaves([*one.args])
+    return [*one.saved, *one.outputs, one.loss] if isinstance(one, Residuals) else [one]

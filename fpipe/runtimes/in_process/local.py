@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.purity.ambient import Untraceable, casts, dispatch_modes, in_fake_mode, refuse_odd_modes
+from fpipe.graphs.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
@@ -27,7 +27,7 @@ from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 
@@ -62,18 +62,10 @@ def local(
     known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
 
     if example is not None:
-        with _TRACING, suppress(Untraceable):  # the first step will say so, and see what such a stage writes
+        with _TRACING, suppress(Untraceable):  # the first step will say so
             made = prepare(program, model, *example, None, Untraced(), loss_scale, compile)
             made.compile()
             known[signatures.of(*tree.flatten(example), homes=made.at_home)] = made
-
-    def first(given: tuple[Any, Any, Any], key: int | None, untraced: Untraced) -> Result:
-        def both(value: Value, made: Any) -> None:
-            untraced.see(value, made)
-            if see is not None:
-                see(value, made)
-
-        return walk(program, model, see=both, **how)(*given[:2], state=given[2], key=key)
 
     def step(
         params: Sequence[Any],
@@ -110,16 +102,18 @@ def local(
                     lowered = known[signature] = None  # a step without data has nothing to win
                 if lowered is _NEW:
                     began = time.perf_counter()
-                    prepared = partial(prepare, program, model, *given, key, loss_scale=loss_scale, compile=compile)
-                    result, lowered = _first(partial(first, given, key), prepared, graphs)
+                    options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record}
+                    prepared = partial(prepare, program, model, *given, key, **options)
+                    walked = partial(by_hand, params, batch, state=state, key=key)
+                    result, lowered = _first(walked, prepared, graphs)
                     if lowered is not None:
                         lowered.compile()
                     known[signature] = lowered
                     signatures.count(signature, given, time.perf_counter() - began)
                     if result is not None:
                         return result
-        if not isinstance(lowered, Prepared) or (told and lowered.untraced.stages):
-            return by_hand(params, batch, state=state, key=key)  # what autograd keeps is not in the slots
+        if not isinstance(lowered, Prepared):
+            return by_hand(params, batch, state=state, key=key)
         try:
             return lowered.run(leaves, state, key, record=told, check_finite=check_finite, see=see)
         except (UnexpectedValue, RuntimeError) as error:
@@ -149,7 +143,7 @@ _TRACING = threading.RLock()
 
 
 def _first(
-    by_hand: Callable[[Untraced], Result], prepared: Callable[..., Prepared], graphs: bool
+    by_hand: Callable[[], Result], prepared: Callable[..., Prepared], graphs: bool
 ) -> tuple[Result | None, Prepared | None]:
     """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too.
     Where all stages are `graphs`, no Python of anybody runs that could be wrong, or cache something."""
@@ -157,18 +151,18 @@ def _first(
         return None, prepared(untraced=Untraced(known_only=not graphs))
     untraced = Untraced()
     # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
-    result, wanted = by_hand(untraced), None
+    result, wanted = by_hand(), None
     while True:
         try:
-            return wanted, prepared(untraced=untraced)
+            made = prepared(untraced=untraced)
+            break
         except Untraceable as error:
             wanted = result
-            known = error.stage is None or error.stage in untraced.stages
-            if known or untraced.lost or casts():
-                warnings.warn(f"this step runs every stage under autograd, without a trace: {error}", stacklevel=4)
+            if error.stage is None or error.stage in untraced.stages:
+                why = "; ".join([*untraced.stages.values(), str(error)])
+                warnings.warn(f"this step runs every stage under autograd, without a trace: {why}", stacklevel=4)
                 return result, None
-            warnings.warn(
-                f"a stage runs under autograd, without a trace, and its I computes what W hands over: {error}",
-                stacklevel=4,
-            )
-            untraced.stages[error.stage or 0] = str(error)
+            untraced.stages[error.stage] = str(error)
+    for why in untraced.stages.values():
+        warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
+    return wanted, made

@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Fact, Stream, aval
+from fpipe.graphs.language.graph import Fact, Stream, aval, is_strided
 from fpipe.graphs.purity.ambient import Casts, casting
 from fpipe.graphs.tracing.keys import fold_in, generator_on, seeder
-from fpipe.program import Op
+from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext, detached
 from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
-from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, whole
+from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, dense, whole
+from fpipe.runtimes.lowering.dry_run import zeros
 
 Leaves = list[Any]
 
 
-class UnexpectedValue(Exception):
-    """A stage under autograd wrote tensors of other shapes, dtypes or strides than those it was seen to write."""
+class UnexpectedValue(ValueError):
+    """A stage under autograd wrote tensors of other shapes or dtypes than for zeros."""
 
 
 def slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
@@ -137,29 +138,25 @@ def by_rule(
 
 
 def under_autograd(
-    op: Op, reads: Sequence[AbstractTree], writes: Sequence[AbstractTree], context: StepContext, *lists: Any
+    op: Op,
+    reads: Sequence[AbstractTree],
+    writes: Sequence[AbstractTree],
+    context: StepContext,
+    casts: Casts,
+    *lists: Any,
 ) -> Sequence[Leaves]:
-    """Run a stage that is not traced; others rely on what it was seen to write. A forward is told the key."""
+    """Run a stage that is not traced; others rely on what it wrote for zeros. A forward is told the key."""
     if op.kind in "FR":
         lists, context = lists[:-1], replace(context, key=lists[-1])
     wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
-    wholes = RULES[op.kind](
-        op, [whole(abstract, leaves) for abstract, leaves in zip(reads, wanting, strict=True)], context
-    )
+    given = [whole(abstract, leaves) for abstract, leaves in zip(reads, wanting, strict=True)]
+    with casting(casts) if casts else nullcontext():
+        made = RULES[op.kind](op, given, context)
     _empty(lists)
-    for value, abstract, each in zip(op.writes, writes, wholes, strict=True):
-        if value.name in ("y", "again", "state", "carry") and tree.flatten(each)[1] != abstract.spec:
-            raise UnexpectedValue(f"{op.cell} wrote {value} in other containers than before")
-    opaque = [abstract is OPAQUE for abstract in writes]  # one object, a list of gradients as it may be
-    made = [
-        [each] if one else list(each) if is_list(op, each) else tree.leaves(each)
-        for one, each in zip(opaque, wholes, strict=True)
+    return [
+        [each] if known is OPAQUE else _conformed(op, value, known, each, context.model.who(op.stage or 0))
+        for value, known, each in zip(op.writes, writes, made, strict=True)
     ]
-    for one, value, abstract, leaves in zip(opaque, op.writes, writes, made, strict=True):
-        if not one and [*map(_aval, abstract.leaves)] != [*map(_seen, leaves)]:
-            now, before = (", ".join(map(_shown, found)) for found in (leaves, abstract.leaves))
-            raise UnexpectedValue(f"{op.cell} wrote {value} as {now or 'nothing'}, and before as {before or 'nothing'}")
-    return made
 
 
 def _wanting(known: Any, leaf: Any) -> Any:
@@ -167,12 +164,33 @@ def _wanting(known: Any, leaf: Any) -> Any:
     return leaf.detach().requires_grad_() if isinstance(known, Fact) and known.aval.wants else leaf
 
 
-def _aval(known: Any) -> Any:
-    return known.aval if isinstance(known, Fact) else (type(known), repr(known))
+def _conformed(op: Op, value: Value, known: AbstractTree, made: Any, who: str) -> Leaves:
+    """The leaves of a value as others know them: in those strides, and zeros where there is no gradient."""
+    leaves, spec = ([*made], None) if known.spec is None else tree.flatten(made)
+    if spec == known.spec and all(map(_alike, known.leaves, leaves)):
+        return [*map(_laid_out, known.leaves, leaves)]
+    now, told = (", ".join(map(_shown, found)) or "nothing" for found in (leaves, known.leaves))
+    raise UnexpectedValue(
+        f"{who} runs without a trace, and {op.cell} wrote {value} as {now}, and for zeros as {told}; what it hands on "
+        "has one structure and shape, whatever the data: fill it up to a fixed size, with a mask beside."
+    )
 
 
-def _seen(leaf: Any) -> Any:
-    return aval(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+def _alike(known: Any, leaf: Any) -> bool:
+    if not isinstance(known, Fact):
+        return (type(known), repr(known)) == (type(leaf), repr(leaf))
+    if not isinstance(leaf, Tensor) or not is_strided(leaf):
+        return leaf is None and not known.aval.wants
+    now = aval(leaf)
+    alike = now._replace(stride=known.aval.stride, wants=known.aval.wants) == known.aval
+    return alike and (known.aval.wants or not now.wants) and (now.stride == known.aval.stride or dense(known))
+
+
+def _laid_out(known: Any, leaf: Any) -> Any:
+    if not isinstance(known, Fact) or (leaf is not None and leaf.stride() == known.aval.stride):
+        return leaf
+    made = zeros(known.aval._replace(wants=False))
+    return made if leaf is None else made.copy_(leaf.detach())
 
 
 def _shown(leaf: Any) -> str:

@@ -190,7 +190,7 @@ class _Lowering:
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FR" else ()
-            run = partial(under_autograd, op, *trees, self.shapes.context)
+            run = partial(under_autograd, op, *trees, self.shapes.context, self.casts)
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 

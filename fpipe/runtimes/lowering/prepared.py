@@ -48,6 +48,7 @@ class Prepared:
         replica: tuple[int, int] = (0, 1),
         share: Share | None = None,
         devices: Sequence[torch.device] = (),
+        watch_saved: bool = False,
     ) -> None:
         check_inputs(program, model, params, state)
         whole, sizes = batch_of(program, batch)
@@ -57,6 +58,7 @@ class Prepared:
         context = StepContext(
             model,
             sum(sizes),
+            watch_saved,
             input_grads=taken_gradients(model, program.ops),
             loss_scale=loss_scale,
             sizes=sizes,

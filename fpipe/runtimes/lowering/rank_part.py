@@ -18,7 +18,7 @@ import torch
 from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.recorder import Notes, StreamClock
-from fpipe.runtimes.definition.walk import place_of, refuse_infinite
+from fpipe.runtimes.definition.walk import leaves_of, place_of, refuse_infinite
 from fpipe.runtimes.lowering.lower import Instruction
 
 Leaves = list[Any]
@@ -110,7 +110,7 @@ class RankPart:
             if notes is not None:
                 if instruction.ops[0].kind == "RECV":  # what it waited for is no work
                     started = time.perf_counter()
-                notes.note(row, made, started)
+                notes.note(row, [leaves_of(leaves) for leaves in made], started)
             slots.extend(made)
 
     def _begun(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:

@@ -24,8 +24,9 @@ from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
-from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, StorageMap, aval_of, described
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described
 from fpipe.runtimes.lowering.copies import TRANSFERS, copies_of
+from fpipe.runtimes.lowering.dry_run import DryRuns
 from fpipe.runtimes.lowering.shards import gathered, shard_of
 from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, update_only
 from fpipe.runtimes.lowering.untraced import Untraced
@@ -52,7 +53,7 @@ class Shapes:
         self._labels = {id(op): reads_of(op) for op in ops if op.kind in "FRBIW"}
         self.copies = copies_of(ops, context.moves)
         self._calls = StageCalls(context, untraced.known_only)
-        self.trees = {**given}
+        self.trees, self._dry_runs = {**given}, DryRuns(context)
         self.runs: dict[Coordinates, StageRun] = {}
         self.cuts: dict[Coordinates, Cut] = {}
         self._storage_maps: dict[Op, StorageMap] = {}
@@ -88,7 +89,7 @@ class Shapes:
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
         if self.is_untraced(op):
-            self.trees.update({value: self.untraced.trees.get(value, OPAQUE) for value in op.writes})
+            self.trees.update(zip(op.writes, self._dry_runs.written(op, self.trees), strict=True))
         elif op.kind in "FRBI":
             try:
                 (self._forward if op.kind in "FR" else self._backward)(op)

@@ -7,6 +7,7 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count, repeat
@@ -25,7 +26,7 @@ from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Program, Value
+from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.definition.inputs_and_results import check_call
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, around, of_build
@@ -33,7 +34,7 @@ from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.message_order import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.peer_errors import PeerErrors
@@ -62,6 +63,7 @@ def distributed(
     loss_scale: float,
     compile: bool,
     check_batch: CheckBatch,
+    trace: bool,
 ) -> Step:
     """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
 
@@ -82,17 +84,28 @@ def distributed(
     lost, numbers = list[str](), count(1)
 
     def prepared(given: Given, key: int | None) -> PreparedRank:
-        try:
-            more = loss_scale, compile, device
-            return PreparedRank(rank, group, transfers, replicas, program, model, *given, key, Untraced(), *more)
-        except Untraceable as error:
-            if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
-                raise error.__cause__ from None
-            place = f"\n  {line}" if (line := line_of(error)) else ""
-            raise ValueError(
-                f"{str(error).rstrip('.')}. What cannot be traced runs where the whole program is: write the stage "
-                f"without what stops the trace, or say runtime='threads' or 'local'.{place}"
-            ) from error
+        more: Any = {"loss_scale": loss_scale, "compile": compile, "home": device, "watch_saved": record}
+        untraced = Untraced({} if trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
+        while True:
+            try:
+                made = PreparedRank(rank, group, transfers, replicas, program, model, *given, key, untraced, **more)
+                break
+            except Untraceable as error:
+                if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
+                    raise error.__cause__ from None
+                if error.stage is None or error.stage in untraced.stages:
+                    why = "; ".join([*untraced.stages.values(), str(error).rstrip(".")])
+                    place = f"\n  {line}" if (line := line_of(error)) else ""
+                    raise ValueError(
+                        f"{why}. In processes a stage is traced, or runs on zeros first: write it so that one of the "
+                        f"two works, or say runtime='threads' or 'local'.{place}"
+                    ) from error
+                untraced.stages[error.stage] = str(error)
+        here = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
+        for stage, why in untraced.stages.items() if trace else ():
+            if stage in here:
+                warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
+        return made
 
     def agreed(where: str, what: str, made: PreparedRank, key: int | None, more: About) -> PreparedRank:
         about = {what: made.given_as, **more, "key": str(key), **made.stages, "messages": made.messages}
@@ -180,6 +193,7 @@ def distributed(
             "loss_scale": float(loss_scale),
             "compile": compile,
             "check_batch": check_batch,
+            "trace": trace,
         }
         peer_errors.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
         try:

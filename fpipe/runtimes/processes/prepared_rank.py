@@ -19,6 +19,7 @@ from fpipe import tree
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
+from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.shards import Share
@@ -38,7 +39,7 @@ class PreparedRank(Prepared):
     """
 
     def __init__(
-        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any
+        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any, **how: Any
     ) -> None:
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
@@ -46,9 +47,15 @@ class PreparedRank(Prepared):
         self.step_batch = ""
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
         share = None if replicas is None else Share(*replica, replicas.axis)
-        super().__init__(*args, replica=replica, share=share)
+        super().__init__(*args, **how, replica=replica, share=share)
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
+        for value in sent:
+            if value.name in KEPT and value.stage in self.untraced.stages:
+                raise ValueError(
+                    f"{value} is autograd's own, which no message carries: {self.untraced.stages[value.stage]}. Place "
+                    "the backward of that stage where its forward is, or recompute it there, by fpipe.checkpoint()."
+                )
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
         self.exchanges = Exchanges({}, {}, 0)
         if replicas is not None:

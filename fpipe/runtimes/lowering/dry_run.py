@@ -1,0 +1,137 @@
+"""Find out what a stage that cannot be traced writes: run it once on zeros.
+
+    1F0: y[0,0] float32[8, 512]        --> F on zeros -->        y[1,0] float32[8, 512]   loss[1,0] float32[]
+
+So each rank knows what others will send it. Shapes may not depend on data, so any data do; which leaves get a gradient
+may, as those of an expert that no row is sent to. So each leaf that wants one is told to get one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.graphs.language.graph import Aval, Fact, aval, in_own_storage, is_strided, layout_of, span
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.purity.attributes import Attributes, unmoved_random_numbers
+from fpipe.graphs.purity.closure import modules_of
+from fpipe.positional_stage import of_net
+from fpipe.program import Op, Value
+from fpipe.runtimes.definition.by_autograd import StepContext, forward
+from fpipe.runtimes.definition.meaning import RULES
+from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, wanting_fact, whole
+
+KEPT = ("res", "wres", "seen")
+"""Values that autograd keeps for a later op of their stage."""
+Known = Mapping[tuple[str, int], AbstractTree]
+
+
+class DryRuns:
+    """Runs of a program's stages on zeros, one for all microbatches that are alike."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = replace(context, key=context.key or 0, watch_saved=False)
+        self._forwards: dict[Any, tuple[Op, Sequence[AbstractTree]]] = {}
+        self._gradients: dict[Any, Known] = {}
+        self._known: dict[Any, Known] = {}
+
+    def written(self, op: Op, trees: Mapping[Value, AbstractTree]) -> list[AbstractTree]:
+        """Abstract values of what an op writes, each tensor in memory of its own.
+
+        Raises:
+            Untraceable: the stage does not run on zeros, or has tensors that are sharded or have no strides.
+        """
+        place, reads = op[1:4], [trees[value] for value in op.reads]
+        if op.kind in "FR":
+            self._forwards.setdefault(place, (op, reads))
+        found: Known = {}
+        if op.kind in "BI":
+            found = self._gradients[place] = self._once(op, reads)
+        elif op.kind in "FU":
+            found = self._once(op, reads)
+        elif op.kind == "W":
+            found = self._gradients[place]
+        return [OPAQUE if v.name in KEPT else _apart(found[v.name, v.port]) for v in op.writes]
+
+    def _once(self, op: Op, reads: Sequence[AbstractTree]) -> Known:
+        first, given = self._forwards[op[1:4]]
+        model = self._context.model
+        names = [(one.kind, [(v.name, v.stage, v.port) for v in (*one.reads, *one.writes)]) for one in (op, first)]
+        looks = [(known.spec, *map(aval_of, known.leaves)) for known in (*reads, *given)]
+        number = op.microbatch if "microbatch" in model.stages[op.stage or 0].asks else None
+        key = op.stage, number, op.slice, repr((names, looks))
+        if key not in self._known:
+            function, who = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
+            attributes = Attributes(modules_of(of_net(function) or function), who, every=True)
+            try:
+                with suppress(Untraceable), unmoved_random_numbers():
+                    self._known[key] = self._run(op, reads, first._replace(how=()), [*map(_zeros, given)])
+            except Exception as error:
+                why = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
+                raise Untraceable(why).of(op.stage or 0, who) from error
+            finally:
+                attributes.put_back()
+        return self._known[key]
+
+    def _run(self, op: Op, reads: Sequence[AbstractTree], first: Op, given: Sequence[Any]) -> Known:
+        """Abstract values of what an op writes, by name and port; of a backward also of what its W writes."""
+        if op.kind == "F":
+            writes = [value for value in op.writes if value.name not in KEPT]
+            made = forward(first._replace(writes=tuple(writes)), given, self._context)
+            flows = [value.name in ("y", "again", "carry") for value in writes]
+            return {(v.name, v.port): _known(*each) for v, *each in zip(writes, made, flows, strict=True)}
+        left = Value("seen" if op.kind == "U" else "res", *op[1:4])
+        (kept,) = forward(first._replace(writes=(left,)), given, self._context)
+        args = [kept if value.name in KEPT else _zeros(known) for value, known in zip(op.reads, reads, strict=True)]
+        if op.kind == "U":
+            made = RULES["U"](op, args, self._context)
+            return {(v.name, v.port): _known(each, False) for v, each in zip(op.writes, made, strict=True)}
+        leaves = {("dx", port): found for port, found in enumerate(kept.inputs)} | {("dcarry", 0): kept.carry}
+        leaves |= {("g", port): found for port, found in enumerate(kept.params)}
+        writes = tuple(Value(name, *op[1:4], port) for name, port in leaves)
+        made = RULES["B"](op._replace(kind="B", writes=writes), args, self._context)
+        pairs = zip(leaves.items(), made, strict=True)
+        return {at: AbstractTree(tuple(map(_gradient, own, grads))) for (at, own), grads in pairs}
+
+
+def _zeros(known: AbstractTree) -> Any:
+    return whole(known, [zeros(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in known.leaves])
+
+
+def zeros(known: Aval) -> Tensor:
+    """Zeros of a shape, dtype and strides."""
+    if known.sharding is not None:
+        raise TypeError("it reads a DTensor, of which other processes have parts")
+    memory = torch.zeros(span(known.shape, known.stride), dtype=known.dtype, device=known.device)
+    return memory.as_strided(known.shape, known.stride).requires_grad_(known.wants)
+
+
+def _known(made: Any, flows: bool) -> AbstractTree:
+    """The abstract value; what flows to other stages may want a gradient for other data than zeros."""
+    leaves, spec = tree.flatten(made)
+    facts = map(_fact, leaves)
+    return AbstractTree(tuple(map(wanting_fact, facts) if flows else facts), spec)
+
+
+def _fact(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not is_strided(leaf):
+        raise TypeError(f"it writes a {layout_of(leaf)}")
+    return in_own_storage(aval(leaf)) if isinstance(leaf, Tensor) else leaf
+
+
+def _gradient(leaf: Any, grad: Tensor | None) -> Any:
+    """The fact of a leaf's gradient; one that zeros have not is laid out as the leaf."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
+    return _fact(torch.empty_like(leaf.detach()) if grad is None else grad)
+
+
+def _apart(known: AbstractTree) -> AbstractTree:
+    own = (in_own_storage(one.aval) if isinstance(one, Fact) else one for one in known.leaves)
+    return known._replace(leaves=tuple(own))

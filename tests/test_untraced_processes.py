@@ -1,0 +1,320 @@
+"""Stages that look at data run in processes, beside traced ones, with the bits of plain autograd."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fpipe
+from fpipe.tree import leaves
+from tests.processes import SOON, Processes, timed
+from tests.test_distributed import own
+
+Params = dict[str, Tensor]
+Stage = Callable[[Params, Tensor], Tensor]
+
+
+def smooth(p: Params, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def looks(p: Params, x: Tensor) -> Tensor:
+    """A branch on what the data say, with gradients of other leaves."""
+    return torch.tanh(x @ p["u"]) if x.abs().max().item() > 1.5 else x @ p["w"] * 2
+
+
+def routes(p: Params, x: Tensor) -> Tensor:
+    """A dropless mixture of experts: each takes the rows that are sent to it, and some get none."""
+    out, route = torch.zeros_like(x), (x @ p["gate"]).argmax(-1)
+    for expert in range(4):
+        (rows,) = torch.where(route == expert)
+        if len(rows) == 0:
+            continue
+        out[rows] += F.dropout(torch.tanh(x[rows] @ p[f"expert {expert}"]), p=0.25)
+    return x + out
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def params_of(stages: Sequence[Stage]) -> tuple[Params, ...]:
+    torch.manual_seed(0)
+    names = {smooth: ["w"], looks: ["w", "u"], routes: ["gate", *(f"expert {n}" for n in range(4))]}
+    return tuple({name: torch.randn(6, 4 if name == "gate" else 6) for name in names[stage]} for stage in stages)
+
+
+def rows(count: int = 10) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(count)
+    return torch.randn(count, 6), torch.randn(count, 6)
+
+
+def autograd(stages: Sequence[Stage], params: Any, batch: Any, microbatches: int, key: int, first: int = 0) -> Any:
+    """The loss and the gradients under plain autograd, one microbatch after the other."""
+    mine = [{name: leaf.clone().requires_grad_() for name, leaf in each.items()} for each in params]
+    pieces = [*zip(*(half.tensor_split(microbatches) for half in batch), strict=True)]
+    total = torch.zeros(())
+    for index, (x, target) in enumerate(pieces):
+        size = len(x)
+        for number, (stage, each) in enumerate(zip(stages, mine, strict=True)):
+            torch.manual_seed(fpipe.fold_in(key, number, first + index))
+            x = stage(each, x)
+        loss = squares(x, target) * (size / len(batch[0]))
+        loss.backward()
+        total = total + loss.detach()
+    grads = [{n: torch.zeros_like(one) if one.grad is None else one.grad for n, one in each.items()} for each in mine]
+    return total, tuple(grads)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a stage runs under autograd")
+        yield
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether leaves are alike, bit by bit."""
+    a, b = leaves(one), leaves(other)
+    return len(a) == len(b) and all(
+        x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True)
+    )
+
+
+STAGES: dict[str, list[Stage]] = {
+    "the last": [smooth, looks],
+    "the first": [looks, smooth],
+    "routed, then traced": [routes, smooth],
+    "traced, then routed": [smooth, routes],
+    "all": [routes, looks],
+    "four": [smooth, routes, looks, smooth],
+}
+CHAINS: dict[str, Any] = {
+    "1F1B": lambda: (fpipe.schedules.one_f_one_b(2),),
+    "ZB-H1": lambda: (fpipe.split_backward(), fpipe.schedules.zb_h1(2)),
+    "checkpoint": lambda: (fpipe.checkpoint(), fpipe.schedules.one_f_one_b(2)),
+    "interleaved": lambda: (fpipe.schedules.interleaved(2),),
+    "zbv": lambda: (fpipe.schedules.zbv(2),),
+}
+
+
+def runs(rank: int, which: str, chain: str, how: dict[str, Any]) -> list[str]:
+    """What differs from plain autograd, and from one process, in steps on batches of three sizes."""
+    stages, found = STAGES[which], list[str]()
+    params, model = params_of(stages), fpipe.from_functions(stages, squares)
+    program = fpipe.chain(fpipe.split(4), *CHAINS[chain](), fpipe.merge())(fpipe.program(model))
+    with quiet():
+        step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), broadcast=True, **how)
+        alone = fpipe.build(program, model)
+        for count, key in ((10, 1), (10, 2), (16, 3), (10, 4)):
+            made = step(own(program, rank, params), rows(count), key=key)
+            loss, grads = autograd(stages, params, rows(count), 4, key)
+            whole = alone(params, rows(count), key=key)
+            found += [f"loss of {count} rows"] * (not equal(made.loss, loss))
+            found += [f"grads of {count} rows"] * (not equal(made.grads, own(program, rank, grads)))
+            found += [f"outputs of {count} rows"] * (not (made.outputs is None or equal(made.outputs, whole.outputs)))
+    return found
+
+
+@pytest.mark.parametrize("chain", ["1F1B", "ZB-H1", "checkpoint"])
+@pytest.mark.parametrize("which", [name for name in STAGES if name != "four"])
+def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, which: str, chain: str):
+    """A build in processes refused them: that the whole program be in one process was the way out."""
+    assert pair.each(runs, which, chain, {}) == [[], []]
+
+
+@pytest.mark.parametrize("chain", ["interleaved", "zbv"])
+def test_several_stages_a_rank(pair: Processes, chain: str):
+    assert pair.each(runs, "four", chain, {}) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "how", [{"trace": False}, {"record": True}, {"check_finite": True, "check_batch": "always"}], ids=str
+)
+def test_options_of_a_build_hold_for_them_too(pair: Processes, how: dict[str, Any]):
+    assert pair.each(runs, "traced, then routed", "ZB-H1", how) == [[], []]
+
+
+def replicated(rank: int) -> list[str]:
+    """Two replicas of two ranks, of experts that get no rows in one replica, say."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, mine = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    stages, found = STAGES["traced, then routed"], list[str]()
+    params, model = params_of(stages), fpipe.from_functions(stages, squares)
+    chain = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.data_parallel("dp"))
+    program = chain(fpipe.program(model))
+    halves = [*zip(*(half.chunk(2) for half in rows(8)), strict=True)]
+    with quiet():
+        step = fpipe.build(
+            program, model, runtime="distributed", mesh=mesh, example=(params, halves[0]), broadcast=True
+        )
+        for key in (1, 2):
+            made = step(own(program, mine, params), halves[replica], key=key)
+            each = [autograd(stages, params, half, 2, key, 2 * number) for number, half in enumerate(halves)]
+            (one, first), (other, second) = each
+            found += ["loss"] * (not torch.allclose(made.loss, (one + other) / 2))
+            grads = fpipe.tree.tree_map(lambda a, b: a / 2 + b / 2, first, second)
+            found += ["grads"] * (not equal(made.grads, own(program, mine, grads)))
+    return found
+
+
+def test_replicas_add_the_gradients_of_experts_that_only_one_has_rows_for(four: Processes):
+    assert four.each(replicated) == [[]] * 4
+
+
+def picks(p: Params, x: Tensor) -> Tensor:
+    """As many rows as the data say."""
+    if x[0, 1] > 90:
+        raise ArithmeticError("this row is odd")
+    return x[x[:, 0] >= 0] @ p["w"]
+
+
+def failing(rank: int, who: int) -> list[Any]:
+    params = params_of([smooth] * 2)
+    model = fpipe.from_functions(
+        [picks if n == who else lambda p, x: x @ p["w"].abs() for n in range(2)], lambda y, t: y.sum()
+    )
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    good = rows()[0].abs(), torch.zeros(10)
+    odd, negative = (good[0].clone() for _ in range(2))
+    odd[5, 1], negative[7] = 1e4, -1.0
+    with quiet():
+        step = fpipe.build(program, model, runtime="distributed", example=(params, good))
+    return [
+        timed(lambda x=x: step(own(program, rank, params), (x, good[1])))
+        for x in (good[0], odd, good[0], negative, good[0])
+    ]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_such_a_stage_raises_ends_all_ranks_and_so_does_a_shape_that_depends_on_the_data(
+    pair: Processes, who: int
+):
+    shape = (
+        rf"stage {who} \(picks\) runs without a trace, and {who}F1 wrote y\[{who},1\] as float32\[4, 6\] .*, "
+        r"and for zeros as float32\[5, 6\] .*; what it hands on has one structure and shape, whatever"
+    )
+    for rank, told in enumerate(pair.each(failing, who)):
+        told_by = "" if rank == who else f"RankError: rank {who} failed in {who}F1: .*: "
+        for (said, took), words in zip(
+            told,
+            ["worked", "ArithmeticError: this row is odd", "worked", f"UnexpectedValue: {shape}", "worked"],
+            strict=True,
+        ):
+            assert re.match(words if words == "worked" else told_by + words, said)
+            assert took < SOON
+
+
+def refused(rank: int, how: str) -> str:
+    stages: dict[str, Stage] = {
+        "on zeros": lambda p, x: x / (1 / x.sum().item()),
+        "apart": looks,
+        "sparse": lambda p, x: (x @ p["w"]).to_sparse() if x.sum() > 1 else x.to_sparse(),
+    }
+    params, batch = params_of([looks, smooth]), rows()
+    model = fpipe.from_functions([stages[how], lambda p, x: x.to_dense() @ p["w"]], squares)
+    where = fpipe.schedules.one_f_one_b(2)
+    if how == "apart":
+        where = fpipe.place(lambda kind, stage, _: stage if kind == "F" else 1 - stage, homes=lambda stage: [stage])
+    program = fpipe.chain(fpipe.split(2), where, fpipe.merge())(fpipe.program(model))
+    return timed(lambda: fpipe.build(program, model, runtime="distributed", example=(params, batch)))[0]
+
+
+REFUSED = {
+    "on zeros": r"DataDependent.*; stage 0 \(<lambda>\): a run on zeros, .*, ended in ZeroDivisionError: ",
+    "apart": r"res\[0,0\].* is autograd's own, which no message carries: stage 0 \(looks\): Data.* Place",
+    "sparse": r"ended in TypeError: it writes a tensor of layout torch.sparse_coo. In processes a stage",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_no_rank_can_know_or_send_is_refused_when_the_step_is_built(pair: Processes, how: str):
+    for said in pair.each(refused, how):
+        assert re.search(REFUSED[how], said, re.DOTALL)
+
+
+def tied(rank: int) -> list[str]:
+    """A tied parameter that a stage reads for some data alone, and a gradient laid out anew."""
+
+    def table(p: Params, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["e"])
+
+    def unties(p: Params, x: Tensor) -> Tensor:
+        return (p["w"] @ x.t()).t() @ p["e"] if x.sum().item() > 0 else x @ p["w"]
+
+    torch.manual_seed(0)
+    params = {"e": torch.randn(6, 6)}, {"w": torch.randn(6, 6)}
+    model = fpipe.from_functions([table, unties], squares, ties=[((0, "e"), (1, "e"))])
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    with quiet():
+        step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    found = step(own(program, rank, params), rows()).grads
+    e, w = (leaf.clone().requires_grad_() for each in params for leaf in each.values())
+    for x, target in zip(*(half.tensor_split(4) for half in rows()), strict=True):
+        made = unties({"e": e, "w": w}, table({"e": e}, x))
+        (squares(made, target) * (len(x) / 10)).backward()
+    whole = {"e": e.grad}, {"w": w.grad}
+    return [
+        name
+        for each, right in zip(found, whole, strict=True)
+        for name in each or ()
+        if not torch.allclose(each[name], right[name], atol=1e-6)
+    ]
+
+
+def test_a_sum_of_a_tied_parameter_travels_whether_or_not_it_was_read(pair: Processes):
+    assert pair.each(tied) == [[], []]
+
+
+def warned(rank: int) -> list[str]:
+    stages = STAGES["traced, then routed"]
+    params, model = params_of(stages), fpipe.from_functions(stages, squares)
+    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    return [str(one.message) for one in said]
+
+
+def test_the_rank_of_a_stage_is_warned_of_it(pair: Processes):
+    first, (second,) = pair.each(warned)
+    assert first == []
+    assert second.startswith(
+        "a stage runs under autograd, without a trace, and its I computes what W hands over: stage 1"
+    )
+
+
+def test_an_expert_without_rows_ends_no_traces_in_one_process():
+    """Its gradient is there for some data and not for others: then all stages ran under autograd from that step on."""
+    stages = STAGES["traced, then routed"]
+    params, model = params_of(stages), fpipe.from_functions(stages, squares)
+    step = fpipe.build(fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model)), model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [(key, step(params, rows(key), key=key)) for key in (9, 10, 11, 9, 10, 11)]
+    for key, made in found:
+        assert equal((made.loss, made.grads), autograd(stages, params, rows(key), 4, key))
+    assert {str(one.message)[:33] for one in told} == {"a stage runs under autograd, with"}
+
+
+@pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),), (fpipe.checkpoint(),)], ids=["B", "I W", "R"])
+def test_what_autograd_keeps_is_recorded(steps: Any):
+    """A recorded step ran all stages under autograd if one was not traced, so that these were counted."""
+    params = params_of([smooth, smooth])
+    model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"]) * x.sum().sign().item()] * 2, squares)
+    chain = fpipe.chain(fpipe.split(4), *steps, fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    found = list[Any]()
+    for trace in (True, False):
+        with quiet():
+            step = fpipe.build(chain(fpipe.program(model)), model, record=True, trace=trace)
+            found += [step(params, rows()).timeline.peak for _ in range(2)]
+    assert found[0] == found[1] == found[2]
