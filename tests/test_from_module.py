@@ -656,7 +656,9 @@ def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line() ->
     middle = "\n  in module 'blocks.0.middle.0' ("
     decides = f"{middle}Peeks{at}{line_of(Peeks.decided) + 1}, in decided: return x if x.sum() > 0 else -x"
     change = "Change the line below, or use from_loss with fpipe.boundary, or from_functions."
-    wrong(Net(2, Peeks), f"{change}{decides}")
+    wrong(Branching(4), f"{change}\n  at test_from_module.py:")
+    with pytest.warns(UserWarning, match=re.escape(decides)):
+        fpipe.from_module(Net(2, Peeks), 2, loss=F.mse_loss, example=rows(4))
     wrong(
         Net(2, Draws), f"{middle}Draws{at}{line_of(Draws.forward) + 1}, in forward: return x + torch.rand(x.shape, ge"
     )

@@ -47,6 +47,21 @@ def test_a_branch_on_a_number_that_is_computed_ends_a_trace() -> None:
         assert x.sum() > 0, "a trace goes on where Python branches on data: from_loss would cut one of the two"
 
 
+class Finds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = torch.where(x[:, 0] > 0)
+        assert private.of_data(rows.shape[0]), "a size that depends on data is not told from an open one"
+        assert not private.of_data(x.shape[0]), "an open size is taken to depend on data"
+        return x if len(rows) == 0 else x * 2
+
+
+def test_an_export_says_that_it_ends_since_python_looks_at_data() -> None:
+    with pytest.raises(Exception) as told:
+        torch.export.export(Finds(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO)
+    assert private.looked_at_data(told.value), "an export ends in another error where Python looks at data"
+    assert not private.looked_at_data(ValueError())
+
+
 def test_contexts_are_calls_of_graphs_in_an_export() -> None:
     targets = {node.target: node for node in exported().graph.nodes}
     assert targets.keys() >= export.GRAPH_CALLS.keys(), "an export says no_grad and autocast in another way"

@@ -33,8 +33,8 @@ from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
-from fpipe.models.tracing.export_net import export_net
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
+from fpipe.models.tracing.opaque import Exported, export_around
 from fpipe.models.tracing.run_net import NetFunction
 from fpipe.models.tracing.split_norms import split_norms
 from fpipe.single_device.microbatch import cut as cut_rows
@@ -59,7 +59,8 @@ def from_module(
 
     Args:
         net: a module that `torch.export.export(strict=False)` takes, in the mode in which it is to run, or a program
-            that it made. `fpipe.boundary` in its forward is a cut too.
+            that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
+            as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -104,11 +105,16 @@ def from_module(
     batch = _batch(example, loss)
     if microbatches is not None:
         batch = cut_rows(batch, 0, whole("microbatches", microbatches))[0]
-    exported = net if isinstance(net, ExportedProgram) else export_net(net, batch[0])
-    tensors = tensors_of(net, exported)
-    graph = read_graph(exported, tensors)
+    exported = Exported(net) if isinstance(net, ExportedProgram) else export_around(net, batch[0])
+    tensors = tensors_of(net, exported.program)
+    graph = read_graph(exported.program, tensors)
     split_norms(graph.module.graph)
-    placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
+    try:
+        placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
+    except ValueError as error:
+        raise ValueError(" ".join([str(error), *exported.words])) from None
+    if exported.words:
+        warnings.warn("\n".join(exported.words), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
     leaves = {name: tensors.now(name) for name in graph.params.values()}

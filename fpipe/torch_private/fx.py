@@ -34,6 +34,24 @@ def undecided_branch() -> type[Exception]:
     return GuardOnDataDependentSymNode
 
 
+def looked_at_data(error: BaseException) -> bool:
+    """Whether a trace has ended since it cannot know a number or a shape (2.13: errors of fake tensors)."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    kinds = (undecided_branch(), DataDependentOutputException, DynamicOutputShapeException)
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, kinds):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
+def of_data(size: Any) -> bool:
+    """Whether a size depends on data (2.13: `free_unbacked_symbols`)."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
 def dump_graph(module: fx.GraphModule) -> bytes:
     """Pickle a graph with the fake tensors in its meta (2.13: `torch.fx._graph_pickler`)."""
     from torch.fx import _graph_pickler as pickler  # it brings torch's compiler, which takes a while to import

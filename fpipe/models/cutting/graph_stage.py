@@ -20,6 +20,7 @@ from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
 from fpipe.models.tracing.net_graph import NetTensors
+from fpipe.models.tracing.opaque import own_calls, rename_calls
 from fpipe.positional_stage import PositionalStage
 from fpipe.torch_private.fx import dump_graph, load_graph
 
@@ -43,6 +44,7 @@ class GraphStage(PositionalStage):
     Attributes:
         whole: the output of the net from what the graph returns, in the last stage.
         handed_out: the parameters that live in it and are a module's, as they were then.
+        opaque: the modules that its graph calls, which it keeps.
     """
 
     whole: Callable[[Any], Any] | None
@@ -72,6 +74,7 @@ class GraphStage(PositionalStage):
         self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
         self.names = tuple((name,) for name in (*self.reads, *unread))
         self.handed_out = HandedOut({}, ())
+        self.opaque = own_calls(graph.graph)
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """All but what was found out of the graphs, and these: a model made in one process is handed to others."""
@@ -82,6 +85,7 @@ class GraphStage(PositionalStage):
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, bytes]]) -> None:
         plain, graphs = state
         vars(self).update(plain | {name: load_graph(one) for name, one in graphs.items()})
+        rename_calls(self.graph, self.opaque)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with a state also the new one, with an update also what that needs."""

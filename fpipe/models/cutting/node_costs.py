@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from fpipe.models.tracing.opaque import OPAQUE, call_of_node
 from fpipe.torch_private.dispatch import OpOverload
 from fpipe.torch_private.fx import example_number
 
@@ -24,8 +25,10 @@ def costs_of(nodes: Sequence[fx.Node]) -> list[int]:
 
 def _cost(node: fx.Node, known: dict[Any, int]) -> int:
     op = node.target
+    if op is OPAQUE:
+        return call_of_node(node).flops
     tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or len(tensors) < 2 or torch.Tag.pointwise in op.tags:
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or len(tensors) < 2 or _FREE.intersection(op.tags):
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
     key = op, repr((args, kwargs))
@@ -34,6 +37,9 @@ def _cost(node: fx.Node, known: dict[Any, int]) -> int:
             op(*args, **kwargs)
         known[key] = counter.get_total_flops()
     return known[key]
+
+
+_FREE = {torch.Tag.pointwise, torch.Tag.dynamic_output_shape}
 
 
 def _abstract(node: fx.Node) -> Any:

@@ -39,9 +39,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         inputs: an example: a dict of keywords, a tuple or list of arguments, or the one argument.
     """
     _refuse_unexportable(net)
-    leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-    single = all(len(leaf) == 1 for leaf in leaves)  # the trace of one row would hold for one row only
-    args, kwargs = call_of(tree.tree_map(_doubled, inputs) if single else inputs)
+    args, kwargs = call_of(two_rows(inputs))
     signature = _signature(net, args, kwargs)
     shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
     attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
@@ -159,6 +157,12 @@ def _refuse_unexportable(net: nn.Module) -> None:
             raise ValueError(
                 f"{name!r} is a DTensor, which torch.export does not take. from_sequential and from_functions do."
             )
+
+
+def two_rows(inputs: Any) -> Any:
+    """Inputs of one row twice: the trace of one row would hold for one row only."""
+    leaves = [leaf for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    return tree.tree_map(_doubled, inputs) if all(len(leaf) == 1 for leaf in leaves) else inputs
 
 
 def _doubled(leaf: Any) -> Any:

@@ -41,15 +41,24 @@ def place_of(node: fx.Node) -> str:
 def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
     """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, the
     innermost line of the user's code, and of the module of torch's that it calls."""
-    names = _names(modules)
-    called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
+    inside = _modules_in(error, modules)
     frames = traceback.extract_tb(error.__traceback__)
     last = max((at for at, one in enumerate(frames) if is_users(one.filename)), default=len(frames))
     home = TORCH / "nn" / "modules"
     torchs = [one for one in frames[last:] if one.name == "forward" and Path(one.filename).parent == home]
     lines = [*frames[last : last + 1], *torchs[-1:]]
     return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in lines])
+
+
+def modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """The paths of those of these modules that were called when an error was raised, the innermost last."""
+    return [path for path, _ in _modules_in(error, modules) if path]
+
+
+def _modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    names = _names(modules)
+    called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
 
 
 def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:

@@ -1,0 +1,218 @@
+"""Export a net around modules that look at data: each is one operation, whose Python runs in every step.
+
+h.1.norm  h.1.mlp: if len(rows) == 0: ..  h.2        -->        h.1.norm  OPAQUE(h.1.mlp)  h.2
+
+A module that ends an export since its Python looks at data runs once on the example, and is then an operation of what
+it takes and of its own tensors. Outside of the export this calls the module, so its stage runs as any that cannot be
+traced. Where what it takes has sizes that depend on data, it is the module that calls it that is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
+
+from fpipe import tree
+from fpipe.models.tracing.boundary import KEY
+from fpipe.models.tracing.export_net import export_net, two_rows
+from fpipe.models.tracing.places import modules_in, place_of_error
+from fpipe.models.tracing.run_net import NetFunction
+from fpipe.torch_private.fx import example_number, looked_at_data, of_data
+
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define("opaque(Tensor[] given, Tensor[] held, str name) -> Tensor[]")
+
+
+class OpaqueCall:
+    """A call of a module on the example, and the operation that stands for it.
+
+    Args:
+        path, module: of the net.
+        args: the arguments and keywords of the call; what is no tensor among them is the same in each step.
+        made: what it returned.
+        flops: floating-point operations of the call.
+    """
+
+    def __init__(self, path: str, module: nn.Module, args: Any, made: Any, flops: int) -> None:
+        self.path, self.module, self.flops, self.exporting = path, module, flops, False
+        self.names = [*_held(module)]
+        (self.args, self.spec), (self.made, self.made_spec) = map(_without_data, (args, made))
+        self.name = ""
+        self.register()
+
+    def register(self) -> None:
+        """Take a name, by which its operation finds it."""
+        self.name = f"{self.path} {uuid4()}"
+        _CALLS[self.name] = self
+
+    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward while the net is exported."""
+        leaves = tree.leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        number = any(isinstance(one, torch.SymInt) for one in leaves) or any(type(one) in _NUMBERS for one in self.made)
+        if not given or number or any(of_data(size) for one in given for size in one.shape):
+            raise NotAlone(self.path)
+        made = iter(OPAQUE(given, [*_held(self.module).values()], self.name))
+        return tree.unflatten(self.made_spec, [next(made) if isinstance(one, Tensor) else one for one in self.made])
+
+    def abstract(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors as it returned them, with the open sizes of what it is given."""
+        return [
+            given[0].new_empty([_open(size, at, one.ndim, given) for at, size in enumerate(one.shape)], dtype=one.dtype)
+            for one in self.made
+            if isinstance(one, Tensor)
+        ]
+
+    def run(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> list[Tensor]:
+        """Call the module on tensors."""
+        left = iter(given)
+        args, kwargs = tree.unflatten(self.spec, [next(left) if isinstance(one, Tensor) else one for one in self.args])
+        named = dict(zip(self.names, held, strict=True))
+        return [
+            one
+            for one in tree.leaves(torch.func.functional_call(self.module, named, args, kwargs))
+            if isinstance(one, Tensor)
+        ]
+
+
+_NUMBERS = (int, float, complex)
+
+
+class NotAlone(Exception):
+    """A module that is no operation of tensors of known shapes."""
+
+
+_CALLS: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
+"""Calls by the name that their operations have; stages hold them."""
+
+
+def _opaque(given: list[Tensor], held: list[Tensor], name: str) -> list[Tensor]:
+    call = _CALLS[name]
+    return call.abstract(given) if call.exporting else call.run(given, held)
+
+
+_LIBRARY.impl("opaque", _opaque, "CompositeImplicitAutograd")
+OPAQUE: Any = torch.ops.fpipe.opaque.default
+"""The operation that a module is in a graph."""
+
+
+def call_of_node(node: fx.Node) -> OpaqueCall:
+    """The call that an operation stands for."""
+    return _CALLS[str(node.args[2])]
+
+
+def own_calls(graph: fx.Graph) -> list[OpaqueCall]:
+    """The calls in a graph, which have to be held as long as it is."""
+    return [call_of_node(node) for node in graph.find_nodes(op="call_function", target=OPAQUE)]
+
+
+def rename_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
+    """Let a copy of a graph find its own copies of the calls."""
+    for node, call in zip(module.graph.find_nodes(op="call_function", target=OPAQUE), calls, strict=True):
+        call.register()
+        node.args = (*node.args[:2], call.name)
+    module.recompile()
+
+
+class Exported(NamedTuple):
+    """An exported program, the calls of modules that it has as operations, and why, in words."""
+
+    program: ExportedProgram
+    calls: Sequence[OpaqueCall] = ()
+    words: Sequence[str] = ()
+
+
+def export_around(net: nn.Module, inputs: Any) -> Exported:
+    """Export a module, with those modules in it as operations whose Python looks at data.
+
+    Raises:
+        ValueError: torch cannot export it otherwise either; why, and in which line.
+    """
+    inputs, named = two_rows(inputs), [*net.named_modules()]
+    first, taken = None, dict[str, str]()
+    while True:
+        calls = _recorded(net, inputs, taken) if taken else []
+        try:
+            with _standing_in(calls):
+                exported = export_net(net, inputs)
+        except ValueError as error:
+            first, cause = first or error, error.__cause__ or error
+            known = isinstance(cause, NotAlone) or looked_at_data(cause)
+            above = [path for path in modules_in(cause, named) if path not in taken] if known else []
+            if not above or any(leaf.is_meta for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor)):
+                raise first from first.__cause__
+            path = above[-1]
+            place = next((place for one, place in taken.items() if one.startswith(f"{path}.")), "")
+            taken = {one: place for one, place in taken.items() if not one.startswith(f"{path}.")}
+            taken[path] = place or place_of_error(cause, named)
+            continue
+        said = "looks at data, so it is one operation of its stage, which runs under autograd"
+        return Exported(exported, calls, [f"The Python of {path!r} {said}.{place}" for path, place in taken.items()])
+
+
+def _recorded(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueCall]:
+    """The calls of these modules when the net runs on its inputs."""
+    seen = list[tuple[str, nn.Module, Any, Any]]()
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+        seen.append((path, module, (args, kwargs), made))
+
+    params = {name: one.detach() for name, one in net.named_parameters()}
+    with ExitStack() as stack, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        for path in paths:
+            module = net.get_submodule(path)
+            stack.callback(module.register_forward_hook(partial(note, path), with_kwargs=True).remove)
+        NetFunction(net, lambda made, _: made, ())(params, (inputs, None), KEY, 0)
+    counts, root = counter.get_flop_counts(), type(net).__name__
+    times = [path for path, _, _, _ in seen]
+    flops = {path: sum(counts.get(f"{root}.{path}", {}).values()) // times.count(path) for path in times}
+    return [OpaqueCall(path, module, args, made, flops[path]) for path, module, args, made in seen]
+
+
+@contextmanager
+def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
+    """Meanwhile the modules of these calls are operations."""
+    modules = {call.path: call.module for call in calls}
+    before = {path: vars(module).get("forward") for path, module in modules.items()}
+    for path, module in modules.items():
+        vars(module)["forward"] = partial(_next, cycle([call for call in calls if call.path == path]))
+    for call in calls:
+        call.exporting = True
+    try:
+        yield
+    finally:
+        for path, module in modules.items():
+            del vars(module)["forward"]
+            vars(module).update({} if before[path] is None else {"forward": before[path]})
+        for call in calls:
+            call.exporting = False
+
+
+def _next(turns: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
+    return next(turns).stand_in(*args, **kwargs)
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _without_data(values: Any) -> tuple[list[Any], tree.Spec]:
+    leaves, spec = tree.flatten(values)
+    return [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def _open(size: int, at: int, ndim: int, given: Sequence[Tensor]) -> Any:
+    """A size of a result as that at the same place of what is given; of another number of dimensions, an open one."""
+    same = [one.shape[at] for one in given if one.ndim == ndim]
+    opened = [one for tensor in given for one in tensor.shape if isinstance(one, torch.SymInt)]
+    return next((one for one in (*same, *opened) if example_number(one) == size), size)
