@@ -231,7 +231,7 @@ def routed(rank: int) -> list[bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, params, _ = fpipe.from_module(net, 2, loss=cross_entropy, example=tokens())
-        for more in ((), (fpipe.split_backward(),), (fpipe.checkpoint(),)):
+        for more in ((), (fpipe.split_backward(),)):
             program = chained(model, *more)
             step = fpipe.build(program, model, runtime="distributed", example=(params, tokens()))
             for rows in (8, 16):

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,7 @@ CHAINS: dict[str, Any] = {
     "1F1B": lambda: (fpipe.schedules.one_f_one_b(2),),
     "ZB-H1": lambda: (fpipe.split_backward(), fpipe.schedules.zb_h1(2)),
     "checkpoint": lambda: (fpipe.checkpoint(), fpipe.schedules.one_f_one_b(2)),
+    "layers again": lambda: (fpipe.checkpoint(grain="layer"), fpipe.schedules.one_f_one_b(2)),
     "interleaved": lambda: (fpipe.schedules.interleaved(2),),
     "zbv": lambda: (fpipe.schedules.zbv(2),),
 }
@@ -125,7 +127,7 @@ def runs(rank: int, which: str, chain: str, how: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("chain", ["1F1B", "ZB-H1", "checkpoint"])
+@pytest.mark.parametrize("chain", ["1F1B", "ZB-H1", "checkpoint", "layers again"])
 @pytest.mark.parametrize("which", [name for name in STAGES if name != "four"])
 def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, which: str, chain: str):
     """A build in processes refused them: that the whole program be in one process was the way out."""
@@ -142,6 +144,59 @@ def test_several_stages_a_rank(pair: Processes, chain: str):
 )
 def test_options_of_a_build_hold_for_them_too(pair: Processes, how: dict[str, Any]):
     assert pair.each(runs, "traced, then routed", "ZB-H1", how) == [[], []]
+
+
+def carries(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    y = torch.tanh(x @ p["w"] + (0 if carry is None else carry))
+    return y * (2 if x.sum().item() > 0 else 3), y[:, -1:].contiguous()
+
+
+def carries_on(p: Params, x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    y = torch.tanh(x @ p["w"] + (0 if carry is None else carry))
+    return y, y[:, -1:].contiguous()
+
+
+def centred(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
+    return smooth(p, x - state["mean"]) * x.sum().sign().item(), average(state, x)
+
+
+def average(state: Params, x: Tensor) -> Params:
+    return {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
+
+
+SLICED = fpipe.split(4, slices=2), fpipe.schedules.seq1f1b(2), fpipe.merge(outputs=False)
+WHOLE = fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge()
+FLOWS: dict[str, tuple[Any, Any]] = {
+    "a carry to a traced stage": (SLICED, (carries, carries_on)),
+    "a carry from a traced stage": (SLICED, (carries_on, carries)),
+    "state that the output reads": (WHOLE, (smooth, centred)),
+    "state beside": (WHOLE, (smooth, fpipe.Stage(looks, update=average))),
+    "casts": (WHOLE, (looks, smooth)),
+}
+
+
+def flows(rank: int, name: str) -> list[bool]:
+    steps, stages = FLOWS[name]
+    whole = [one if isinstance(one, fpipe.Stage) else None for one in stages]
+    model = fpipe.from_functions([getattr(one, "forward", one) for one in stages], squares)
+    model = replace(model, stages=tuple(one or made for one, made in zip(whole, model.stages, strict=True)))
+    program, params = fpipe.chain(*steps)(fpipe.program(model)), params_of([looks, looks])
+    state: Any = ({}, {"mean": torch.zeros(6)}) if "state" in name else None
+    batch = (torch.randn(8, 4, 6), torch.randn(8, 4, 6)) if "carry" in name else rows()
+    example, mine = (params, batch, *([state] if state else [])), state and own(program, rank, state)
+    with quiet(), torch.autocast("cpu", enabled=name == "casts", dtype=torch.bfloat16):
+        alone = fpipe.build(program, model, trace=False)(params, batch, state=state)
+        step = fpipe.build(program, model, runtime="distributed", example=example)
+        made = [step(own(program, rank, params), batch, state=mine) for _ in range(2)]
+        made += [fpipe.build(program, model)(params, batch, state=state) for _ in range(2)]
+    right = [(own(program, rank, alone.grads), alone.state and own(program, rank, alone.state))] * 2
+    right += [(alone.grads, alone.state)] * 2
+    return [equal((one.grads, one.state), other) for one, other in zip(made, right, strict=True)]
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_whatever_flows_is_known_to_all(pair: Processes, name: str):
+    assert pair.each(flows, name) == [[True] * 4] * 2
 
 
 def replicated(rank: int) -> list[str]:

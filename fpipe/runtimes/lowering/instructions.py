@@ -145,8 +145,8 @@ def under_autograd(
     casts: Casts,
     *lists: Any,
 ) -> Sequence[Leaves]:
-    """Run a stage that is not traced; others rely on what it wrote for zeros. A forward is told the key."""
-    if op.kind in "FR":
+    """Run a stage that is not traced; others rely on what it wrote for zeros. Its backward may run the forward."""
+    if op.kind in "FRBI":
         lists, context = lists[:-1], replace(context, key=lists[-1])
     wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
     given = [whole(abstract, leaves) for abstract, leaves in zip(reads, wanting, strict=True)]

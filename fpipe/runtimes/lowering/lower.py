@@ -189,7 +189,7 @@ class _Lowering:
         """The instruction of an op, and of those that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
-            keyed = (KEY,) if op.kind in "FR" else ()
+            keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
             run = partial(under_autograd, op, *trees, self.shapes.context, self.casts)
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
