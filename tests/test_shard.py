@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import permutations
 from typing import Any
 
@@ -362,6 +363,35 @@ def test_counts_and_module_state_are_proven_in_lockstep(policy: str):
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
     program, batch = fpipe.shard(**POLICIES[policy])(merged), (torch.randn(13, 4), torch.randn(13, 4))
     assert all(fpipe.verify(program, model, params, batch, state=state, replicas=n).bitwise for n in (1, 2, 3))
+
+
+def looking(rank: int, policy: str) -> list[str]:
+    """A stage whose Python looks at data, beside one that is traced."""
+    mesh, replica, place = meshed()
+
+    def first(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"]) if float(x.sum()) > 0 else torch.sigmoid(x @ p["w"])
+
+    def second(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"] + p["b"]
+
+    torch.manual_seed(0)
+    params = {"w": torch.randn(8, 5)}, {"w": torch.randn(5, 8), "b": torch.randn(8)}
+    model, whole = fpipe.from_functions([first, second], MSE), rows(16)
+    program = sharded(model, policy)
+    shards, example = shards_of(model, params, program, mesh, place)
+    batch = tuple(half.chunk(2)[replica] for half in whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch))
+    found = step(shards, batch).grads[place]
+    expected = fpipe.reference(model, params, whole, microbatches=4, replicas=2).grads[place]
+    return [name for name, grad in found.items() if not torch.equal(grad.full_tensor(), expected[name])]
+
+
+@pytest.mark.parametrize("policy", ["once a step", "each use"])
+def test_a_stage_that_cannot_be_traced_has_shards_too(four: Processes, policy: str):
+    assert four.each(looking, policy) == [[]] * 4
 
 
 def training(rank: int) -> list[bool]:
