@@ -93,6 +93,16 @@ class Numbered(Experts):
         return y, int((y > 0).sum())
 
 
+class Ticks(Experts):
+    """Counts its calls, which a run that only asks for shapes must not."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
 class Block(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -215,6 +225,17 @@ def test_a_copy_of_a_model_has_its_own():
     del model, net
     gc.collect()
     assert equal(copy, fpipe.build(chained(copy), copy)(params, tokens()), right)
+
+
+@pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
+def test_only_steps_run_its_python_for_good():
+    net = net_of(Ticks)
+    inner: Any = net.blocks[1].inner
+    model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
+    step = fpipe.build(chained(model), model)
+    assert inner.calls == 0
+    step(params, tokens())
+    assert inner.calls == 4
 
 
 def test_what_a_module_writes_that_looks_at_data_is_refused():

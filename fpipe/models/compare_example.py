@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
+from fpipe.graphs.purity.attributes import Attributes
+from fpipe.graphs.purity.closure import modules_of
 from fpipe.graphs.tracing.fake import LeakedTensor
 from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.graphs.tracing.trace import partly_python
@@ -98,7 +100,11 @@ def _compared(
         grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True) if loss.requires_grad else ()
     proves = not (beside.met or partly_python([loss]))
     alone = replace(model, reduction="sum", aux=False, loss=_loss_alone(model) if model.loss else None)
-    found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
+    attributes = Attributes([one for stage in model.stages for one in modules_of(stage.forward)], who, every=True)
+    try:
+        found = over_parts(alone, own, [(batch, 1)], key=KEY, state=state)  # uncut: whichever rows its leaves have
+    finally:
+        attributes.put_back()
     if loss.isnan().any() and found.loss.isnan().any():
         raise ValueError(f"{who} gives the loss nan on the example; take one whose loss and gradients can be compared.")
     if not torch.equal(found.loss, loss.detach()):

@@ -75,6 +75,10 @@ class GraphStage(PositionalStage):
         self.names = tuple((name,) for name in (*self.reads, *unread))
         self.handed_out = HandedOut({}, ())
         self.opaque = own_calls(graph.graph)
+        inside = {call.path: call.module for call in self.opaque}
+        self.modules = [
+            (path, one) for above, module in inside.items() for path, one in module.named_modules(prefix=above)
+        ]
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """All but what was found out of the graphs, and these: a model made in one process is handed to others."""
@@ -126,8 +130,8 @@ class GraphStage(PositionalStage):
 
     @cached_property
     def pieces(self) -> list[GraphPiece]:
-        """Its blocks and what is between them; none where it has module state."""
-        if self.writes:
+        """Its blocks and what is between them; none where it has module state, or runs Python."""
+        if self.writes or self.opaque:
             return []
         words = ["params" if name in self.tensors.trains else "const" for name in self.takes]
         each = zip(self._placeholders, [*words, *("x" for _ in self.places)], strict=True)
