@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.modules.skips import Pop, Stash
     from fpipe.models.parameters.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.parameters.shards import shard_params
     from fpipe.models.tracing.boundary import boundary
@@ -94,6 +95,7 @@ _WITH_TORCH = {
     "models.from_sequential": ("from_sequential",),
     "models.parameters.grads": ("add_grads", "assign_grads", "global_norm"),
     "derived.jvp": ("jvp",),
+    "models.parameters.load": ("init_params", "load_params"),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
     "models.parameters.shards": ("shard_params",),
     "derived.per_example": ("per_example",),
@@ -192,11 +194,13 @@ __all__ = [
     "from_sequential",
     "global_norm",
     "identity",
+    "init_params",
     "interop",
     "join_params",
     "jvp",
     "keep",
     "linearize",
+    "load_params",
     "local_params",
     "make_dual",
     "merge",

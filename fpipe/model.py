@@ -223,6 +223,11 @@ class Model:
         """The tied leaves that live in a stage, port after port."""
         return tuple(uses[0] for uses in self.tied_uses if uses[0].owner == stage)
 
+    def living(self, stage: int) -> list[tuple[str, ...]]:
+        """The names of each parameter that lives in a stage made of modules, the first one first."""
+        away = {leaf.name for leaf in self.tied(stage) if leaf.owner != stage}
+        return [names for names in self.stages[stage].names or () if names[0] not in away]
+
 
 def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
     """The inputs of a stage as a model has them, where one of several outputs of a stage is a tuple."""

@@ -77,6 +77,14 @@ class PositionalStage(ABC):
         """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
         return what()
 
+    @abstractmethod
+    def home_of(self, name: str) -> tuple[Any, str]:
+        """Where the net has a tensor: its owner, and the attribute."""
+
+    def all_names(self) -> Iterable[str]:
+        """The names of all tensors of its modules, or of the whole net."""
+        return [name for name, _ in self.named_tensors()]
+
     def constants(self) -> list[Tensor]:
         """Its constants as they are now."""
         with self.lock:

@@ -33,7 +33,7 @@ single_device <- root transforms graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
 runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device
-models/parameters <- root torch_private graphs/purity single_device
+models/parameters <- root torch_private graphs/purity graphs/tracing single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
@@ -57,7 +57,8 @@ measuring <- root transforms graphs/purity timing graphs/language runtimes/defin
 interop <- root torch_private transforms timing runtimes/definition models/modules models
 planning <- root transforms timing schedules finding measuring
 pictures <- root timing planning
-cli <- root transforms timing schedules finding runtimes models verification measuring interop planning pictures
+cli <- root transforms timing schedules finding runtimes models/parameters models verification measuring interop
+    planning pictures
 testing <- root transforms timing schedules models verification pictures
 """
 ROOMS = {

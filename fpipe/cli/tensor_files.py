@@ -5,26 +5,15 @@ rank0.pt: {"0.weight": ...}   rank1.pt: {"1.weight": ...}        -->        {"0.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fpipe.models.parameters.safetensors_file import SafetensorsFile
 from fpipe.verification.report import Close
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
 
 
 def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
@@ -83,39 +72,9 @@ def _in_words(found: Any) -> str:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    """Eight bytes with the length of a JSON header, the header with dtype, shape and place of each tensor, the data:
-    tensor after tensor, without a gap."""
-    whole = bytearray(path.read_bytes())
-    first = 8 + int.from_bytes(whole[:8], "little")
-    try:
-        header: Any = json.loads(whole[8:first].decode())
-        places = sorted(_place(name, one) for name, one in header.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is no file in the safetensors format: it has no such header.") from None
-    data, made, last = whole[first:], dict[str, Tensor](), 0
-    for start, stop, name, code, shape in places:
-        if code not in _DTYPES:
-            raise ValueError(f"{path} holds {name!r} as {code}; gradients are {', '.join(_DTYPES)}.")
-        dtype = _DTYPES[code]
-        if stop > len(data):
-            raise ValueError(f"{path} is cut off: {name!r} ends at byte {stop} of its data, which has {len(data)}.")
-        if start != last or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
-            raise ValueError(
-                f"{path} is no file in the safetensors format: {name!r}, {code} of shape {shape}, is said to be in the "
-                f"bytes from {start} to {stop}, and those before it end at {last}."
-            )
-        part = data[start:stop]  # a copy, which begins where its numbers may
-        made[name] = (torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)).reshape(shape)
-        last = stop
-    if last != len(data):
-        raise ValueError(f"{path} is no file in the safetensors format: {len(data) - last} bytes are of no tensor.")
-    return made
-
-
-def _place(name: str, said: Any) -> tuple[int, int, str, str, list[int]]:
-    """First and last byte of a tensor, its name, dtype and shape, as its entry of the header says them."""
-    (start, stop), code, shape = said["data_offsets"], said["dtype"], [*said["shape"]]
-    wholes = all(type(number) is int for number in (start, stop, *shape))
-    if not wholes or prod(filter(None, shape)) >= 2**63:
-        raise ValueError
-    return start, stop, name, str(code), shape
+    """Read a file in the safetensors format."""
+    file = SafetensorsFile(path)
+    for name, (code, dtype, *_) in file.entries.items():
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{path} holds {name!r} as {code}; gradients are F64, F32, F16, BF16, F8_E4M3 and so on.")
+    return {name: file.read(name) for name in file.entries}

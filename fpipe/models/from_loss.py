@@ -96,7 +96,7 @@ def from_loss(
     marked = MarkedGraph(graph)
     behind = LossPart(marked)
     run_by = [(path, module) for module, path in modules.items()]
-    tensors = NetTensors({}.__getitem__, frozenset(names))
+    tensors = NetTensors({}, frozenset(names))
     cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
     loss = behind.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)

@@ -29,6 +29,7 @@ from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.place_cuts import place_cuts
+from fpipe.models.cutting.untrained import with_untrained
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.boundary import KEY
@@ -61,6 +62,8 @@ def from_module(
         net: a module that `torch.export.export(strict=False)` takes, in the mode in which it is to run, or a program
             that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
             as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
+            Where parameters are on meta, the net is traced there, whatever device its buffers and the example are on;
+            `load_params` and `init_params` give them values.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -79,7 +82,8 @@ def from_module(
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,
         one used twice under its first name; per stage its module state: the buffers that it writes. Frozen parameters
-        and other buffers are constants. `stage.name` says which modules are in a stage. Random numbers are those that
+        and other buffers are constants, but for those on meta: each stage that reads one has it among its parameters, a
+        leaf without a gradient. `stage.name` says which modules are in a stage. Random numbers are those that
         torch draws where each stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
 
     Raises:
@@ -117,8 +121,10 @@ def from_module(
         warnings.warn("\n".join(exported.words), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
+    marked = MarkedGraph(graph)
+    tensors = with_untrained(marked, tensors)
     leaves = {name: tensors.now(name) for name in graph.params.values()}
-    cut = CutNet(MarkedGraph(graph), tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
+    cut = CutNet(marked, tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     if microbatches is None:
         _warn_of_fixed_rows(cut.guard)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
@@ -126,7 +132,11 @@ def from_module(
     each = zip(model.stages, cut.stages, placed.words, named, strict=True)
     stages_of = (replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each)
     held = Fingerprint([loss], modules)
-    model = replace(model, stages=tuple(stages_of), report=CutReport(cut, placed.words), held=held)
+    frozen = frozenset(
+        (stage, name) for stage, own in enumerate(cut.owned) for name in own if name in tensors.untrained
+    )
+    report = CutReport(cut, placed.words)
+    model = replace(model, stages=tuple(stages_of), report=report, held=held, frozen=frozen)
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):

@@ -18,6 +18,7 @@ from torch import fx
 from fpipe.graphs.purity.in_place import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
+from fpipe.models.cutting.own_device import follow_device
 from fpipe.models.tracing.contexts import copy_nodes
 from fpipe.models.tracing.open_sizes import expr_of, follows, is_size, open_sizes
 from fpipe.models.tracing.places import place_of
@@ -111,6 +112,7 @@ class Subgraph:
             if node in mutated:  # what another stage has made stays as it is
                 own[node] = graph.call_function(_CLONE, (own[node],))
         copy_nodes(graph, self.nodes, self.marked.contexts, own, copied)
+        follow_device(graph)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 

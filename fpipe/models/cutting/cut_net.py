@@ -41,7 +41,8 @@ class CutNet:
     Attributes:
         stages: `f(params, x)` of each.
         inputs: what each stage takes, as `from_functions` has it.
-        owned: of each stage the parameters that it is the first to read; those that nobody reads are the first stage's.
+        owned: of each stage the parameters that it is the first to read, and what does not train, if it reads it; those
+            that nobody reads are the first stage's.
         ties: the parameters that several stages read, each as its (stage, name).
     """
 
@@ -68,8 +69,13 @@ class CutNet:
         self.cut = StageGraphs(marked, results, places, {*gone, *excluded}, beside)
         readers = self.cut.readers()
         first = {name: min(stages, default=0) for name, stages in readers.items()}
-        self.owned = [[name for name in first if first[name] == stage] for stage in range(marked.stages)]
-        self.ties = [[(stage, name) for stage in stages] for name, stages in readers.items() if len(stages) > 1]
+        untrained = {name: readers[name] for name in first if name in tensors.untrained}
+        self.owned = [
+            [name for name in first if first[name] == stage or stage in untrained.get(name, ())]
+            for stage in range(marked.stages)
+        ]
+        tied = {name: stages for name, stages in readers.items() if len(stages) > 1 and name not in untrained}
+        self.ties = [[(stage, name) for stage in stages] for name, stages in tied.items()]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
         self.guard = guard_of(net, nodes, example, "inputs")
         turning = [one for one in modules if may_depend_on_mode(one[1])]

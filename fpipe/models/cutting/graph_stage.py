@@ -6,7 +6,7 @@ f(params, x, state=s)    = graph(params, constants, s, x), s'       where an out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -169,6 +169,14 @@ class GraphStage(PositionalStage):
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
         return {name: self.tensors.now(name).detach() for name in self.writes}
+
+    def home_of(self, name: str) -> tuple[Any, str]:
+        """Where the net has a tensor: its owner, and the attribute."""
+        return self.tensors.homes[name]
+
+    def all_names(self) -> Iterable[str]:
+        """The names of all tensors of the net."""
+        return self.tensors.homes
 
     def constants(self) -> list[Tensor]:
         """The tensors that it reads besides parameters and state, as the net has them now."""

@@ -93,7 +93,12 @@ def pieces_of(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> list[GraphPiece
         readers = {home[user] for user in node.users if user in home}
         of_batch = node in results or any(one in trained for one in node.all_input_nodes)
         of_many = any(isinstance(one.meta.get("val"), tuple | list) for one in node.all_input_nodes)
-        if len(readers) == 1 and not of_batch and not of_many and isinstance(node.meta.get("val"), Tensor):
+        if (
+            len(readers) == 1
+            and not of_batch
+            and not of_many
+            and (isinstance(node.meta.get("val"), Tensor) or node.target is getattr)
+        ):
             (home[node],) = readers
     found: list[GraphPiece] = []
     for number in sorted({*home.values()}):

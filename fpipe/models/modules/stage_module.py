@@ -258,6 +258,11 @@ class StageModule(PositionalStage):
             vars(own[path]).update(attributes)
         return own
 
+    def home_of(self, name: str) -> tuple[Any, str]:
+        """Where its modules have a tensor: the module, and the attribute."""
+        path, _, own = name.rpartition(".")
+        return self.bound.get_submodule(path), own
+
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
         return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}

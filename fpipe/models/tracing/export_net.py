@@ -54,7 +54,10 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _noting_attributes(net, assigned),
             noting_places(),
             without_checkpoints(),
+            _on_meta(net) as on_meta,
         ):
+            if on_meta:
+                args, kwargs = tree.tree_map(_without_data, (args, kwargs))
             forward: Any = partial(_writing_back, net, net.forward)
             forward.__signature__ = signature
             net.forward = forward
@@ -67,6 +70,30 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         raise ValueError(_reason(net, error, place, _left_out(signature, args, kwargs))) from error
     finally:
         attributes.put_back()
+
+
+@contextmanager
+def _on_meta(net: nn.Module) -> Generator[bool]:
+    """Meanwhile the buffers of a net with a parameter on meta are there too; whether it has one."""
+    found = any(one.is_meta for one in net.parameters())
+    held = [
+        (own, name, one)
+        for own in ([held_by(module).buffers for module in net.modules()] if found else ())
+        for name, one in own.items()
+        if one is not None
+    ]
+    made = {id(one): one.to("meta") for _, _, one in held}
+    try:
+        for own, name, one in held:
+            own[name] = made[id(one)]
+        yield found
+    finally:
+        for own, name, one in held:
+            own[name] = one
+
+
+def _without_data(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _writing_back(net: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,9 @@ What a net assigns to a buffer is written at the end of an export; here it is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from operator import getitem
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,22 +30,24 @@ class NetTensors(NamedTuple):
     """The tensors of a net by name, as it has them now.
 
     Attributes:
-        home: the tensor under a name.
-        trains: the first names of the parameters that require gradients.
+        homes: where each is: its owner, and the attribute.
+        trains: the first names of those that a step is handed: the parameters that require gradients, and `untrained`,
+            what else has no values yet.
         first: for each name the first name of the same tensor; its keys are all names.
         buffers: the names of the buffers.
         literals: the tensors that its code makes of numbers.
     """
 
-    home: Callable[[str], Tensor]
+    homes: Mapping[str, tuple[Any, str]]
     trains: frozenset[str]
     first: Mapping[str, str] = {}
     buffers: frozenset[str] = frozenset()
     literals: Mapping[str, Tensor] = {}
+    untrained: frozenset[str] = frozenset()
 
     def now(self, name: str) -> Tensor:
         """The tensor that is under a name now."""
-        return self.literals[name] if name in self.literals else self.home(name)
+        return self.literals[name] if name in self.literals else getattr(*self.homes[name])
 
     def names(self, first: str) -> tuple[str, ...]:
         """All names of a tensor, the first one first."""
@@ -81,22 +83,18 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
         params = dict(net.named_parameters(remove_duplicate=False))
         buffers = dict(net.named_buffers(remove_duplicate=False))
         places = ((name, name.rpartition(".")) for name in (*params, *buffers))
-        home = partial(_attribute, {name: (net.get_submodule(path), own) for name, (path, _, own) in places})
+        homes = {name: (net.get_submodule(path), own) for name, (path, _, own) in places}
     else:
         tensors: dict[str, Any] = {**constants, **net.state_dict}
         params = {name: tensors[name] for name in net.graph_signature.parameters}
         buffers = {name: tensors[name] for name in net.graph_signature.buffers}
-        home = tensors.__getitem__
+        homes = {name: (SimpleNamespace(**tensors), name) for name in tensors}
     known: dict[int, str] = {}
     first = {name: known.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())}
     trains = frozenset(first[name] for name, tensor in params.items() if tensor.requires_grad)
     specs = exported.graph_signature.input_specs
     literals = [spec.target or "" for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
-    return NetTensors(home, trains, first, frozenset(buffers), {name: constants[name] for name in literals})
-
-
-def _attribute(homes: Mapping[str, tuple[nn.Module, str]], name: str) -> Tensor:
-    return getattr(*homes[name])
+    return NetTensors(homes, trains, first, frozenset(buffers), {name: constants[name] for name in literals})
 
 
 def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:

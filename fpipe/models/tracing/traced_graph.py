@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,7 +33,14 @@ class OnlyTraceable(TorchFunctionMode):
             raise ValueError(
                 f"{self.who} draws from a generator of its own ({name}), which is in no key; draw without it."
             )
+        if func is torch.tensor and _device(kwargs or {}).type == "meta":  # its numbers would be lost
+            return func(*args, **{**(kwargs or {}), "device": "cpu"}).to("meta")
         return func(*args, **(kwargs or {}))
+
+
+def _device(kwargs: Mapping[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    return torch.get_default_device() if device is None else torch.device(device)
 
 
 def without_checkpoints() -> AbstractContextManager[None]:

@@ -1,0 +1,98 @@
+"""First values of single leaves of a net on meta, by the module that has each, or a function of name and tensor.
+
+blocks.3.up.weight        -->        seed by (seed, "blocks.3.up");  Linear.reset_parameters on a copy that has memory
+
+So a leaf has the same values wherever it is made, and whatever else is made there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.graphs.tracing.keys import fold_in, seeded
+from fpipe.torch_private.modules import ModuleDicts, held_by, version_of
+
+Fill = Callable[[str, Tensor], Any]
+"""`init(name, tensor)` fills a leaf in place; it returns False for one that it leaves to the module."""
+
+
+class FirstValues:
+    """Makes leaves of a net.
+
+    Args:
+        seed: what random numbers follow from.
+        init: fills leaves in place of their modules.
+    """
+
+    def __init__(self, seed: int, init: Fill | None) -> None:
+        self.seed, self.init = fold_in(seed), init
+        # Leaves of one module come one after the other.
+        self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
+
+    def make(self, name: str, home: tuple[Any, str], like: Tensor) -> Tensor:
+        """The values of a leaf.
+
+        Args:
+            name: in the state_dict, and `home`, the module that has it with its name there.
+            like: a tensor of its shape and dtype.
+
+        Raises:
+            ValueError: nothing gives it values.
+        """
+        if self.init is not None:
+            made = _empty(like)
+            before = version_of(made)
+            with torch.no_grad(), seeded(fold_in(self.seed, *name.encode()), "init="):
+                done = self.init(name, made) is not False
+            if done and version_of(made) == before and not _is_filled(made):
+                raise ValueError(f"init= leaves {name!r} as it is. Fill the tensor in place, or return False.")
+            if done:
+                return made
+        owner, own = home
+        if not callable(getattr(owner, "reset_parameters", None)):
+            raise ValueError(_unknown(name, owner, "which has no reset_parameters()"))
+        if self._reset is None or self._reset[0] is not owner:
+            self._reset = owner, *self._copied(owner, name)
+        _, now, before = self._reset
+        made = {**now.parameters, **now.buffers}.get(own)
+        kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
+        if made is None or made.shape != like.shape or (kept and not _is_filled(made)):
+            raise ValueError(_unknown(name, owner, "whose reset_parameters() leaves it as it is"))
+        return made.detach()
+
+    def _copied(self, owner: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
+        """The own tensors of a copy of a module alone, reset; and those that it had before, each with its version."""
+        copied, (parameters, buffers, _) = copy.copy(owner), held_by(owner)
+        own: dict[str, Tensor] = {
+            key: nn.Parameter(_empty(x), x.requires_grad) for key, x in parameters.items() if x is not None
+        }
+        held = {key: _empty(one) for key, one in buffers.items() if one is not None}
+        vars(copied).update(_parameters={**parameters, **own}, _buffers={**buffers, **held})
+        before = {key: (one, version_of(one)) for key, one in (own | held).items()}
+        reset: Any = copied.reset_parameters
+        with torch.no_grad(), seeded(fold_in(self.seed, *name.rpartition(".")[0].encode()), name):
+            reset()
+        return held_by(copied), before
+
+
+def _is_filled(tensor: Tensor) -> bool:
+    """Whether numbers were written where versions do not tell, by `.data`."""
+    return tensor.is_floating_point() and not bool(tensor.isnan().any())
+
+
+def _empty(like: Tensor) -> Tensor:
+    """A tensor on the default device, of numbers that are none, to see whether it is filled."""
+    made = torch.empty_like(like, device=torch.get_default_device(), requires_grad=False)
+    return made.fill_(torch.nan) if like.is_floating_point() or like.is_complex() else made.zero_()
+
+
+def _unknown(name: str, owner: Any, why: str) -> str:
+    return (
+        f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(owner).__name__}, {why}. Say init=, "
+        "a function of name and tensor that fills it in place, or give that module a reset_parameters()."
+    )

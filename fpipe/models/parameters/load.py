@@ -1,0 +1,173 @@
+"""Give the parameters of a rank's stages values: out of a file, or the first ones. Those of other ranks stay unread.
+
+load_params(model, program, "model.safetensors", rank=1)        -->        (None, {"2.weight": .., "3.weight": ..})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.model import Model, the_model
+from fpipe.models.parameters.first_values import Fill, FirstValues
+from fpipe.models.parameters.params import local_params
+from fpipe.models.parameters.sources import TensorSource, source_of
+from fpipe.positional_stage import PositionalStage, of_net
+from fpipe.program import Program
+
+Params = tuple[dict[str, Tensor] | None, ...]
+
+
+def load_params(
+    model: Model, program: Program, source: Any, rank: int | None = None, *, init: Fill | None = None
+) -> Params:
+    """The parameters of one rank's stages, out of a file of the whole net. No other bytes are read.
+
+    Args:
+        model: made by `from_module` or `from_sequential`, of a net whose parameters may be on meta.
+        program: a program that is placed, as a schedule does; its inputs say where parameters are at home.
+        source: a `.safetensors` file; the `model.safetensors.index.json` of several; a folder that has one of these, or
+            that `torch.distributed.checkpoint` has saved a state_dict in; or a state_dict, whose tensors are handed on
+            as they are. One of several names of a tied parameter will do.
+        rank: whose; without it this process's rank in torch.distributed's default group.
+        init: `init(name, tensor)` fills in place what the source need not have, frozen parameters and buffers on meta
+            such as the table of a rotary embedding. Without it, or where it returns False, the `reset_parameters` of
+            the module that has the leaf does.
+
+    Returns:
+        The tuple of all stages, as `local_params` gives it: None for the stages of other ranks. Tensors are on torch's
+        default device.
+
+    Raises:
+        TypeError, ValueError: a source that is none of these; a name that it lacks, on whichever rank, or that the net
+            does not have; another shape or dtype; tied names with different values; a leaf that nothing gives values.
+        OSError: there is no such file.
+
+    >>> import fpipe, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> weights = net.state_dict()
+    >>> model, meta, _ = fpipe.from_sequential(net.to("meta"), stages=2, loss=torch.nn.functional.mse_loss)
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    >>> mine = fpipe.load_params(model, program, weights, rank=1)
+    >>> mine[0], list(mine[1])
+    (None, ['1.weight', '1.bias'])
+    """
+    found, first = source_of(source), FirstValues(0, init)
+    aliases = _checked(model, found)
+
+    def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
+        names = aliases[leaf[0]]
+        if not names:
+            return first.make(leaf[0], home, getattr(*home))
+        made = found.read(names)
+        for name in names[1:]:
+            if not torch.equal(made[names[0]], made[name]):
+                raise ValueError(
+                    f"{names[0]!r} and {name!r} are one parameter of the net, but have different values in "
+                    f"{found.known[name].where}. Untie them in the net, or drop one of the names."
+                )
+        return made[names[0]].to(torch.get_default_device()) if found.moves else made[names[0]]
+
+    return _of_rank(model, program, rank, value)
+
+
+def init_params(
+    model: Model, program: Program, rank: int | None = None, *, seed: int = 0, init: Fill | None = None
+) -> Params:
+    """First values of the parameters of one rank's stages, with the same bits on any number of ranks and in any cut.
+
+    Args:
+        model, program, rank: as for `load_params`.
+        seed: a whole number. The random numbers of each module follow from it and the module's name.
+        init: `init(name, tensor)` fills a leaf in place, its random numbers from the seed and its name. Without it, or
+            where it returns False, the `reset_parameters` of the module that has the leaf does, on what the module has
+            itself, as those of torch's modules do; what it writes into children is not seen.
+
+    Returns:
+        The tuple of all stages, None for those of other ranks, on torch's default device. A tied parameter has one
+        value, where it lives.
+
+    Raises:
+        ValueError: a leaf that nothing gives values: the name, and the module that has it.
+
+    >>> import fpipe, torch
+    >>> with torch.device("meta"):
+    ...     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> model, meta, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    >>> alone = fpipe.init_params(model, fpipe.program(model), rank=0, seed=1)
+    >>> torch.equal(fpipe.init_params(model, program, rank=1, seed=1)[1]["1.weight"], alone[1]["1.weight"])
+    True
+    """
+    first = FirstValues(seed, init)
+    return _of_rank(model, program, rank, lambda leaf, home: first.make(leaf[0], home, getattr(*home)))
+
+
+def _of_rank(
+    model: Model, program: Program, rank: int | None, value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor]
+) -> Params:
+    """The leaves that live in the stages of a rank, each made from its names and where the net has it."""
+    nets = [*_nets(the_model(model))]
+    here = local_params(program, range(len(nets)), rank)
+    return tuple(
+        None
+        if number is None
+        else {leaf[0]: value(leaf, nets[number].home_of(leaf[0])) for leaf in model.living(number)}
+        for number in here
+    )
+
+
+def _nets(model: Model) -> Iterator[PositionalStage]:
+    """The stages, which know where a net has their parameters."""
+    for number, stage in enumerate(model.stages):
+        run = of_net(stage.forward)
+        if run is None or model.whole is not None:
+            raise TypeError(
+                f"the parameters of stage {number} are of no module that could say their names and shapes: this is for "
+                "models of from_module and from_sequential. fpipe.split_params and local_params take what you have."
+            )
+        yield run
+
+
+def _checked(model: Model, source: TensorSource) -> dict[str, list[str]]:
+    """For each parameter of the model its names in a source, none where it need not be there; refuse what is odd.
+
+    All stages are compared, so that all ranks refuse alike.
+    """
+    found: dict[str, list[str]] = {}
+    every: set[str] = set()
+    for number, run in enumerate(_nets(model)):
+        every.update(run.all_names())
+        for leaf in model.living(number):
+            names = found[leaf[0]] = [name for name in leaf if name in source.known]
+            if not names and (number, leaf[0]) not in model.frozen:
+                raise ValueError(
+                    f"the source lacks {leaf[0]!r}, a parameter of {model.who(number)}; it has "
+                    f"{_few(source.known)}. Names are those of net.state_dict(); hand in a state_dict whose keys are."
+                )
+            wanted: Tensor = getattr(*run.home_of(leaf[0]))
+            for name in names:
+                dtype, shape, where = source.known[name]
+                if shape != tuple(wanted.shape):
+                    raise ValueError(f"{name!r} has shape {[*wanted.shape]} in the net, and {[*shape]} in {where}.")
+                if dtype != wanted.dtype:
+                    raise ValueError(
+                        f"{name!r} is {wanted.dtype} in the net, and {dtype} in {where}: cut the net after "
+                        f".to({dtype}), or save the file in the net's dtype."
+                    )
+    odd = next((name for name in source.known if name not in every), None)
+    if odd is not None:
+        raise ValueError(
+            f"{source.known[odd].where} has {odd!r}, which is no parameter or buffer of the net; that has "
+            f"{_few(every)}."
+        )
+    return found
+
+
+def _few(names: Mapping[str, Any] | set[str]) -> str:
+    """The first names of many."""
+    first = sorted(names)[:3]
+    return ", ".join(map(repr, first)) + f" and {len(names) - len(first)} more" * (len(names) > len(first)) or "none"

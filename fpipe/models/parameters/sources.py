@@ -1,0 +1,141 @@
+"""Read tensors by name from where weights are kept, a few of them: a state_dict, safetensors, a distributed checkpoint.
+
+source_of("model.safetensors.index.json")        -->        known: {name: dtype, shape};  read(names): those alone
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fpipe.models.parameters.safetensors_file import SafetensorsFile
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a source: dtype, shape, and where it is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    where: str
+
+
+class TensorSource(ABC):
+    """Tensors by name; what they are is `known` before any is read. `moves`: they are read to the CPU."""
+
+    known: Mapping[str, SavedTensor]
+    moves = True
+
+    @abstractmethod
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read some of them, by name."""
+
+
+def source_of(source: Any) -> TensorSource:
+    """Open the source that load_params is handed.
+
+    Raises:
+        TypeError, ValueError: it is none of them.
+        OSError: there is no such file.
+    """
+    if isinstance(source, Mapping):
+        return _StateDict(source)  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(source, str | Path):
+        raise TypeError(f"a source is a path, or a state_dict; found {type(source).__name__}.")
+    path = Path(source)
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        single = path / "model.safetensors"
+        if index.exists() or single.exists():  # as transformers saves a model
+            return source_of(index if index.exists() else single)
+        return _Checkpoint(path)
+    if path.suffix == ".json":
+        return _Safetensors(_indexed(path))
+    if path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is no source of parameters: hand in a .safetensors file, a model.safetensors.index.json, a folder "
+            "that torch.distributed.checkpoint has saved, or a state_dict, such as torch.load(.., mmap=True) gives."
+        )
+    file = SafetensorsFile(path)
+    return _Safetensors(dict.fromkeys(file.entries, file))
+
+
+class _StateDict(TensorSource):
+    """A dict of tensors, which are handed on as they are."""
+
+    moves = False
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        odd = next((name for name, one in named.items() if not isinstance(one, Tensor) or one.is_meta), None)
+        if odd is not None:
+            found = "a tensor on meta, without values" if isinstance(named[odd], Tensor) else type(named[odd]).__name__
+            raise ValueError(f"the state_dict has {found} under {odd!r}; a source has tensors.")
+        self.named = named
+        self.known = {name: SavedTensor(one.dtype, tuple(one.shape), "the state_dict") for name, one in named.items()}
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read some of them, by name."""
+        return {name: self.named[name].detach() for name in names}
+
+
+class _Safetensors(TensorSource):
+    """Files in the safetensors format, by the names that are in them."""
+
+    def __init__(self, files: Mapping[str, SafetensorsFile]) -> None:
+        self.files = files
+        each = ((name, file, file.entries[name]) for name, file in files.items())
+        self.known = {name: SavedTensor(entry.dtype, (*entry.shape,), str(file.path)) for name, file, entry in each}
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read some of them, by name."""
+        return {name: self.files[name].read(name) for name in names}
+
+
+def _indexed(index: Path) -> dict[str, SafetensorsFile]:
+    """The files that an index names, by the names of their tensors."""
+    try:
+        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{index} is no index of safetensors: it has no weight_map of names to files.") from None
+    opened = {file: SafetensorsFile(index.parent / file) for file in sorted({*files.values()})}
+    for name, file in files.items():
+        if name not in opened[file].entries:
+            raise ValueError(f"{index} says that {name!r} is in {file}, which has no such tensor.")
+    return {name: opened[file] for name, file in files.items()}
+
+
+class _Checkpoint(TensorSource):
+    """A folder of torch.distributed.checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / ".metadata").exists():
+            raise ValueError(
+                f"{folder} has no file .metadata, as torch.distributed.checkpoint saves one, and no model.safetensors."
+            )
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        self.known = {
+            name: SavedTensor(one.properties.dtype, tuple(one.size), str(folder))
+            for name, one in saved.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read some of them, by this process alone."""
+        made: dict[str, Any] = {
+            name: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
+        }
+        if made:
+            with warnings.catch_warnings():  # torch warns that it is one process that reads
+                warnings.simplefilter("ignore", UserWarning)
+                load(made, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        return made
