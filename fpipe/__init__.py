@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fpipe.graphs.tracing.keep import keep
     from fpipe.graphs.tracing.keys import fold_in
     from fpipe.interop.from_pipe import from_pipe
+    from fpipe.measuring.estimate import estimate
     from fpipe.measuring.profile import profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.from_functions import from_functions
@@ -102,6 +103,7 @@ _WITH_TORCH = {
     "models.modules.skips": ("Pop", "Stash"),
     "runtimes.build": ("build",),
     "runtimes.definition.meaning": ("register_meaning",),
+    "measuring.estimate": ("estimate",),
     "measuring.profile": ("profile",),
     "single_device.reference": ("reference",),
     "runtimes.faults.rank_error": ("RankError",),
@@ -183,6 +185,7 @@ __all__ = [
     "custom_stage",
     "data_parallel",
     "deferred_batch_norm",
+    "estimate",
     "fold_in",
     "forward_only",
     "free",

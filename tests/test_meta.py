@@ -4,6 +4,7 @@ import json
 import re
 import struct
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from tests.processes import Processes
 
 
 class Rotary(nn.Module):
@@ -80,14 +83,16 @@ def real() -> Net:
     return Net()
 
 
-def own_autograd(net: Net, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def own_autograd(
+    net: Net, batch: tuple[Tensor, Tensor], rows: int = 2, weight: float = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and gradients of a plain loop; each use of the tied weight is summed over microbatches first."""
     head = net.embed.weight.detach().clone().requires_grad_()
     net.head.weight = nn.Parameter(head)
     total = torch.tensor(0.0)
     for part in range(2):
-        rows = slice(2 * part, 2 * part + 2)
-        one = loss(net(batch[0][rows]), batch[1][rows]) * 0.5
+        own = slice(rows * part, rows * part + rows)
+        one = loss(net(batch[0][own]), batch[1][own]) * weight
         one.backward()
         total = total + one.detach()
     grads = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
@@ -264,3 +269,84 @@ def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
 
     with torch.device("meta"), pytest.raises(ValueError, match=r"'mask' is a tensor on meta.*register_buffer"):
         cut(Masked())
+
+
+NO_VALUES = r"params\[0\]\['embed.weight'\] is on meta, without values: fpipe.load_params or fpipe.init_params"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda model, program, params: fpipe.build(program, model)(params, ids()),
+        lambda model, program, params: fpipe.build(program, model, runtime="threads")(params, ids()),
+        lambda model, program, params: fpipe.build(program, model, example=(params, ids()))(params, ids()),
+        lambda model, program, params: fpipe.reference(model, params, ids(), microbatches=2),
+        lambda model, program, params: fpipe.verify(program, model, params, ids()),
+        lambda model, program, params: fpipe.verify(fpipe.shard()(program), model, params, ids(), replicas=2),
+    ],
+    ids=["local", "threads", "example", "reference", "verify", "lockstep"],
+)
+def test_parameters_on_meta_are_refused_by_name_where_a_step_starts(step: Callable[..., Any]):
+    """They were read as nan, behind a warning."""
+    model, meta, program = cut()
+    with pytest.raises(ValueError, match=NO_VALUES):
+        step(model, program, meta)
+
+
+def test_what_needs_values_says_what_does_without():
+    model, meta, program = cut()
+    example: Any = tuple(half.to("meta") for half in ids())
+    with pytest.raises(ValueError, match=r"\['embed.weight'\] is on meta.*fpipe.estimate counts operations"):
+        fpipe.profile(program, model, meta, example)
+    with pytest.raises(ValueError, match=r"is on meta.*say flops=, operations a second of a rank"):
+        fpipe.plan_run(model, meta, example, ranks=2, microbatches=[2])
+    with pytest.raises(ValueError, match=r"batch\[0\] is on meta, without values: there is nothing to compare"):
+        fpipe.verify(program, model, meta, example)
+    found = fpipe.plan_run(model, meta, example, ranks=2, microbatches=[2, 4], flops=1e9, schedules=["gpipe"])
+    assert {(row.costs, row.fits) for row in found} == {("estimated", True)}
+    assert found.best.makespan > 0
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_buffers_on_meta_that_nothing_hands_in_are_refused_by_name(norm: bool):
+    with torch.device("meta"):
+        odd = nn.BatchNorm1d(8) if norm else Rotary()
+        net = nn.Sequential(nn.Linear(8, 8), odd, nn.Linear(8, 8))
+    odd.forward = odd.forward if norm else lambda x: x * odd.table
+    model, _, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    params = fpipe.init_params(model, fpipe.schedules.gpipe(1)(program), rank=0)
+    batch = torch.ones(4, 8), torch.ones(4, 8)
+    name = r"state\[0\]\['1.running_mean'\]" if norm else r"net\['1.table'\]"
+    with pytest.raises(ValueError, match=rf"{name} is on meta, without values: "):
+        fpipe.build(program, model)(params, batch, **({"state": state} if norm else {}))
+
+
+def sharded(rank: int, folder: str) -> list[Any]:
+    """A net on meta, a checkpoint, shards: gradients of this process's stage whole again, and what is refused."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model, meta, program = cut()
+    program = fpipe.shard("dp", gather="use")(program)
+    stage = mesh.get_local_rank("pp")
+    mine = fpipe.load_params(model, program, folder, rank=stage)
+    shards = fpipe.shard_params(mine, mesh["dp"])
+    batch = tuple(half.chunk(2)[mesh.get_local_rank("dp")] for half in ids())
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
+    with pytest.raises(ValueError, match=rf"reads shard\[{stage}\], and was handed None or a meta tensor"):
+        step(fpipe.shard_params(fpipe.local_params(program, meta, stage), mesh["dp"]), batch)
+    grads = step(shards, batch).grads[stage]
+    made = {name: one.full_tensor() for name, one in grads.items() if one is not None}
+    return [model.stages[stage].name, {name: one.tolist() for name, one in made.items()}]
+
+
+def test_a_net_on_meta_trains_on_processes_with_none_for_other_ranks_stages(four: Processes, tmp_path: Path):
+    """The example wanted meta tensors for the stages of other ranks: the net knows them."""
+    torch.set_num_threads(1)
+    folder = saved("checkpoint", dict(real().state_dict()), tmp_path)
+    found = dict(four.each(sharded, str(folder)))
+    grads = {name: torch.tensor(one) for own in found.values() for name, one in own.items()}
+    halves = [tuple(half[2 * k : 2 * k + 2] for half in ids()) for k in range(2)]
+    each = [own_autograd(real(), half, rows=1, weight=0.25)[1] for half in halves]
+    assert grads.keys() == each[0].keys()
+    assert all(torch.equal(grads[name], each[0][name] + each[1][name]) for name in grads)

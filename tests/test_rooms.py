@@ -52,10 +52,10 @@ models <- root torch_private graphs/purity timing graphs/language graphs/tracing
     models/modules models/tracing models/cutting
 verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
-measuring <- root transforms graphs/purity timing graphs/language runtimes/definition runtimes/lowering
+measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
     runtimes/processes runtimes
 interop <- root torch_private transforms timing runtimes/definition models/modules models
-planning <- root transforms timing schedules finding measuring
+planning <- root transforms timing schedules single_device finding measuring
 pictures <- root timing planning
 cli <- root transforms timing schedules finding runtimes models/parameters models verification measuring interop
     planning pictures

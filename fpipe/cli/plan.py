@@ -76,6 +76,10 @@ Profiled = Annotated[
     Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
+Flops = Annotated[
+    float | None,
+    typer.Option("--flops", metavar="N", help="Operations a second of a rank, 400e12: nothing is timed, or on meta."),
+]
 Compared = Annotated[At, typer.Option("--at", help="Compare nominal makespans, or of 50 or 95 of 100 draws.")]
 Top = Annotated[int, typer.Option("--top", min=1, help="How many of the best to list, beside the front.")]
 
@@ -95,6 +99,7 @@ def run(
     search: Search = 0,
     profiled: Profiled = None,
     repeats: Repeats = 3,
+    flops: Flops = None,
     jitter: options.Jitter = 0.0,
     slow_rank: options.SlowRank = 1.0,
     slow_link: options.SlowLink = 1.0,
@@ -126,6 +131,7 @@ def run(
     options.refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
+    words |= {"flops": flops}
     words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
     words |= {"samples": samples, "seed": seed}
     if checkpoint:

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
-from fpipe.program import Op, Program, parts_of, the_program
+from fpipe.program import Op, Program, the_program
 from fpipe.runtimes.build import build
+from fpipe.single_device.batches import refuse_meta
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.timeline_costs import Moving, kept, moving
-from fpipe.transforms.checkpoint import checkpoint
-from fpipe.transforms.communicate import communicate, without_frees
-from fpipe.transforms.split_backward import split_backward
+from fpipe.transforms.communicate import communicate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Runs = dict[tuple[str, int], dict[tuple[int | None, int | None], list[float]]]
-"""For a kind and a stage, the seconds of each microbatch (and slice), run by run."""
 
 
 def profile(
@@ -87,10 +83,11 @@ def profile(
         raise ValueError(f"repeats is how often each op is timed, at least 1; found {repeats!r}.")
     if progress is not None and not callable(progress):  # pyright: ignore[reportUnnecessaryComparison]
         raise TypeError(f"progress is called as progress(done, all), found {progress!r}.")
+    if runtime != "distributed":
+        refuse_meta("fpipe.estimate counts operations where none can be timed", params=params, batch=batch, state=state)
     alone = runtime == "local"
-    halves = split_backward()((_alone if alone else _together)(the_program(program)))
-    plain = _plain(halves)
-    variants = [*dict.fromkeys((_joined(plain), checkpoint()(plain)))]
+    halves = with_halves(the_program(program), alone)
+    variants = variants_of(halves)
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, every = 0, len(variants) * (repeats + 1)
@@ -100,31 +97,20 @@ def profile(
         told = variant if alone else communicate()(variant)
         how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": _example(params, batch, state)}
         step = build(told, model, record=True, **how)
-        found: Runs = defaultdict(lambda: defaultdict(list))
+        found: Runs = {}
         for turn in range(repeats + 1):
             timeline = step(params, batch, state=state, key=key).timeline
             if turn:
                 timelines.append(timeline)
                 for op, took in _lasting(timeline) if alone else kept(timeline):
-                    found[op.kind, op.stage or 0][op.microbatch, op.slice].append(took)
+                    note(found, op, took)
             done += 1
             if progress:
                 progress(done, every)
         runs = {**found, **runs}  # a forward that leaves residuals comes before one that does not
-    typical = min if alone else statistics.median
     moved = Moving(0, 0, 0) if alone else moving(timelines)
-
-    def seconds(kind: str) -> list[float]:
-        found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
-        return [sum(times) / max(1, len(times)) for times in found]
-
-    whole = any(("B", stage) in runs for stage in range(program.stages))
     return Costs(
-        forward=seconds("F"),
-        backward_input=seconds("I"),
-        backward_weight=seconds("W"),
-        recompute=seconds("R"),
-        backward=seconds("B") if whole else None,
+        **seconds_of(program, runs, min if alone else statistics.median),
         **moved._asdict(),
         bytes=_bytes(halves, model, params, batch, state),
     )
@@ -144,39 +130,3 @@ def _bytes(program: Program, model: Model, params: Any, batch: Any, state: Any) 
     except ValueError as error:
         warnings.warn(f"these costs have no bytes: {error}", stacklevel=3)
         return None
-
-
-def _alone(program: Program) -> Program:
-    """The ops in their order, each by itself and without transfers: all that one process has to do."""
-    moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
-    ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
-    outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
-    return Program.trusted(program.inputs, tuple(ops), outputs)
-
-
-def _together(program: Program) -> Program:
-    """The ops on their ranks, each by itself."""
-    return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
-
-
-def _at_home(op: Op) -> Op:
-    return op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
-
-
-def _plain(program: Program) -> Program:
-    """The program without backwards that compute their stage again themselves: that is R's time."""
-    ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
-    return Program.trusted(program.inputs, tuple(ops), program.outputs)
-
-
-def _joined(program: Program) -> Program:
-    """Every I and W as one B, in the place of I."""
-    weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
-    ops: list[Op] = []
-    for op in program.ops:
-        if op.kind == "I":
-            *cotangents, handed = op.writes
-            ops.append(op._replace(kind="B", writes=(*cotangents, *weights[handed].writes)))
-        elif op.kind != "W":
-            ops.append(op)
-    return Program.trusted(program.inputs, tuple(ops), program.outputs)

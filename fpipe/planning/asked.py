@@ -160,9 +160,10 @@ def work_of_model(
     asked: Asked,
     profiled: Collection[int] | None,
     repeats: int,
+    flops: float | None,
     progress: Callable[[int, int, str], None],
 ) -> Work:
-    """A model that is profiled at some numbers of microbatches."""
+    """A model that is profiled at some numbers of microbatches, or estimated there."""
     from fpipe.planning.model_costs import Measured  # torch, which costs that are said do without
 
     counts = asked.microbatches if profiled is None else _listed("profiled", profiled, "numbers of microbatches")
@@ -175,7 +176,9 @@ def work_of_model(
             f"costs at {beyond[0]} microbatches are not between those at {', '.join(map(str, sorted(counts)))}, which "
             "are profiled; add a number beyond it to profiled=."
         )
-    measured = Measured(model, params, batch, state)
+    measured = Measured(model, params, batch, state, flops)
     costs = measured.costs(counts, repeats, progress)
     shares: dict[float, Share] = {rows: (lambda parts, slices, one=one: one) for rows, one in costs.items()}
-    return Work(model, CostCurve(shares, "measured"), measured.rows, asked.cluster, measured)
+    return Work(
+        model, CostCurve(shares, "measured" if flops is None else "estimated"), measured.rows, asked.cluster, measured
+    )

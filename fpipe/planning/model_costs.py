@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from fpipe import tree
+from fpipe.measuring.estimate import estimate
 from fpipe.measuring.profile import profile
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
 from fpipe.program import Program, Value
+from fpipe.single_device.batches import refuse_meta
 from fpipe.timing.costs import Costs, Storages
 from fpipe.training import program as base_program
 from fpipe.transforms.chain import chain
@@ -28,6 +30,7 @@ class Measured:
     params: Sequence[Any]
     batch: tuple[Any, Any]
     state: Sequence[Any] | None
+    flops: float | None = None
 
     @property
     def rows(self) -> int:
@@ -41,19 +44,26 @@ class Measured:
     def costs(
         self, microbatches: Iterable[int], repeats: int, progress: Callable[[int, int, str], None]
     ) -> dict[float, Costs]:
-        """By the rows of a microbatch: profiled, one op at a time."""
-        found: dict[float, Costs] = {}
-        for count in microbatches:
-            found[self.rows / count] = profile(
-                chain(split(count), merge())(base_program(self.model)),
-                self.model,
-                self.params,
-                self.batch,
-                state=self.state,
-                key=0,  # of dropout; its value changes no time
-                repeats=repeats,
-                progress=lambda done, every, count=count: progress(done, every, f"profiling m={count}"),
-            )
+        """By the rows of a microbatch: profiled, one op at a time, or estimated, where `flops` are said."""
+        if self.flops is None:
+            way_out = "say flops=, operations a second of a rank, and costs are estimated"
+            refuse_meta(way_out, params=self.params, batch=self.batch, state=self.state)
+        counts, found = [*microbatches], dict[float, Costs]()
+        for done, count in enumerate(counts):
+            program = chain(split(count), merge())(base_program(self.model))
+            given: Any = program, self.model, self.params, self.batch
+            if self.flops is None:
+                costs = profile(
+                    *given,
+                    state=self.state,
+                    key=0,  # of dropout; its value changes no time
+                    repeats=repeats,
+                    progress=lambda done, every, count=count: progress(done, every, f"profiling m={count}"),
+                )
+            else:
+                progress(done, len(counts), f"estimating m={count}")
+                costs = estimate(*given, flops=self.flops, state=self.state)
+            found[self.rows / count] = costs
         return found
 
     def with_bytes(self, costs: Costs, program: Program) -> Costs:

@@ -43,6 +43,7 @@ def plan_run(
     search: float = 0,
     profiled: Collection[int] | None = None,
     repeats: int = 3,
+    flops: float | None = None,
     noise: Noise | None = None,
     at: At = "nominal",
     samples: int = 100,
@@ -70,6 +71,8 @@ def plan_run(
         profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
             interpolated between the nearest two.
         repeats: how often each op is timed.
+        flops: of a model, operations a second of a rank: costs are those of `fpipe.estimate`, and nothing runs, so that
+            params and batch may be on the meta device.
         noise: how far costs stray: then rows have their spread.
         at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
         samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
@@ -98,10 +101,10 @@ def plan_run(
     if isinstance(what, Model):
         if params is None or batch is None or rows is not None or stages is not None:
             raise ValueError("a model comes with its params and a batch, and without rows= and stages=, which it has.")
-        work = work_of_model(what, params, batch, state, asked, profiled, repeats, told)
+        work = work_of_model(what, params, batch, state, asked, profiled, repeats, flops, told)
     else:
-        if params is not None or batch is not None or profiled is not None:
-            raise ValueError("params, batch and profiled= go with a Model; costs are given, not measured.")
+        if any(one is not None for one in (params, batch, profiled, flops)):
+            raise ValueError("params, batch, profiled= and flops= go with a Model; costs are given, not measured.")
         work = work_of_costs(what, asked, rows, stages)
     return _Planner(work, asked, samples, seed, told).plan()
 

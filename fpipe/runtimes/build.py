@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.devices import devices_of
-from fpipe.runtimes.definition.match import check_example, check_match
+from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import Workers
@@ -118,6 +118,7 @@ def build(
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
         check_match(program, model)
+        refuse_lost_constants(model)
         if model.held is not None:
             model.held.refuse_changed()
         if example is None and runtime == "distributed":

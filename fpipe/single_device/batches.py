@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.graphs.purity.sharded import refuse_sharded
 from fpipe.single_device.microbatch import BATCH, named, rows
 
@@ -42,6 +43,23 @@ def check_batch(batch: Any) -> None:
                 f"{place} is a {found}, which is no tensor of torch's: hand in torch.from_numpy(...) of it, which "
                 "shares its memory, or torch.as_tensor(...)."
             )
+
+
+def refuse_meta(way_out: str, **given: Any) -> None:
+    """A ValueError for a tensor without values."""
+    for word, one in given.items():
+        for place, leaf in tree.paths(one):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                raise ValueError(f"{word}{place} is on meta, without values: {way_out}.")
+
+
+def refuse_unloaded(batch: Any, params: Any, state: Any) -> None:
+    """A ValueError for parameters, or a state, without values where the batch has some: they would be read as nan."""
+    if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree.leaves(batch)):
+        refuse_meta("fpipe.load_params or fpipe.init_params gives it some", params=params)
+        refuse_meta(
+            "a net has its first state where its buffers are when it is cut; take one that has values", state=state
+        )
 
 
 def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:

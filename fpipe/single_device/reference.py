@@ -28,7 +28,7 @@ from fpipe.model import (
     with_ties,
 )
 from fpipe.program import Value
-from fpipe.single_device.batches import check_batch, refuse_spread, rows_of_each, streams
+from fpipe.single_device.batches import check_batch, refuse_spread, refuse_unloaded, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence
 from fpipe.single_device.microbatch_graph import (
@@ -89,6 +89,7 @@ def reference(
         whole(word, given)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
+    refuse_unloaded(batch, params, state)
     presplit = isinstance(batch, list)
     if isinstance(batch, list):
         if not batch:

@@ -15,7 +15,7 @@ from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
-from fpipe.single_device.batches import refuse_spread, rows_of_each, streams
+from fpipe.single_device.batches import refuse_meta, refuse_spread, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
 from fpipe.single_device.result import Result
@@ -69,6 +69,7 @@ def verify(
     """
     refuse_spread(_spread, "verify(program, model, params, {})")
     close, model = Close(rtol, atol), in_mode(model)
+    refuse_meta("there is nothing to compare", batch=batch)
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch

@@ -25,8 +25,9 @@ from fpipe.graphs.tracing.keys import seeded
 from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, returns_of, without_modes
 
 _aten: Any = torch.ops.aten
-# Their results are contiguous, whatever they are handed, and they are the ones that take long.
-_CONTIGUOUS = tuple(getattr(_aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot"))
+# Torch tells truly what they write, whatever they are handed, and they are the ones that take long.
+_LONG = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_scaled_dot_product_flash_attention_for_cpu_backward")
+_TRUSTED = tuple(getattr(_aten, name).default for name in _LONG)
 
 
 def fake_mode() -> Any:
@@ -144,7 +145,7 @@ def _mode() -> Any:
 @cache
 def _writes_its_own(op: Any) -> bool:
     """Whether an op writes tensors of its own, whose order in memory it chooses."""
-    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _CONTIGUOUS or is_collective(op):
+    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _TRUSTED or is_collective(op):
         return False
     results = returns_of(op)
     return bool(results) and all(result.alias_info is None for result in results)

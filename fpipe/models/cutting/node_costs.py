@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
+from fpipe.graphs.language.flops import flops_of_call, multiplies
 from fpipe.models.tracing.opaque import OPAQUE, call_of_node
-from fpipe.torch_private.dispatch import OpOverload
 from fpipe.torch_private.fx import example_number
 
 
@@ -28,18 +27,10 @@ def _cost(node: fx.Node, known: dict[Any, int]) -> int:
     if op is OPAQUE:
         return call_of_node(node).flops
     tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or len(tensors) < 2 or _FREE.intersection(op.tags):
+    if len(tensors) < 2 or not multiplies(op):
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
-    key = op, repr((args, kwargs))
-    if key not in known:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            op(*args, **kwargs)
-        known[key] = counter.get_total_flops()
-    return known[key]
-
-
-_FREE = {torch.Tag.pointwise, torch.Tag.dynamic_output_shape}
+    return flops_of_call(op, args, kwargs, known)
 
 
 def _abstract(node: fx.Node) -> Any:

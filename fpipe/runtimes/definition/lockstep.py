@@ -22,6 +22,7 @@ from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_inputs, collect_results
 from fpipe.runtimes.definition.meaning import RULES, batch_of, cast_of
 from fpipe.runtimes.definition.walk import place_of
+from fpipe.single_device.batches import refuse_unloaded
 from fpipe.single_device.result import Result
 
 
@@ -37,6 +38,7 @@ def lockstep(
     """One step of a replica for each batch. Losses and gradients are those of all; the state is the first replica's,
     outputs are left out."""
     check_inputs(program, model, params, state)
+    refuse_unloaded(batches, params, state)
     count, wanted = len(batches), taken_gradients(model, program.ops)
     contexts, values = list[StepContext](), list[dict[Any, Any]]()
     for number, batch in enumerate(batches):

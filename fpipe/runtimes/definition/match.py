@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.model import Model, the_model
+from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, parts_of, the_program
+from fpipe.single_device.batches import refuse_meta
 from fpipe.training import program as program_of
 
 
@@ -47,6 +49,14 @@ def check_match(program: Program, model: Model) -> None:
             )
     _refuse_mixed_rows(program, model)
     _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
+
+
+def refuse_lost_constants(model: Model) -> None:
+    """A ValueError for what stages read besides parameters and state, and has no values."""
+    nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    for net in nets:
+        held = dict(zip(net.fixed, net.constants(), strict=True))
+        refuse_meta("make it on a device, or cut the net by fpipe.from_module, which hands it in with params", net=held)
 
 
 def _refuse_mixed_rows(program: Program, model: Model) -> None:

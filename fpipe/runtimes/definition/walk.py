@@ -20,6 +20,7 @@ from fpipe.runtimes.definition.devices import check_at_home, homes_of
 from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_call, check_inputs, collect_results
 from fpipe.runtimes.definition.meaning import RULES, batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder, storages
+from fpipe.single_device.batches import refuse_unloaded
 from fpipe.single_device.result import Result
 from fpipe.transforms.free import last_uses
 
@@ -58,6 +59,7 @@ def walk(
         refuse_odd_modes()
         check_call(more, key)
         check_inputs(program, model, params, state)
+        refuse_unloaded(batch, params, state)
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
         values = bind_inputs(program, model, params, batch, state, key)

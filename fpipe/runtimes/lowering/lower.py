@@ -85,6 +85,7 @@ class Lowered:
         kernels: by their first op, the instructions that are to be compiled before they run.
         collective: whether stages talk to other processes, which run the same program.
         graphs: of each stage, and of the loss under None.
+        parts: by their first op, the instructions that run a part of a stage's graph: that part.
         updates: of each stage the ops of its updates.
         gathered: of parameters that an op writes, the places of the leaves that graphs read; of others all are read.
     """
@@ -100,6 +101,7 @@ class Lowered:
     kernels: Mapping[Op, Kernel]
     collective: bool
     graphs: Mapping[int | None, Sequence[Graph]]
+    parts: Mapping[Op, Graph]
     updates: Mapping[int, Iterable[Sequence[str]]]
     gathered: Mapping[Value, Collection[int]]
 
@@ -150,6 +152,7 @@ class _Lowering:
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self.drawing: dict[int, Op] = {}
         self.to_compile: dict[Op, Kernel] = {}
+        self.parts: dict[Op, Graph] = {}
         whole = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.made - whole}
 
@@ -178,6 +181,7 @@ class _Lowering:
             collective=any(known is not None and known.sharding is not None for known in sharded)
             or any(cut.graph.collective for cut in self.shapes.cuts.values()),
             graphs=self.shapes.graphs(),
+            parts=self.parts,
             updates=self.shapes.updates,
             gathered=self.read_leaves,
         )
@@ -222,6 +226,7 @@ class _Lowering:
         )
         made = cut.graph.once((cut, recipe), lambda: code_of(cut, recipe, f"{op.kind} of stage {op.stage}"))
         graph, run = made.graph, made.run
+        self.parts[op] = graph
         if isinstance(run, Kernel):
             self.to_compile[op] = run
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}

@@ -180,7 +180,8 @@ def distributed(
                 watchdog.end()
 
     try:
-        shapes: Given = tree.tree_map(_without_data, checked())
+        params, *more = checked()
+        shapes: Given = tree.tree_map(_without_data, (_of_all(model, params), *more))
         told = program if record else None
         refuse_other_size(group, program, mesh)
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
@@ -233,6 +234,17 @@ def _without_data(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
         return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")  # a shard may be a view
+
+
+def _of_all(model: Model, params: Any) -> Any:
+    """Parameters of an example, those of the net itself in place of None: stages that are at home on other ranks."""
+    if not isinstance(params, tuple | list) or len(params) != len(model.stages):
+        return params
+    nets = [stage.forward if isinstance(stage.forward, PositionalStage) else None for stage in model.stages]
+    return tuple(
+        {names[0]: getattr(*net.home_of(names[0])) for names in model.living(number)} if one is None and net else one
+        for number, (one, net) in enumerate(zip(params, nets, strict=True))
+    )
 
 
 def _filled(given: Any, example: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Rewrite a program so that each stage has every kind of op, to tell what each takes.
+
+0F0 0B0        -->        0F0 0B0, and with a checkpoint and a split backward: 0F0 0R0 0I0 0W0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fpipe.program import Op, Program, parts_of
+from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.communicate import without_frees
+from fpipe.transforms.split_backward import split_backward
+
+Runs = dict[tuple[str, int], dict[tuple[int | None, int | None], list[float]]]
+"""For a kind and a stage, the seconds of each microbatch (and slice), run by run."""
+
+
+def with_halves(program: Program, one_process: bool = True) -> Program:
+    """The program with split backwards, each op by itself; in one process without ranks and transfers."""
+    return split_backward()((_alone if one_process else _together)(program))
+
+
+def variants_of(halves: Program) -> list[Program]:
+    """Programs that have all kinds of op between them."""
+    plain = _plain(halves)
+    return [*dict.fromkeys((_joined(plain), checkpoint()(plain)))]
+
+
+def note(runs: Runs, op: Op, seconds: float) -> None:
+    """Another run of an op."""
+    runs.setdefault((op.kind, op.stage or 0), {}).setdefault((op.microbatch, op.slice), []).append(seconds)
+
+
+def seconds_of(program: Program, runs: Runs, typical: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+    """The seconds of each kind that `Costs` has: for each stage the mean of what is typical of each microbatch."""
+
+    def seconds(kind: str) -> list[float]:
+        found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
+        return [sum(times) / max(1, len(times)) for times in found]
+
+    whole = any(("B", stage) in runs for stage in range(program.stages))
+    kinds = {"forward": "F", "backward_input": "I", "backward_weight": "W", "recompute": "R"}
+    return {word: seconds(kind) for word, kind in kinds.items()} | {"backward": seconds("B") if whole else None}
+
+
+def _alone(program: Program) -> Program:
+    """The ops in their order, each by itself and without transfers: all that one process has to do."""
+    moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
+    ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
+    outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
+    return Program.trusted(program.inputs, tuple(ops), outputs)
+
+
+def _together(program: Program) -> Program:
+    """The ops on their ranks, each by itself."""
+    return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
+
+
+def _at_home(op: Op) -> Op:
+    return op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
+
+
+def _plain(program: Program) -> Program:
+    """The program without backwards that compute their stage again themselves: that is R's time."""
+    ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
+
+
+def _joined(program: Program) -> Program:
+    """Every I and W as one B, in the place of I."""
+    weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.kind == "I":
+            *cotangents, handed = op.writes
+            ops.append(op._replace(kind="B", writes=(*cotangents, *weights[handed].writes)))
+        elif op.kind != "W":
+            ops.append(op)
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
