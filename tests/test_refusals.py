@@ -70,8 +70,8 @@ def by_sign(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
 
 
 CHANGING: dict[str, tuple[Callable[..., Any], str]] = {
-    "sizes": (lambda p, x: [linear(p, x)[x > 0]], r"0F0 wrote y\[0,0\] as .*, and before as "),
-    "containers": (by_sign, r"0F0 wrote y\[0,0\] in other containers than before"),
+    "sizes": (lambda p, x: [linear(p, x)[x > 0]], r"0F1 wrote y\[0,1\] as float32\[3\] .*, and for zeros as "),
+    "containers": (by_sign, r"0F. wrote .* as float32\[2, 4\] .*, and for zeros as "),
 }
 
 
@@ -86,7 +86,7 @@ def test_a_stage_whose_output_depends_on_numbers_is_seen_through(name: str):
     other = torch.cat([-x[:2], x[:2].tril()]), x
     with pytest.warns(UserWarning, match="runs under autograd, without a trace"):
         step(params, (x, x))
-    with pytest.warns(UserWarning, match=f"steps run every stage under autograd from now on: {words}"):
+    with pytest.warns(UserWarning, match=f"steps run every stage under autograd from now on: .*{words}"):
         found = step(params, other)
     for one, batch in ((found, other), (step(params, (x, x)), (x, x))):
         right = fpipe.reference(model, params, batch, microbatches=2)
