@@ -72,3 +72,22 @@ def test_replicas_train_as_one_process_does_and_go_on_with_another_number_of_the
     ran = on(4, first, [*small, "--replicas", "4", "--resume", half])
     assert ran == [[(2, 2), *[(2, 0)] * 3], [(1, 1), *[(1, 0)] * 3]]  # the first process compares
     assert len(saved(tmp_path / "half")) > 3 * 12
+
+
+def llama(rank: int) -> tuple[float, float, float]:
+    sys.path.insert(0, str(EXAMPLES))
+    from llama import arguments, train
+    from rich.console import Console
+
+    sys.path.pop(0)
+    return train(arguments(["--gather", "use", "--steps", "1"]), Console(quiet=True))
+
+
+def test_a_llama_from_meta_holds_what_it_was_told_and_what_the_page_says(four: Processes):
+    page = (EXAMPLES.parent / "docs" / "large_models.md").read_text()
+    found = four.each(llama)
+    assert len({loss for loss, *_ in found}) == 1
+    for rank, (_, told, held) in enumerate(found[:2]):
+        (row,) = (line.split("|")[-3:-1] for line in page.splitlines() if line.startswith(f"| rank {rank}"))
+        assert row == [f" {told / 2**20:.1f} ", f" {held / 2**20:.1f} "]
+        assert held == pytest.approx(told, rel=1e-4)  # the loss that all ranks get has a few bytes

@@ -55,7 +55,7 @@ def plan_run(
     Args:
         what: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for `fpipe.compare`, or
             with `stages` of one stage's op. `{rows: costs}` says them for microbatches of several sizes.
-        params, batch, state: of a model, as its step takes them.
+        params, batch, state: of a model, as its step takes them. Its programs give loss and gradients, and no outputs.
         ranks: how many.
         microbatches: numbers of them that are tried.
         rows: of the batch, where costs are given; by default each microbatch has one row, and so a batch with more of

@@ -15,6 +15,7 @@ from fpipe.schedules.named import Named
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
@@ -48,7 +49,11 @@ class Work:
 
     def base(self, stages: int, microbatches: int) -> Program:
         """The step in microbatches, in no order yet; of so many stages, where that is open."""
-        return chain(split(microbatches), merge())(base_program(stages if self.what is None else self.what))
+        return chain(split(microbatches), self.merged())(base_program(stages if self.what is None else self.what))
+
+    def merged(self) -> Transform:
+        """One result of all microbatches; of a model without its outputs, which would be held until the end."""
+        return merge(outputs=self.measured is None)
 
     def program(self, named: Named, ranks: int, microbatches: int, policy: str) -> Program:
         """The step in the order of a schedule.
@@ -65,7 +70,7 @@ class Work:
         if "costs" in inspect.signature(named.schedule.factory).parameters:
             told = {"costs": self.costs(microbatches, (stages or wanted) / ranks)[0]} | told
         order = named.schedule.factory(ranks, **told)
-        return chain(split(microbatches), checkpoint(policy), order, merge())(base_program(what))  # pyright: ignore[reportArgumentType]
+        return chain(split(microbatches), checkpoint(policy), order, self.merged())(base_program(what))  # pyright: ignore[reportArgumentType]
 
     def costs(self, microbatches: int, parts: float, slices: int = 1) -> tuple[Costs, str]:
         """Of ops of which a rank has so many in a microbatch, and where they are from."""

@@ -54,7 +54,8 @@ def build(
             its gradient into F, I and W. A stage that cannot be traced runs under autograd, with a warning; its I then
             computes what W hands over, and a run on zeros tells the shapes that it hands on. False runs every stage so.
         example: `(params, batch)` or `(params, batch, state)` to trace for at once, tensors or on the meta device;
-            without it the first step of each signature does.
+            without it the first step of each signature does. In processes None will do for the parameters of other
+            ranks' stages, where these are a net's.
         record: also return when each op ran and the most bytes each rank held, as `Result.timeline`;
             of runtime="distributed" on all ranks, put on one clock.
         check_finite: raise `FloatingPointError` at the first op that writes NaN or an infinite number.
