@@ -58,12 +58,12 @@ def sequential(odd: bool, **more: Any) -> Made:
 
 
 class Frozen(nn.Module):
-    """A block with a buffer and a frozen parameter, which no rank needs of others."""
+    """A block with a buffer and a frozen parameter, constants of its stage: they have values."""
 
     def __init__(self, act: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.inner, self.fixed, self.act = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False), act
-        self.register_buffer("scale", torch.ones(4))
+        self.inner, self.fixed, self.act = nn.Linear(4, 4), nn.Linear(4, 4, device="cpu").requires_grad_(False), act
+        self.register_buffer("scale", torch.ones(4, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.fixed(self.inner(x)) * self.scale)

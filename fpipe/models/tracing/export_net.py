@@ -74,15 +74,11 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 
 @contextmanager
 def _on_meta(net: nn.Module) -> Generator[bool]:
-    """Meanwhile the buffers of a net with a parameter on meta are there too; whether it has one."""
+    """Meanwhile all tensors of a net with a parameter on meta are there too; whether it has one."""
     found = any(one.is_meta for one in net.parameters())
-    held = [
-        (own, name, one)
-        for own in ([held_by(module).buffers for module in net.modules()] if found else ())
-        for name, one in own.items()
-        if one is not None
-    ]
-    made = {id(one): one.to("meta") for _, _, one in held}
+    dicts: list[Any] = [own for module in net.modules() for own in held_by(module)[:2]] if found else []
+    held = [(own, name, one) for own in dicts for name, one in own.items() if one is not None and not one.is_meta]
+    made = {id(one): _moved(one) for _, _, one in held}
     try:
         for own, name, one in held:
             own[name] = made[id(one)]
@@ -90,6 +86,11 @@ def _on_meta(net: nn.Module) -> Generator[bool]:
     finally:
         for own, name, one in held:
             own[name] = one
+
+
+def _moved(one: Tensor) -> Tensor:
+    moved = one.detach().to("meta")
+    return nn.Parameter(moved, one.requires_grad) if isinstance(one, nn.Parameter) else moved
 
 
 def _without_data(leaf: Any) -> Any:

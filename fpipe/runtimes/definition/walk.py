@@ -59,7 +59,8 @@ def walk(
         refuse_odd_modes()
         check_call(more, key)
         check_inputs(program, model, params, state)
-        refuse_unloaded(batch, params, state)
+        if not devices:
+            refuse_unloaded(batch, params, state)
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
         values = bind_inputs(program, model, params, batch, state, key)
