@@ -88,6 +88,31 @@ def test_equal_links_are_a_transfer_and_a_bandwidth(name: str, latency: float):
     assert (one.starts, one.ends, one.transfers, one.peak) == (other.starts, other.ends, other.transfers, other.peak)
 
 
+@given(
+    st.sampled_from(["one_f_one_b", "zb_h1", "zbv", "interleaved"]),
+    st.sampled_from([fpipe.data_parallel(), *(fpipe.shard(gather=gather) for gather in ("step", "run", "use"))]),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0.0, 1.5]),
+)
+def test_bytes_around_the_ring_of_replicas_are_seconds_of_collectives(
+    name: str, last: Any, replicas: int, latency: float, fixed: float
+):
+    """A replica hands on n - 1 of n parts, twice for a REDUCE; other clocks see what seconds of each kind would do."""
+    program = last(fpipe.schedules.about(name).program(2, 4))
+    known = fpipe.Costs(1.03, 1.31, 0.9, bytes=lambda value: 6 if value.name == "params" else 9)
+    cluster = fpipe.Cluster.parse(f"2 ranks; replicas {replicas} {latency * 1000:g}ms 3B/s")
+    once = (replicas - 1) * latency
+    part = (replicas - 1) / replicas
+    said = {"gather": once + part * 2, "scatter": once + part * 3, "reduce": 2 * (once + part * 3)}
+    own = replace(known, gather=fixed, scatter=fixed, reduce=fixed, cluster=cluster)
+    other = replace(known, **{word: fixed + seconds for word, seconds in said.items()})
+    around, told = (fpipe.simulate(program, costs) for costs in (own, other))
+    assert around.starts == pytest.approx(told.starts)
+    assert around.delivered == pytest.approx(told.delivered)
+    assert around.delivered >= fpipe.simulate(program, known).delivered + (replicas > 1) * part
+
+
 def test_who_shares_a_link_waits_and_who_is_slow_takes_longer():
     """In 1F1B forwards and backwards travel at once: on one bus they wait for each other."""
     program = fpipe.schedules.about("one_f_one_b").program(4, 8)
@@ -110,7 +135,10 @@ def test_who_shares_a_link_waits_and_who_is_slow_takes_longer():
     [
         ("", "a cluster says at least how many ranks there are, as in"),
         ("4 hosts", "a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks', at '4 hosts' (character 1 of"),
-        ("4 ranks; within 5us", "begins with inside, between, rank, ranks or each, at 'within 5us' (character 10"),
+        (
+            "4 ranks; within 5us",
+            "begins with inside, between, replicas, rank, ranks or each, at 'within 5us' (character 10",
+        ),
         ("4 ranks; inside 5", "expected a latency (5us), a bandwidth (200GB/s) in ns, us, ms, s, at '5' (character 17"),
         ("4 ranks; inside 5us 6us", "a second latency of one link, at '6us' (character 21 of the text)"),
         ("4 ranks; inside 5us 2Gb/s", "in B, KB, KiB, MB, MiB, GB, GiB, TB, TiB, at '2Gb/s' (character 21"),
@@ -119,6 +147,12 @@ def test_who_shares_a_link_waits_and_who_is_slow_takes_longer():
         ("4 ranks; rank 3 speed", "ranks have a speed, a memory or both, as in"),
         ("4 ranks; rank 3 speed 0", "a speed is more than 0, at '0' (character 23"),
         ("4 ranks; inside 1us; inside 2us", "inside is said twice, at 'inside 2us' (character 22"),
+        ("4 ranks; replicas", "replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s', at 'replicas'"),
+        ("4 ranks; replicas 0 1us", "replicas are a number, at least 1, as in"),
+        ("4 ranks; replicas 2", "a link has a latency (5us), a bandwidth (200GB/s) or both, at 'replicas 2'"),
+        ("4 ranks; replicas 2 1GB/s shared", "replicas have links of their own, which are not shared"),
+        ("4 ranks; replicas 2 1us; replicas 2 1us", "replicas is said twice"),
+        ("4 ranks; replicas 2 1GB/s", "a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too."),
         ("2 ranks", "the program has 4 ranks, and the cluster 2."),
         ("4 ranks; inside 1GB/s", "a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too."),
     ],

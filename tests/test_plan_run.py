@@ -127,6 +127,46 @@ def test_a_model_that_draws_is_planned():
     assert found.best.costs == "measured"
 
 
+def test_a_policy_of_gathering_is_one_more_choice():
+    """Each is what `shard` makes of the schedule; on a slow ring "use" takes longer, and it alone fits."""
+    costs = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
+    words: dict[str, Any] = {"microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
+    ring = "2 ranks; replicas 4 20KiB/s"
+    found = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step", "run", "use"], **words)
+    rows = {row.gather: row for row in found}
+    assert rows.keys() == {"step", "run", "use"}
+    plain = fpipe.plan_run(costs, ranks=2, **words)
+    assert "gather" in str(found)
+    assert "gather" not in str(plain)
+    for gather, row in rows.items():
+        assert row.program == fpipe.shard(gather=gather)(plain.best.program)  # type: ignore[arg-type]
+        assert row.makespan == fpipe.simulate(row.program, row.timeline.costs).makespan
+        shards = 2 * 0.5 * 2**20 / 4
+        assert row.memory == pytest.approx([peak + shards for peak in row.timeline.peak])
+    assert rows["step"].makespan < rows["use"].makespan
+    assert rows["use"].most < rows["step"].most
+    cap = (rows["use"].most + rows["step"].most) / 2
+    capped = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step", "use"], memory=cap, **words)
+    assert [row.gather for row in capped if row.fits] == ["use"]
+
+
+def test_a_model_whose_parameters_are_shared_out_holds_a_part_of_them():
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=torch.nn.functional.mse_loss)
+    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    words: dict[str, Any] = {"microbatches": [2], "schedules": ["interleaved"], "repeats": 1}
+    words |= {"checkpoint": ["never"], "replicas": 2, "shard": ["use", "step"]}
+    found = fpipe.plan_run(model, params, batch, ranks=2, search=0.1, **words)
+    for row in found:
+        own = fpipe.sizes(row.program, model, params, batch, replicas=2)
+        shards = [sum(rank in end.homes for end in row.program.inputs if end.value.name == "shard") for rank in (0, 1)]
+        assert row.memory == tuple(peak + count * one / 2 for peak, count in zip(own.peak, shards, strict=True))
+    assert {(row.schedule, row.gather) for row in found} == {
+        (name, gather) for name in ("interleaved", "found") for gather in ("use", "step")
+    }
+    assert any("takes no time: a cluster says what links" in note for note in found.notes)
+
+
 def test_a_search_is_one_of_the_rows_and_is_not_beaten():
     words: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
     found = fpipe.plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)

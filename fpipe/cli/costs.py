@@ -67,7 +67,7 @@ class TypedCosts:
         if self.cluster is not None and self.cluster.has_bandwidth and not self.bytes:
             raise ValueError("a cluster's bandwidths need the bytes of values: add them to --costs, as in y=8MiB.")
         unsaid: dict[str, Any] = dict.fromkeys(COMPUTE, 1.0) if self.shares else {}
-        sizes: Any = NamedBytes(self.bytes) if self.bytes else None
+        sizes: Any = NamedBytes(self.bytes, self.cluster.replicas if self.cluster else 1) if self.bytes else None
         return Costs(**(unsaid | self.seconds), bytes=sizes, cluster=self.cluster)
 
 

@@ -10,7 +10,7 @@ from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
 from fpipe.cli.options import read_by
 from fpipe.cli.output import print_error, progress, table, write_pictures
-from fpipe.planning.asked import POLICIES, policy
+from fpipe.planning.asked import GATHERS, POLICIES, gather, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.noise import Noise
@@ -71,6 +71,13 @@ Memory = Annotated[
     Any,
     read_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold."),
 ]
+Replicas = Annotated[
+    int | None, typer.Option("--replicas", min=1, help="Of all ranks, for --shard; or of the cluster.")
+]
+Shard = Annotated[
+    list[str] | None,
+    read_by(gather, "--shard", metavar="|".join(GATHERS), help="When parameters that replicas share are gathered."),
+]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
     Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
@@ -96,6 +103,8 @@ def run(
     checkpoint: Policies = None,
     cluster: options.OnCluster = None,
     memory: Memory = None,
+    replicas: Replicas = None,
+    shard: Shard = None,
     search: Search = 0,
     profiled: Profiled = None,
     repeats: Repeats = 3,
@@ -134,6 +143,7 @@ def run(
     words |= {"flops": flops}
     words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
     words |= {"samples": samples, "seed": seed}
+    words |= {"replicas": replicas, "shard": shard or None}
     if checkpoint:
         words["checkpoint"] = checkpoint
     with progress("planning") as bar:

@@ -23,6 +23,7 @@ from fpipe.timing.robustness import At
 
 Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
+GATHERS = ("step", "run", "use")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Asked:
     search: float
     noise: Noise | None
     at: At
+    replicas: int
+    shard: tuple[str, ...]
 
 
 def asked_for(
@@ -50,6 +53,8 @@ def asked_for(
     search: object,
     noise: object,
     at: Any,
+    replicas: object,
+    shard: Any,
 ) -> Asked:
     """Check the arguments of a plan, and hold them as a value."""
     ranks = whole("ranks", ranks)
@@ -87,7 +92,31 @@ def asked_for(
         float(cast("float", search)),
         noise,
         at,
+        *_sharing(replicas, shard, cluster),
     )
+
+
+def _sharing(replicas: object, shard: Any, cluster: Cluster | None) -> tuple[int, tuple[str, ...]]:
+    """How many replicas share parameters out, and by which policies; none where they do not."""
+    across = 1 if cluster is None else cluster.replicas
+    count = across if replicas is None else whole("replicas", replicas)
+    if across > 1 and count != across:
+        raise ValueError(f"replicas={count}, and the cluster has {across}; say them once.")
+    if shard is None:
+        if replicas is not None:
+            raise ValueError(f"replicas= share parameters out: say how in shard=, some of {', '.join(GATHERS)}.")
+        return 1, ("",)
+    gathers = tuple(dict.fromkeys(map(gather, _listed("shard", shard, f"some of {', '.join(GATHERS)}"))))
+    if count < 2:
+        raise ValueError("shard= needs replicas that share parameters out: say replicas=2, or those of the cluster.")
+    return count, gathers
+
+
+def gather(word: Any) -> str:
+    """One of the policies of gathering that are tried."""
+    if word not in GATHERS:
+        raise ValueError(f"shard lists some of {', '.join(GATHERS)}; found {word!r}.")
+    return word
 
 
 def policy(word: Any) -> str:
@@ -132,7 +161,7 @@ def work_of_costs(given: Said | Mapping[float, Said], asked: Asked, rows: object
             f"costs of several sizes all say bytes, or none do; those of {', '.join(silent)} rows say none."
         )
     curve = CostCurve(shares, "given")
-    work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster)
+    work = Work(cast("int | None", stages), curve, cast("float | None", rows), asked.cluster, None, asked.replicas)
     known = [work.costs(count, 1)[0] for count in asked.microbatches]
     in_bytes = asked.cluster is not None and min(asked.cluster.memory) < math.inf
     if in_bytes and known[0].bytes is None:
@@ -179,6 +208,5 @@ def work_of_model(
     measured = Measured(model, params, batch, state, flops)
     costs = measured.costs(counts, repeats, progress)
     shares: dict[float, Share] = {rows: (lambda parts, slices, one=one: one) for rows, one in costs.items()}
-    return Work(
-        model, CostCurve(shares, "measured" if flops is None else "estimated"), measured.rows, asked.cluster, measured
-    )
+    curve = CostCurve(shares, "measured" if flops is None else "estimated")
+    return Work(model, curve, measured.rows, asked.cluster, measured, asked.replicas)

@@ -66,10 +66,12 @@ class Measured:
             found[self.rows / count] = costs
         return found
 
-    def with_bytes(self, costs: Costs, program: Program) -> Costs:
-        """These costs with the bytes of a program's own values, and of parameters that travel."""
-        own = sizes(program, self.model, self.params, self.batch, state=self.state)
-        return replace(costs, bytes=_WithParams(own))
+    def with_bytes(self, costs: Costs, program: Program, replicas: int = 1) -> Costs:
+        """These costs with the bytes of a program's own values, and of parameters that travel or are gathered."""
+        is_sharded = any(op.kind == "GATHER" for op in program.ops)
+        count = replicas if is_sharded else 1
+        own = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=count)
+        return replace(costs, bytes=own if is_sharded else _WithParams(own))
 
 
 @dataclass(frozen=True)

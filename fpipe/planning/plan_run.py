@@ -40,6 +40,8 @@ def plan_run(
     checkpoint: Collection[str] = ("never", "except_last", "always"),
     cluster: Cluster | str | None = None,
     memory: float | None = None,
+    replicas: int | None = None,
+    shard: Collection[str] | None = None,
     search: float = 0,
     profiled: Collection[int] | None = None,
     repeats: int = 3,
@@ -66,6 +68,10 @@ def plan_run(
         cluster: what it runs on, a `Cluster` or its text: links, speeds, and memory of ranks.
         memory: the most that a rank may hold: bytes where they are known, else rows. Bytes are those of parameters
             (`params` in the bytes of costs), gradients and values; what an optimizer keeps is not among them.
+        replicas: of all ranks, each with a batch like this; by default those of the cluster.
+        shard: which policies of gathering the parameters that replicas share out are tried, of "step", "run" and "use"
+            (`fpipe.shard`); by default parameters are whole. A rank holds its part of parameters and added gradients,
+            and what it has gathered. A search is for whole parameters, and what it finds is then sharded.
         search: seconds for `fpipe.search` to find a schedule for each number of microbatches; its row is `found`. Where
             the number of stages is open, it is two a rank.
         profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
@@ -96,7 +102,7 @@ def plan_run(
     one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
     on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at)
+    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at, replicas, shard)
     told = progress or _quiet
     if isinstance(what, Model):
         if params is None or batch is None or rows is not None or stages is not None:
@@ -171,22 +177,24 @@ class _Planner:
     def _try_all(self) -> None:
         asked = self.asked
         ways = [
-            (count, policy, shown)
+            (count, policy, shown, gather)
             for count in asked.microbatches
             for policy in asked.checkpoint
             for shown in asked.schedules
+            for gather in asked.shard
         ]
         searched = list(asked.microbatches) if asked.search else []
         every = len(ways) + len(searched)
-        for done, (count, policy, shown) in enumerate(ways):
+        for done, (count, policy, shown, gather) in enumerate(ways):
             self.progress(done, every, self._said())
             try:
                 program = self.work.program(asked.schedules[shown], asked.ranks, count, policy)
+                program = self.work.sharded(program, gather)
                 costs, word = self.work.costs_of(program)
             except ValueError as error:
                 self.refused.setdefault(shown, str(error).removeprefix(f"{shown.partition(':')[0]}: "))
                 continue
-            self._add(shown, policy, program, costs, word)
+            self._add(shown, policy, gather, program, costs, word)
         for done, count in enumerate(searched, len(ways)):
             self.progress(done, every, f"searching m={count}")
             self._search(count)
@@ -196,7 +204,7 @@ class _Planner:
         best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("nominal"), default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
-    def _add(self, shown: str, policy: str, program: Program, costs: Costs, word: str) -> None:
+    def _add(self, shown: str, policy: str, gather: str, program: Program, costs: Costs, word: str) -> None:
         """A way: its time, and what each rank holds."""
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
@@ -219,6 +227,7 @@ class _Planner:
                 timeline.bubble,
                 tuple(held),
                 all(each <= limit * (1 + 1e-9) for each, limit in zip(held, limits, strict=True)),
+                gather=gather,
                 program=program,
                 timeline=timeline,
             )
@@ -256,7 +265,9 @@ class _Planner:
         except ProgramError as error:  # a mistake in costs is a ValueError, and none of the search
             self.refused.setdefault("found", str(error))
             return
-        self._add("found", policy, found.program, *work.costs_of(found.program))
+        for gather in asked.shard:
+            program = work.sharded(found.program, gather)
+            self._add("found", policy, gather, program, *work.costs_of(program))
         if not found.complete:
             raise KeyboardInterrupt
 

@@ -32,6 +32,7 @@ class PlanRow:
         fits: whether that is within each rank's memory.
         spread: the makespans under noise, where there is noise and nothing that fits as well and holds no more is sure
             to be better.
+        gather: when parameters that replicas share out are gathered: a word of `fpipe.shard`; empty where none are.
         program, timeline: what runs, and when.
     """
 
@@ -46,6 +47,7 @@ class PlanRow:
     memory: tuple[float, ...]
     fits: bool
     spread: Spread | None = None
+    gather: str = ""
     program: Program = field(repr=False, compare=False, kw_only=True)
     timeline: Timeline = field(repr=False, compare=False, kw_only=True)
 
@@ -53,7 +55,8 @@ class PlanRow:
     def name(self) -> str:
         """The words that tell it from the others."""
         kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
-        return f"{self.schedule}, m={self.microbatches}{kept}"
+        gathered = f", gather {self.gather}" if self.gather else ""
+        return f"{self.schedule}, m={self.microbatches}{kept}{gathered}"
 
     @property
     def most(self) -> float:
@@ -135,12 +138,15 @@ class RunPlan:
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
         """Rows of the table as text, its heading first. A star marks the front."""
         drawn = any(row.spread is not None for row in self.rows)
-        heading = ["schedule", "m", "rows", "recompute", "seconds", *(["median", "p95"] if drawn else []), "bubble"]
+        shards = any(row.gather for row in self.rows)
+        words = ["recompute", *(["gather"] if shards else []), "seconds"]
+        heading = ["schedule", "m", "rows", *words, *(["median", "p95"] if drawn else []), "bubble"]
         table = [[*heading, "MiB" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
             held = f"{row.most / 2**20:.1f}" if self.unit == "bytes" else f"{row.most:.6g}"
             spread = ["-" if seconds is None else f"{seconds:.5g}" for seconds in map(row.seconds, ("median", "p95"))]
-            words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint, f"{row.makespan:.5g}"]
+            words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
+            words += [*([row.gather] if shards else []), f"{row.makespan:.5g}"]
             rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
             mark = " ".join(word for word in ("*" * (row in self.front), "" if row.fits else "too much") if word)
             table.append([*words, *(spread if drawn else []), *rest, mark])
@@ -155,6 +161,8 @@ class RunPlan:
             free = costs is None or not (costs.offload or costs.host_bandwidth)
             if free and any(op.kind == "OFFLOAD" for op in row.program.ops):
                 found.append(f"{row.schedule} moves residuals out of a rank, which by these costs takes no time")
+            if row.gather and not any(op.kind == "GATHER" and costs and costs.seconds(op) for op in row.program.ops):
+                found.append("what replicas gather by these costs takes no time: a cluster says what links they have")
             if any(isinstance(where, tuple) for where in row.program.placement):
                 found.append(f"{row.schedule} has stages on several ranks, which hold replicas of their parameters")
         return list(dict.fromkeys(found))
@@ -162,7 +170,7 @@ class RunPlan:
     def __str__(self) -> str:
         cells = self.cells(self.shown())
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        left = ("schedule", "recompute", "costs", "")
+        left = ("schedule", "recompute", "gather", "costs", "")
         lines = [
             "  ".join(
                 cell.ljust(width) if word in left else cell.rjust(width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fpipe.model import Model
 from fpipe.planning.cost_curve import CostCurve
@@ -14,11 +14,13 @@ from fpipe.schedules.compare import parts_of_a_rank
 from fpipe.schedules.named import Named
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
+from fpipe.timing.named_bytes import NamedBytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
+from fpipe.transforms.shard import shard
 from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Work:
         rows: of the batch; None: each microbatch has one.
         cluster: what it runs on.
         measured: what tells the bytes of a model's programs.
+        replicas: how many share the parameters out, in programs that are sharded.
     """
 
     what: Model | int | None
@@ -42,6 +45,7 @@ class Work:
     rows: float | None
     cluster: Cluster | None
     measured: Measured | None = None
+    replicas: int = 1
 
     def rows_of(self, microbatches: int) -> float:
         """Rows of a microbatch."""
@@ -72,6 +76,10 @@ class Work:
         order = named.schedule.factory(ranks, **told)
         return chain(split(microbatches), checkpoint(policy), order, self.merged())(base_program(what))  # pyright: ignore[reportArgumentType]
 
+    def sharded(self, program: Program, gather: Any) -> Program:
+        """The program with a policy of gathering parameters; none: as it is."""
+        return shard(gather=gather)(program) if gather else program
+
     def costs(self, microbatches: int, parts: float, slices: int = 1) -> tuple[Costs, str]:
         """Of ops of which a rank has so many in a microbatch, and where they are from."""
         costs, word = self.curve.at(self.rows_of(microbatches), parts, slices)
@@ -82,7 +90,9 @@ class Work:
         if program.slices > 1 and self.measured:
             raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
         costs, word = self.costs(program.microbatches, parts_of_a_rank(program), program.slices)
-        return (costs if self.measured is None else self.measured.with_bytes(costs, program)), word
+        if isinstance(costs.bytes, NamedBytes):
+            costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas))
+        return (costs if self.measured is None else self.measured.with_bytes(costs, program, self.replicas)), word
 
 
 def working(program: Program) -> list[int]:

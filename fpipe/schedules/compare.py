@@ -257,7 +257,7 @@ def shared(costs: Costs, parts: float, slices: int = 1) -> Costs:
         own: dict[str, Any] = {
             name: cast("float", size) / among[name] if name in among else size for name, size in sizes.items()
         }
-        seconds["bytes"] = NamedBytes(own) if isinstance(costs.bytes, NamedBytes) else own
+        seconds["bytes"] = replace(costs.bytes, said=own) if isinstance(costs.bytes, NamedBytes) else own
     elif callable(costs.bytes) and not hasattr(costs.bytes, "storages"):
         seconds["bytes"] = partial(_part_of, costs.bytes, among)
     return replace(costs, **seconds)
@@ -270,4 +270,4 @@ def _part_of(whole: Callable[[Value], float], among: Mapping[str, float], value:
 
 _OF_OPS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
 _OF_MICROBATCHES = ("res", "wres")
-_OF_PARAMETERS = ("params", "g", "sum")
+_OF_PARAMETERS = ("params", "g", "sum", "shard", "cut", "all")

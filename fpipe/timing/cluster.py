@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -36,11 +36,17 @@ class Cluster:
     ranks have a link of their own each way; where links are `shared`, there is one inside each host, and one from each
     host to each other. A link serves one transfer at a time, in the order in which they are asked for.
 
+    Replicas of all this add their gradients, or gather parameters, around a ring: with n replicas a GATHER and a
+    SCATTER take (n - 1) * latency + (n - 1)/n * bytes/bandwidth, and a REDUCE, which does both, twice that. Bytes are
+    those of the whole value, and the link is that from a replica to the next.
+
     Args:
         hosts, ranks: how many hosts, and ranks on each.
         inside, between: the links inside a host, and from host to host.
         speed: of each rank; what a rank of speed 0.5 does takes twice as long as `Costs` say.
         memory: bytes of each rank.
+        replicas: how many data-parallel replicas there are of these hosts.
+        across: the link from a rank to that of the next replica.
 
     >>> cluster = Cluster.parse("2 hosts x 2 ranks; inside 5us 200GB/s; between 20us 25GB/s shared; rank 3 speed 0.8")
     >>> cluster.link(0, 1), cluster.link(1, 2).shared, cluster.speed
@@ -53,12 +59,15 @@ class Cluster:
     between: Link
     speed: tuple[float, ...]
     memory: tuple[float, ...]
+    replicas: int = 1
+    across: Link = field(default_factory=Link)
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """A cluster as it is typed: clauses with semicolons between them, the sizes first.
 
-        `inside` and `between` say a latency (5us), a bandwidth (200GB/s) or both, and `shared`; `rank 3`, `ranks 0-3`
+        `inside` and `between` say a latency (5us), a bandwidth (200GB/s) or both, and `shared`; `replicas 4`
+        is followed by the link from one to the next; `rank 3`, `ranks 0-3`
         and `each rank` say a speed, a memory or both. What is not said is no time, no limit, and speed 1.
 
         Raises:
@@ -87,7 +96,12 @@ class Cluster:
     @property
     def has_bandwidth(self) -> bool:
         """Whether the bytes of a value matter to how long it travels."""
-        return min(self.inside.bandwidth, self.between.bandwidth) < math.inf
+        return min(self.inside.bandwidth, self.between.bandwidth, self.across.bandwidth) < math.inf
+
+    def around(self, size: float) -> float:
+        """Seconds in which a value of so many bytes has gone once around the ring of replicas."""
+        steps = self.replicas - 1
+        return steps * self.across.latency + steps / self.replicas * size / self.across.bandwidth
 
     @property
     def has_queues(self) -> bool:
@@ -117,29 +131,39 @@ class _Reader:
         hosts, ranks = int(sizes[1] or 1), int(sizes[2])
         count = whole("the number of a cluster's ranks", hosts * ranks)
         links: dict[str, Link] = {}
+        replicas = 1
         speed, memory = [1.0] * count, [math.inf] * count
         for clause in clauses[1:]:
             head = clause[0].split()[0]
-            if head in ("inside", "between"):
+            if head in ("inside", "between", "replicas"):
                 if head in links:
                     raise self.wrong(f"{head} is said twice", clause)
                 if head == "between" and hosts == 1:
                     raise self.wrong("a cluster of one host has nothing between hosts", clause)
-                links[head] = self._link(clause)
+                _, *words = self._words(clause)
+                if head == "replicas":
+                    replicas, words = self._replicas(clause, words)
+                links[head] = self._link(clause, words)
+                if head == "replicas" and links[head].shared:
+                    raise self.wrong("replicas have links of their own, which are not shared", clause)
             elif head in ("rank", "ranks", "each"):
                 self._of_ranks(clause, speed, memory)
             else:
-                raise self.wrong("a clause begins with inside, between, rank, ranks or each", clause)
-        return Cluster(
-            hosts, ranks, links.get("inside", Link()), links.get("between", Link()), tuple(speed), tuple(memory)
-        )
+                raise self.wrong("a clause begins with inside, between, replicas, rank, ranks or each", clause)
+        inside, between, across = (links.get(word, Link()) for word in ("inside", "between", "replicas"))
+        return Cluster(hosts, ranks, inside, between, tuple(speed), tuple(memory), replicas, across)
 
     def _words(self, clause: re.Match[str]) -> Iterator[re.Match[str]]:
         return re.compile(r"\S+").finditer(self.text, *clause.span())
 
-    def _link(self, clause: re.Match[str]) -> Link:
+    def _replicas(self, clause: re.Match[str], words: list[re.Match[str]]) -> tuple[int, list[re.Match[str]]]:
+        """How many replicas there are, and the words of their link."""
+        if not words or not re.fullmatch(r"0*[1-9]\d{0,8}", words[0][0]):
+            raise self.wrong("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
+        return whole("the number of a cluster's replicas", int(words[0][0])), words[1:]
+
+    def _link(self, clause: re.Match[str], words: list[re.Match[str]]) -> Link:
         found: dict[str, float | bool] = {}
-        _, *words = self._words(clause)
         for word in words:
             name, value = "shared", True
             if word[0] != "shared":

@@ -60,7 +60,8 @@ class Costs:
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
-        gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too.
+        gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too. To all three
+            a cluster with replicas adds what the bytes of the whole value take around its ring.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
         cluster: what it runs on, a `Cluster` or its text: the speed of ranks and their links, in place of `transfer`
             and `bandwidth`.
@@ -219,13 +220,21 @@ class Costs:
             return fixed + moved
         if kind in ("REDUCE", "GATHER", "SCATTER"):
             word = kind.lower()
-            return _at(getattr(self, word), stage, word)
+            return _at(getattr(self, word), stage, word) + self._around(op)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
         if kind not in _EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
         known = _EXTRA[kind]
         return checked_seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
+
+    def _around(self, op: Op) -> float:
+        """Seconds that a collective over replicas takes on their links; a REDUCE scatters and gathers."""
+        if self.cluster is None or self.cluster.replicas == 1:
+            return 0.0
+        known = self.cluster.across.bandwidth < math.inf
+        size = sum(map(self.size, op.writes if op.kind == "GATHER" else op.reads)) if known else 0.0
+        return self.cluster.around(size) * (2 if op.kind == "REDUCE" else 1)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds on the way from one rank to another."""

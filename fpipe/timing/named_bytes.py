@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fpipe.program import Value
 from fpipe.timing.average import between
 
+_PARTS = ("shard", "all")
 NAMES = ("y", "dx", "res", "wres", "params")
 
 
@@ -15,7 +16,8 @@ NAMES = ("y", "dx", "res", "wres", "params")
 class NamedBytes:
     """Bytes by name: an output `y`, its gradient `dx`, residuals `res`, what a W keeps of them `wres`, and `params`,
     what a stage's rank has all the time. Unsaid, dx is as large as y and wres as res. Gradients of parameters are as
-    large as these, and those of a stage are added up in one place; nothing else counts.
+    large as these, and those of a stage are added up in one place; nothing else counts. Of `replicas` that share
+    parameters out, each has so small a part of them, and of their added gradients.
 
     >>> sizes = NamedBytes({"y": 8, "res": 40, "wres": 24})
     >>> sizes.size(Value("dx", 1, 0)), sizes.size(Value("loss", 1, 0))
@@ -25,9 +27,12 @@ class NamedBytes:
     """
 
     said: Mapping[str, float]
+    replicas: int = 1
 
     def size(self, value: Value) -> float:
         """Bytes of a value when it travels."""
+        if value.name in _PARTS:
+            return self.said.get("params", 0) / self.replicas if self.replicas > 1 else 0
         unsaid = {"dx": "y", "wres": "res", "g": "params", "sum": "params"}
         return self.said.get(value.name, self.said.get(unsaid.get(value.name, ""), 0))
 
@@ -50,5 +55,6 @@ class NamedBytes:
             {
                 name: between(f"bytes of {name}", self.size(Value(name)), other.size(Value(name)), share)
                 for name in names
-            }
+            },
+            self.replicas,
         )
