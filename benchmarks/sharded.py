@@ -9,8 +9,8 @@ reshards after forward. A time is that of the slowest process, a ratio one of me
 compared: ours bit by bit with those of whole replicas.
 
 Memory is how far the resident peak grows in a step, in the process where most: gathered copies, gradients, activations
-and buffers, beside the shards that are there before. Each way has processes of its own, whose C library gives what is
-freed back at once (MALLOC_MMAP_THRESHOLD_).
+and buffers, beside the shards that are there before; of our steps also as a part of what `fpipe.sizes` told. Each way
+has processes of its own, whose C library gives what is freed back at once (MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ OURS = {
     "each use, lead 0": (True, fpipe.shard(gather="use", lead=0)),
 }
 TORCHS = {"FSDP2, kept": False, "FSDP2, resharded": True}
+TOLD: dict[str, float] = {}
+"""MiB of the fullest rank in our steps, as `fpipe.sizes` has them."""
 # What is to be reached, of what.
 REACH = {
     ("once a step", "FSDP2, kept"): 0.80,
@@ -83,6 +85,10 @@ def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
         mine = fpipe.shard_params(mine, mesh["dp"])
     example = tuple(own or fpipe.tree.tree_map(_on_meta, whole) for own, whole in zip(mine, params, strict=True))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, (x, target)))
+
+    share = 1 if name == "replicas" else 2
+    told = fpipe.sizes(program, model, params, (x, target), runtime="distributed", replicas=share).peak
+    TOLD[name] = max(told) / 2**20
 
     def run() -> dict[str, Tensor]:
         grads = step(mine, (x, target)).grads
@@ -193,7 +199,8 @@ def memory(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
     most = torch.tensor(max(grown))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if rank == 0:
-        print(f"{name:<14} {way:<18} grows by {most:.0f} MiB", flush=True)
+        told = f", sizes said {TOLD[way]:.0f} ({most / TOLD[way]:.2f} of it)" if way in TOLD else ""
+        print(f"{name:<14} {way:<18} grows by {most:.0f} MiB{told}", flush=True)
 
 
 def _status(word: str) -> float:

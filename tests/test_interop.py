@@ -7,9 +7,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
 
 import fpipe
@@ -244,3 +247,42 @@ def test_old_tables_of_torch_call_the_input_gradient_b():
     assert torch_pipelining.from_csv(old) == torch_pipelining.from_csv(now)
     with pytest.raises(ProgramError, match=r"0W0 stands twice.*notation='zb'"):
         fpipe.schedules.from_table("0F0 0B0 0W0")(fpipe.program(1))
+
+
+GATHERED = {
+    "step": "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0RESHARD,0REDUCE_GRAD",
+    "run": "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0RESHARD,0REDUCE_GRAD",
+    "use": "0UNSHARD,0F0,0SEND_F0,0RESHARD,0UNSHARD,0F1,0SEND_F1,0RECV_B0,0RESHARD,0UNSHARD,0B0,0RESHARD,0UNSHARD,"
+    "0RECV_B1,0B1,0RESHARD,0REDUCE_GRAD",
+}
+
+
+@pytest.mark.parametrize("gather", GATHERED)
+def test_gathers_and_scatters_are_torchs_actions_of_weights(gather: Any):
+    program = fpipe.shard(gather=gather, lead=0)(one_f_one_b(2, 2))
+    first, _ = torch_pipelining.to_csv(program, format="compute_comms", waits=False).splitlines()
+    assert first == GATHERED[gather]
+    waiting, _ = torch_pipelining.to_csv(program, format="compute_comms", waits=True).splitlines()
+    assert waiting.endswith("0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD")
+
+
+@given(
+    st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "interleaved", "zbv"]),
+    st.sampled_from(["step", "run", "use"]),
+    st.integers(2, 3),
+)
+def test_a_table_gathers_again_as_the_program_that_it_was_written_of(name: str, gather: Any, ranks: int):
+    base = fpipe.schedules.about(name).program(ranks, 4)
+    program = fpipe.shard(gather=gather, lead=0)(base)
+    text = torch_pipelining.to_csv(program, format="compute_comms", waits=False)
+    again = fpipe.shard(gather=torch_pipelining.gathers(text), lead=0)(base)
+    if gather == "step":  # it gathers where the step begins
+        text_again = torch_pipelining.to_csv(again, format="compute_comms", waits=False)
+        assert sorted(re.split(r"[,\n]", text_again)) == sorted(re.split(r"[,\n]", text))
+    else:
+        assert again == program
+
+
+def test_an_op_without_its_weights_is_refused():
+    with pytest.raises(fpipe.ProgramError, match=r"line 1, column 4: 0B0 stands where the weights of stage 0 are not"):
+        torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")

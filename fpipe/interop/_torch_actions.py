@@ -1,4 +1,4 @@
-"""Actions of torch's runtime that a program has no op for: the care of sharded weights, and the end of a send.
+"""Actions of torch's runtime for weights that are sharded, and for the end of a send.
 
 0F0 0SEND_F0 0RECV_B0 0B0   -->   0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0 0REDUCE_GRAD 0RESHARD
 """
@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
-from fpipe.interop._torch_read import Action
-from fpipe.program import Op
+from fpipe.interop._torch_read import COMPUTE, Action
+from fpipe.program import Op, Program
 
 _ACTIVE = 3  # stages whose weights are gathered at once: torch's own number
 _BACKWARD = re.compile(r"(\d+)[BI](\d+)")
@@ -31,6 +32,30 @@ def weight_actions(row: list[Op], waits: bool) -> list[list[Action]]:
         due += [Action(stage, "UNSHARD", None) for stage in ahead if stage not in active]
         active = set(ahead)
         gaps.append(due)
+    return gaps
+
+
+def actions_of_shards(program: Program, waits: bool) -> list[list[list[Action]]]:
+    """The same, of each rank, where a program gathers and scatters by itself. Torch has one copy of a stage, which is
+    kept while one of ours is."""
+    gaps: list[list[list[Action]]] = [[[]] for _ in range(program.ranks)]
+    reads = Counter(value for op in program.ops for part in op.parts or (op,) for value in part.reads)
+    copies = {op.writes[0]: reads[op.writes[0]] for op in program.ops if op.kind == "GATHER"}
+    live: Counter[int] = Counter()
+    for op in program.ops:
+        due, stage = gaps[op.rank], op.stage or 0
+        if op.kind == "GATHER":
+            due[-1] += [] if live[stage] else [Action(stage, "UNSHARD", None)]
+            live[stage] += 1
+        elif op.kind == "SCATTER":
+            due[-1] += [Action(stage, kind, None) for kind in ("REDUCE_GRAD", "WAIT_REDUCE_GRAD")[: 1 + waits]]
+        elif op.parts or op.kind in COMPUTE:
+            due.append([])
+        for value in (value for part in op.parts or (op,) for value in part.reads if value in copies):
+            copies[value] -= 1
+            of = value.stage or 0
+            live[of] -= not copies[value]
+            due[-1] += [] if copies[value] or live[of] else [Action(of, "RESHARD", None)]
     return gaps
 
 

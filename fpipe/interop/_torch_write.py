@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from fpipe.interop._torch_actions import weight_actions, with_waits
+from fpipe.interop._torch_actions import actions_of_shards, weight_actions, with_waits
 from fpipe.interop._torch_read import COMPUTE, Action
 from fpipe.program import Op, Program, ProgramError, Value, parts_of
 from fpipe.timing.costs import Ticks
 from fpipe.timing.simulate import simulate
 
-_SILENT = frozenset({"SPLIT", "ADD", "SCALE", "MERGE", "FREE", "SEND", "RECV"})
+_SILENT = frozenset({"SPLIT", "ADD", "SCALE", "MERGE", "FREE", "SEND", "RECV", "GATHER", "SCATTER", "REDUCE"})
 
 
 def refuse_what_torch_lacks(program: Program) -> None:
@@ -56,7 +56,8 @@ def with_transfers(program: Program, waits: bool) -> list[list[str]]:
     for op in program.ops:
         if op.parts or op.kind in COMPUTE:
             rows[op.rank].append(op)
-    gaps = [weight_actions(row, waits) for row in rows]
+    sharded = any(op.kind == "GATHER" for op in program.ops)
+    gaps = actions_of_shards(program, waits) if sharded else [weight_actions(row, waits) for row in rows]
     if any(op.kind == "SEND" for op in program.ops):
         complete = [*map(_with_weights, _placed(program, sends), gaps)]
     else:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fpipe.interop import _torch_write as write
-from fpipe.interop._torch_read import TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, Table, actions_of, read
+from fpipe.interop._torch_read import COMPUTE, TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, Table, actions_of, read
 from fpipe.model import Model
-from fpipe.program import Program, ProgramError, the_program
+from fpipe.program import Op, Program, ProgramError, the_program
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import sizes_of
@@ -47,7 +48,7 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
 
     Returns:
         A program, with SEND and RECV in the places of the table's transfers. What the table says of sharded weights
-        and of waits is not in it: `to_csv` writes that anew.
+        and of waits is not in it: `to_csv` writes that anew, and `gathers` reads it for `fpipe.shard`.
 
     Raises:
         ProgramError: an unrecognised cell, by line and column; an op or a transfer that is missing or stands twice;
@@ -103,6 +104,46 @@ def _ordered(rows: list[list[Cell]], format: Format | None) -> Transform:
     return transform
 
 
+def gathers(table: Table) -> Callable[[Op], object]:
+    """When a table of torch's gathers the weights of each stage, for `fpipe.shard(gather=)`.
+
+    Args:
+        table: as for `from_csv`, with UNSHARD and RESHARD.
+
+    Returns:
+        A function that gives the ops of a stage between an UNSHARD and the next one the same share. How early a table
+        gathers is not in it: `shard(lead=)` says that. The program has no transfers yet, as of `from_csv` with a table
+        of computation.
+
+    Raises:
+        ProgramError: an op of a stage stands where its weights are not gathered.
+
+    >>> import fpipe
+    >>> text = "0UNSHARD,0F0,0SEND_F0,0RESHARD,0UNSHARD,0RECV_B0,0B0,0RESHARD\\n1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0"
+    >>> program = fpipe.shard(gather=gathers(text), lead=0)(from_csv("0F0,,,0B0\\n,1F0,1B0,"))
+    >>> [op.writes[0].stage for op in program.ops if op.kind == "GATHER"]
+    [0, 1, 0]
+    """
+    share: dict[tuple[str, int | None, int | None], int] = {}
+    for row in read(table, None):
+        count, there = Counter[int](), set[int]()
+        for cell in row:
+            for action in cell.actions:
+                if action.kind == "UNSHARD":
+                    count[action.stage] += action.stage not in there
+                    there.add(action.stage)
+                elif action.kind == "RESHARD":
+                    there.discard(action.stage)
+                elif action.kind in COMPUTE:
+                    if action.stage not in there:
+                        raise ProgramError(
+                            f"{cell.place}: {action} stands where the weights of stage {action.stage} are not there; a "
+                            f"table with 'compute_comms' has {action.stage}UNSHARD before it."
+                        )
+                    share[action.kind, action.stage, action.microbatch] = count[action.stage]
+    return lambda op: share.get((op.kind, op.stage, op.microbatch))
+
+
 def _names(program: Program) -> dict[Action, str]:
     """Torch's name of each SEND and RECV, with the cell of ours."""
     sends = write.transfers(program)
@@ -132,7 +173,8 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
     """Write a program as torch's runtime loads it.
 
     Args:
-        program: a chain of stages with one rank a stage, without recompute, slices or offload.
+        program: a chain of stages with one rank a stage, without recompute, slices or offload. Of one that is sharded
+            GATHER, the last read of what it gathered, and SCATTER are UNSHARD, RESHARD and REDUCE_GRAD.
         format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with the
             transfers of the program, or, before `fpipe.communicate()`, each value sent as soon as it is there.
         waits: whether "compute_comms" says when to wait for what is in flight, which torch asks for from 2.15 on and
