@@ -271,6 +271,18 @@ def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
         cut(Masked())
 
 
+def test_odd_arguments_are_a_sentence_each():
+    model, _, program = cut(ranks=1)
+    for call, words in (
+        (lambda: fpipe.init_params(model, program, rank=0, seed="x"), "seed is a whole number, found 'x'"),  # type: ignore[arg-type]
+        (lambda: fpipe.init_params(model, program, rank=0, init=3), "init= is a function of name and tensor, found 3"),  # type: ignore[arg-type]
+        (lambda: fpipe.load_params(Net(), program, {}, rank=0), "a Model is wanted"),  # type: ignore[arg-type]
+        (lambda: fpipe.load_params(model, program, 3, rank=0), "a source is a path, or a state_dict; found int"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(words)):
+            call()
+
+
 NO_VALUES = r"params\[0\]\['embed.weight'\] is on meta, without values: fpipe.load_params or fpipe.init_params"
 
 

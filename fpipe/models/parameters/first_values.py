@@ -30,6 +30,10 @@ class FirstValues:
     """
 
     def __init__(self, seed: int, init: Fill | None) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"seed is a whole number, found {seed!r}.")
+        if init is not None and not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
+            raise TypeError(f"init= is a function of name and tensor, found {init!r}.")
         self.seed, self.init = fold_in(seed), init
         # Leaves of one module come one after the other.
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None

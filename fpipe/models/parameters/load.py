@@ -55,6 +55,7 @@ def load_params(
     >>> mine[0], list(mine[1])
     (None, ['1.weight', '1.bias'])
     """
+    the_model(model)
     found, first = source_of(source), FirstValues(0, init)
     aliases = _checked(model, found)
 
@@ -91,6 +92,7 @@ def init_params(
         value, where it lives.
 
     Raises:
+        TypeError: a seed that is no whole number.
         ValueError: a leaf that nothing gives values: the name, and the module that has it.
 
     >>> import fpipe, torch
