@@ -277,6 +277,16 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ),
         ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
         ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
+        ({"replicas": 2}, "replicas= share parameters out: say how in shard=, some of step, run, use"),
+        ({"shard": ["use"]}, "shard= needs replicas that share parameters out: say replicas=2"),
+        ({"shard": ["each"], "replicas": 2}, "shard lists some of step, run, use; found 'each'."),
+        ({"shard": "use", "replicas": 2}, "shard lists some of step, run, use; found 'use'."),
+        ({"shard": ["use"], "replicas": 0}, "replicas is a whole number, at least 1; found 0."),
+        (
+            {"shard": ["use"], "replicas": 2, "cluster": "2 ranks; replicas 4 1us"},
+            "replicas=2, and the cluster has 4; say them once.",
+        ),
+        ({"flops": 1e12}, "go with a Model; costs are given, not measured."),
         ({"profiled": [4]}, "go with a Model; costs are given, not measured."),
         (
             {"memory": 0.1},

@@ -66,9 +66,9 @@ class Cluster:
     def parse(cls, text: str) -> Cluster:
         """A cluster as it is typed: clauses with semicolons between them, the sizes first.
 
-        `inside` and `between` say a latency (5us), a bandwidth (200GB/s) or both, and `shared`; `replicas 4`
-        is followed by the link from one to the next; `rank 3`, `ranks 0-3`
-        and `each rank` say a speed, a memory or both. What is not said is no time, no limit, and speed 1.
+        `inside` and `between` say a latency (5us), a bandwidth (200GB/s) or both, and `shared`; `replicas 4` says these
+        of the link from one to the next; `rank 3`, `ranks 0-3` and `each rank` say a speed, a memory or both. What is
+        not said is no time, no limit, and speed 1.
 
         Raises:
             ValueError: what cannot be read, with its place.
