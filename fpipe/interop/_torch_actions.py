@@ -36,8 +36,8 @@ def weight_actions(row: list[Op], waits: bool) -> list[list[Action]]:
 
 
 def actions_of_shards(program: Program, waits: bool) -> list[list[list[Action]]]:
-    """Such actions on each rank, where a program gathers and scatters by itself. Torch has one copy of a stage, which is
-    kept while one of ours is."""
+    """Such actions on each rank, where a program gathers and scatters by itself. Torch has one copy of a stage, kept
+    while one of ours is."""
     gaps: list[list[list[Action]]] = [[[]] for _ in range(program.ranks)]
     reads = Counter(value for op in program.ops for part in op.parts or (op,) for value in part.reads)
     copies = {op.writes[0]: reads[op.writes[0]] for op in program.ops if op.kind == "GATHER"}
