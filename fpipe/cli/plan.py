@@ -10,11 +10,12 @@ from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
 from fpipe.cli.options import read_by
 from fpipe.cli.output import print_error, progress, table, write_pictures
-from fpipe.planning.asked import GATHERS, POLICIES, gather, policy
+from fpipe.planning.asked import POLICIES, gather, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
+from fpipe.transforms.shard import GATHERS
 
 
 def numbers(text: str) -> list[int]:
@@ -140,10 +141,9 @@ def run(
     options.refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
-    words |= {"flops": flops}
     words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
     words |= {"samples": samples, "seed": seed}
-    words |= {"replicas": replicas, "shard": shard or None}
+    words |= {"flops": flops, "replicas": replicas, "shard": shard or None}
     if checkpoint:
         words["checkpoint"] = checkpoint
     with progress("planning") as bar:

@@ -20,10 +20,10 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
+from fpipe.transforms.shard import GATHERS
 
 Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
-GATHERS = ("step", "run", "use")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
@@ -19,7 +19,9 @@ from fpipe.transforms._rewrite import Transform, refuse_freed, settled, transfor
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import data_parallel
 
-Gather = Literal["step", "run", "use"] | Callable[[Op], object]
+Policy = Literal["step", "run", "use"]
+GATHERS: tuple[Policy, ...] = get_args(Policy)
+Gather = Policy | Callable[[Op], object]
 
 
 def shard(
@@ -73,7 +75,7 @@ def shard(
     >>> [cell for cell in each.table(comms=True)[1] if "SPLIT" not in cell][:4]
     ['GATHER(params[1])', '1F0', 'GATHER(params[1]@1.1)', '1F1']
     """
-    if gather not in ("step", "run", "use") and not callable(gather):
+    if gather not in GATHERS and not callable(gather):
         raise ValueError(f"gather is 'step', 'run', 'use' or f(op), found {gather!r}.")
     if scatter not in ("step", "microbatch"):
         raise ValueError(f"scatter is 'step' or 'microbatch', found {scatter!r}.")

@@ -55,7 +55,6 @@ def load_params(
     >>> mine[0], list(mine[1])
     (None, ['1.weight', '1.bias'])
     """
-    the_model(model)
     found, first = source_of(source), FirstValues(0, init)
     aliases = _checked(model, found)
 
@@ -112,7 +111,7 @@ def _of_rank(
     model: Model, program: Program, rank: int | None, value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor]
 ) -> Params:
     """The leaves that live in the stages of a rank, each made from its names and where the net has it."""
-    nets = [*_nets(the_model(model))]
+    nets = [*_nets(model)]
     here = local_params(program, range(len(nets)), rank)
     return tuple(
         None
@@ -124,7 +123,7 @@ def _of_rank(
 
 def _nets(model: Model) -> Iterator[PositionalStage]:
     """The stages, which know where a net has their parameters."""
-    for number, stage in enumerate(model.stages):
+    for number, stage in enumerate(the_model(model).stages):
         run = of_net(stage.forward)
         if run is None or model.whole is not None:
             raise TypeError(
