@@ -27,7 +27,7 @@ The names that the front doors use for values (any lower-case word is a value na
     dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
     all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
-    cut                                 a replica's part of one microbatch's gradient over all of them
+    cut                                 the sum over those replicas alone that share params out, as cut_loss, cut_total
     grads outputs                       result names, besides loss, count and state
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,

@@ -51,12 +51,13 @@ def sharded(draw: st.DrawFn) -> tuple[Callable[[fpipe.Program], fpipe.Program], 
     return fpipe.chain(fpipe.split(4), *before, *after, fpipe.merge(outputs=False)), how
 
 
-@given(sharded(), st.integers(1, 3))
-def test_replicas_with_shards_have_the_gradients_of_plain_autograd(drawn: Any, replicas: int):
+@given(sharded(), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
+def test_replicas_with_shards_have_the_gradients_of_plain_autograd(drawn: Any, replicas: Any, across_first: bool):
     chain, how = drawn
     model, params = model_of(4)
-    batch = torch.randn(12, 4), torch.randn(12)
-    program = fpipe.shard(**how)(chain(fpipe.program(model)))
+    batch = torch.randn(24, 4), torch.randn(24)
+    ways = [fpipe.shard(**how), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
+    program = fpipe.chain(chain, *ways[:: -1 if across_first else 1])(fpipe.program(model))
     assert fpipe.verify(program, model, params, batch, replicas=replicas).bitwise
 
 

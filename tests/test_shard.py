@@ -112,10 +112,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "twice": (lambda: fpipe.shard()(sharded(2)), fpipe.ProgramError, "sharded already; shard it once"),
     "freed": (lambda: fpipe.shard()(fpipe.free()(fpipe.program(1))), fpipe.ProgramError, "apply fpipe.free() last"),
-    "two axes": (
-        lambda: after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp")),
+    "three axes": (
+        lambda: after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_parallel("cp")),
         fpipe.ProgramError,
-        "has replicas along 'dp' already",
+        "has replicas along 'dp' and 'tp' already",
     ),
     "moved": (
         lambda: after(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2)),

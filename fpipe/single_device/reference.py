@@ -57,7 +57,7 @@ def reference(
     state: Sequence[Any] | None = None,
     key: int | None = None,
     input_grads: bool = False,
-    replicas: int = 1,
+    replicas: int | tuple[int, int] = 1,
 ) -> Result:
     """Loss, gradients and outputs of a model by plain autograd.
 
@@ -72,7 +72,8 @@ def reference(
         key: an int, for models with random numbers.
         input_grads: whether the gradients of the inputs are wanted too.
         replicas: how many equal parts the batch's rows are cut into first, each of which then has the `microbatches`:
-            loss and gradients of each part are added up, then those of all, in their order. The state is the first's.
+            loss and gradients of each part are added up, then those of all, in their order. With a pair (m, n) there
+            are m times n, of which each n add up first. The state is the first's.
 
     Returns:
         A `Result` with loss, grads, outputs, losses and state, aux and input_grads.
@@ -85,8 +86,9 @@ def reference(
     (22.5, 15.0)
     """
     refuse_spread(_spread, "reference(model, params, {})")
-    for word, given in (("microbatches", microbatches), ("slices", slices), ("replicas", replicas)):
+    for word, given in (("microbatches", microbatches), ("slices", slices)):
         whole(word, given)
+    count, within = counted_replicas(replicas)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
@@ -94,16 +96,27 @@ def reference(
     if isinstance(batch, list):
         if not batch:
             raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
-        if replicas > 1:
+        if count > 1:
             raise ValueError("a list is of one replica's microbatches; hand in the whole batch with replicas=.")
         batch = streams(batch, len(batch))
         cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
     else:
         check_batch(batch)
-        each = parts_of_replicas(batch, replicas, model)
+        each = parts_of_replicas(batch, count, model)
         cuts = [cut(own, index, microbatches) for own in each for index in range(microbatches)]
     joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
-    return over_parts(model, params, cuts, replicas, state=state, key=key, sliced=Sliced(slices), joined=joined)
+    sliced, added_by = Sliced(slices), OverReplicas(within=within)
+    return over_parts(model, params, cuts, count, state=state, key=key, sliced=sliced, joined=joined, added_by=added_by)
+
+
+def counted_replicas(replicas: Any) -> tuple[int, int]:
+    """How many replicas there are, and how many of them add up first."""
+    if not isinstance(replicas, tuple):
+        return whole("replicas", replicas), replicas
+    if len(replicas) != 2:
+        raise ValueError(f"replicas is a number, or a pair of which the second add up first; found {replicas!r}.")
+    across, within = (whole("a number of replicas", one) for one in replicas)
+    return across * within, within
 
 
 def parts_of_replicas(batch: Any, replicas: int, model: Model, spec: Any = None) -> list[Any]:
@@ -159,10 +172,11 @@ class Joined:
 @dataclass(frozen=True)
 class OverReplicas:
     """How gradients are added over replicas: those of each microbatch before those of the next, or of all at once, and
-    after which cast of each leaf."""
+    after which cast of each leaf; and how many replicas add up first, among themselves, if not all do."""
 
     by_microbatch: bool = False
     cast: Callable[[Any], Any] = detached
+    within: int = 0
 
 
 def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
@@ -242,7 +256,11 @@ def over_parts(
             sums[-1] = _both(model, sums[-1], grads) if sums[-1] else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
-    loss, grads = reduce(torch.add, each_loss), _over_replicas(model, params, sums, many, added_by)
+    within = added_by.within or replicas
+    loss = reduce(torch.add, [reduce(torch.add, each_loss[at : at + within]) for at in range(0, replicas, within)])
+    first = within * (many if added_by.by_microbatch else 1)
+    groups = [_over_replicas(model, params, sums[at : at + first], many, added_by) for at in range(0, len(sums), first)]
+    grads = reduce(partial(tree.tree_map, added), groups)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
@@ -272,7 +290,8 @@ def _both(model: Model, one: Sums, other: Sums) -> Sums:
 def _over_replicas(
     model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas
 ) -> tuple[Any, ...]:
-    """Gradients over all replicas. What several stages share is added up in a replica first."""
+    """Gradients over replicas that add up among themselves. What several stages share is added up in a replica
+    first."""
     add, cast = partial(_both, model), partial(tree.tree_map, added_by.cast)
     many = microbatches if added_by.by_microbatch else 1
     whole = [cast(_collected(model, params, reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]

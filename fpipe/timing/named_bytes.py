@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fpipe.program import Value
 from fpipe.timing.average import between
 
-_PARTS = ("shard", "all")
+_PARTS = ("shard", "cut", "all")
 NAMES = ("y", "dx", "res", "wres", "params")
 
 

@@ -5,11 +5,16 @@
 
 The program stays that of one replica. SPLIT then weighs a microbatch among those of all replicas, so gradients and
 losses are only added; what counts its rows (`reduction="count"`) is divided once, by the count over all.
+
+With `shard` along another axis a replica is itself several, which add up first: cut[0] = SCATTER sum[0,1]
+{axis='shard'}, all[0] = REDUCE cut[0] {axis='replicate'}.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, settled, transforming
@@ -29,10 +34,12 @@ def data_parallel(axis: str = "dp") -> Transform:
 
     Returns:
         A transform, behind `merge` anywhere in a chain. What has replicas along this axis already it leaves as it is.
+        Before or behind `shard` along another axis (HSDP) those that share parameters out add up first, among
+        themselves, and then over this axis.
 
     Raises:
         ProgramError: the program is not split and merged, has its transfers already, or has replicas along another
-            axis.
+            axis that are no shards.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(1))
@@ -52,25 +59,73 @@ def data_parallel(axis: str = "dp") -> Transform:
 
     @transforming
     def transform(program: Program) -> Program:
-        known = axis_of(program)
-        if known == axis:
+        known = axes_of(program)
+        if axis in known:
             return program
-        if known is not None:
-            raise ProgramError(f"this program has replicas along {known!r} already, and so none along {axis!r}.")
+        is_sharded = any(op.kind == "SCATTER" for op in program.ops)
+        if len(known) > 1 or (known and not is_sharded):
+            refuse_more(known, axis)
         _refuse_unmerged(program)
         if any(op.kind in ("SEND", "RECV") for op in program.ops):
             raise ProgramError(
                 "this program has its transfers already; put fpipe.data_parallel() before fpipe.communicate()."
             )
+        if known:
+            return nested(program, axis, *known)
         return settled(program, *_Reducer(program, axis).reduced())
 
     return transform
 
 
-def axis_of(program: Program) -> str | None:
-    """The axis along which a program has replicas, if it has: its SPLITs say it."""
+def axes_of(program: Program) -> tuple[str, ...]:
+    """The axes along which a program has replicas: its SPLITs say them. Of two, the replicas along the second add up
+    first."""
     said = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    return said.get("axis")
+    return tuple(said["axis"].split("+")) if "axis" in said else ()
+
+
+def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
+    """Refuse replicas along one more axis."""
+    raise ProgramError(
+        f"this program has replicas along {' and '.join(map(repr, known))} already, and so none along {axis!r}: there "
+        "is one axis of fpipe.data_parallel(), and one of fpipe.shard()."
+    )
+
+
+def nested(program: Program, outer: str, inner: str) -> Program:
+    """A program with replicas along one of two axes, with replicas along both: what it adds up over all is added up
+    over those along the `inner` axis, and that over the `outer` one."""
+    ops, now = list[Op](), dict[Value, Value]()
+
+    def across(op: Op, part: Value, made: Value) -> Op:
+        return op._replace(kind="REDUCE", reads=(part,), writes=(made,), how=(("axis", outer),))
+
+    for op in program.ops:
+        if op.kind == "SPLIT":
+            ops.append(_along(op, f"{outer}+{inner}"))
+        elif op.kind in ("REDUCE", "SCATTER") and op.writes[0].name.startswith("all"):
+            (whole,) = op.writes
+            part = whole._replace(name=whole.name.replace("all", "cut", 1))
+            ops += [_along(op, inner)._replace(writes=(part,)), across(op, part, whole)]
+        else:
+            ops.append(op)
+    for end in program.outputs:  # each microbatch's gradients were added up over the inner axis, and their sum is not
+        op = program.ops[program.writer[end.value]]
+        total = op.reads[0] if op.kind == "SCALE" else end.value
+        if end.name.name == "grads" and total.name != "all":
+            now[total] = end.name._replace(name="all")
+            made = across(op, total, now[total])
+            ops = [one._replace(reads=_renamed(one.reads, now)) if one.kind == "SCALE" else one for one in ops]
+            ops.append(made._replace(microbatch=None, slice=None))
+    return settled(program, ops, (end._replace(value=now.get(end.value, end.value)) for end in program.outputs))
+
+
+def _along(op: Op, axis: str) -> Op:
+    return op._replace(how=tuple((dict(op.how) | {"axis": axis}).items()))
+
+
+def _renamed(values: Sequence[Value], now: Mapping[Value, Value]) -> tuple[Value, ...]:
+    return tuple(now.get(value, value) for value in values)
 
 
 def _refuse_unmerged(program: Program) -> None:
@@ -122,7 +177,7 @@ class _Reducer:
         if op.kind == "SPLIT":
             return op._replace(how=(*op.how, *self.how))
         if op.kind == "SCALE":
-            return op._replace(reads=tuple(self.now.get(value, value) for value in op.reads))
+            return op._replace(reads=_renamed(op.reads, self.now))
         if op.kind == "MERGE" and self.counted and _LOSS in op.writes:
             return op._replace(writes=tuple(Value("total") if value == _LOSS else value for value in op.writes))
         return op

@@ -17,7 +17,7 @@ from fpipe.order import arrange, held_kinds
 from fpipe.program import Input, Op, Program, ProgramError, Value, kind_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, refuse_freed, settled, transforming
 from fpipe.transforms.communicate import NARROW
-from fpipe.transforms.data_parallel import data_parallel
+from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, refuse_more
 
 Policy = Literal["step", "run", "use"]
 GATHERS: tuple[Policy, ...] = get_args(Policy)
@@ -55,13 +55,15 @@ def shard(
             end in the dtype of their parameters, and so does the optimizer's state.
 
     Returns:
-        A transform, behind `merge`, in place of `data_parallel`; behind `data_parallel(axis)` it is the same. With
-        gather="step" it may stand before or after a schedule; the others look at the order of ops, and come after it.
+        A transform, behind `merge`, in place of `data_parallel`; behind `data_parallel(axis)` it is the same. Together
+        with `data_parallel` along another axis, in any order, gradients are scattered along this axis, and those parts
+        added up along the other (HSDP). With gather="step" it may stand before or after a schedule; the others look at
+        the order of ops, and come after it.
 
     Raises:
         ValueError: an axis that is no name, another policy, a lead that is no such number, or another dtype.
         ProgramError: the program is not split and merged, has its transfers or frees already, is sharded already, or
-            has replicas along another axis.
+            has replicas along two other axes.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(2))
@@ -93,8 +95,11 @@ def shard(
                 if is_sharded
                 else "this program has its transfers already; put fpipe.shard() before fpipe.communicate()."
             )
-        along = (("axis", axis),)
-        scattered = _scattered(replicated(program), (*along, *reduced), scatter == "microbatch")
+        along, known = (("axis", axis),), axes_of(program)
+        if len(known) > 1:
+            refuse_more(known, axis)
+        across = nested(program, *known, axis) if known and axis not in known else replicated(program)
+        scattered = _scattered(across, (*along, *reduced), scatter == "microbatch")
         copies = _Copies(scattered, (*along, *compute))
         if gather == "step":
             first = [copies.gathered(value, min(homes)) for value, homes in copies.homes.items()]
@@ -120,11 +125,14 @@ def _cast(word: str, dtype: object) -> How:
 
 def _scattered(program: Program, how: How, each: bool) -> Program:
     """The program with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
-    reduces = {op.writes[0]: op for op in program.ops if op.kind == "REDUCE" and op.writes[0].name == "all"}
+
+    def of_gradients(op: Op) -> bool:
+        return op.kind == "REDUCE" and op.how == how[:1] and op.writes[0].name in ("all", "cut")
+
     if not each:
-        made = {op: op._replace(kind="SCATTER", how=how) for op in reduces.values()}
-        ops = tuple([made.get(op, op) if op.kind == "REDUCE" else op for op in program.ops])
+        ops = tuple([op._replace(kind="SCATTER", how=how) if of_gradients(op) else op for op in program.ops])
         return Program.trusted(program.inputs, ops, program.outputs, program.sources)
+    reduces = {op.writes[0]: op for op in program.ops if of_gradients(op)}
     reduces = {made: op for made, op in reduces.items() if not made.port}  # what stages share is added up in a replica
     now, cuts = {made: op.reads[0] for made, op in reduces.items()}, dict[Value, Value]()
     todo = [*now.values()]
@@ -139,7 +147,7 @@ def _scattered(program: Program, how: How, each: bool) -> Program:
     ops = [
         op._replace(
             reads=tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads),
-            **({"kind": "SCATTER", "how": how} if op.kind == "REDUCE" and op.writes[0].name == "all" else {}),
+            **({"kind": "SCATTER", "how": how} if of_gradients(op) else {}),
         )
         for op in program.ops
         if not reduces.keys() & {*op.writes}

@@ -10,14 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.limits import whole
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
 from fpipe.single_device.batches import refuse_meta, refuse_spread, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
+from fpipe.single_device.reference import (
+    Joined,
+    OverReplicas,
+    Sliced,
+    counted_replicas,
+    over_parts,
+    parts_of_replicas,
+)
 from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of
@@ -38,7 +44,7 @@ def verify(
     key: int | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-    replicas: int = 1,
+    replicas: int | tuple[int, int] = 1,
 ) -> Report:
     """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
     loss and gradients with the function itself, too.
@@ -48,7 +54,8 @@ def verify(
             merged first.
         rtol, atol: relative and absolute tolerance. Without either every bit must agree.
         replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
-            rows; loss, gradients and the first one's state are compared.
+            rows; loss, gradients and the first one's state are compared. Of a program with replicas along two axes a
+            pair: (2, 3) are 2 groups across, each of 3 that share parameters out.
 
     Returns:
         A `Report`, which also says whether the undivided batch gives the same; params, batch, random state and module
@@ -73,23 +80,24 @@ def verify(
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch
-    refuse_without(program, whole("replicas", replicas))
+    count, within = counted_replicas(replicas)
+    refuse_without(program, replicas)
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec, size = spec_of(how.get("spec")), how.get("size")
     if "presplit" in how:
-        if replicas > 1:
+        if count > 1:
             raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
         each, batch = [batch], streams(batch, program.microbatches)
         parts = [*zip(zip(*batch, strict=True), rows_of_each(batch, spec), strict=True)]
     else:
-        each = parts_of_replicas(batch, replicas, model, spec)
+        each = parts_of_replicas(batch, count, model, spec)
         many = program.microbatches
         parts = [cut(own, index, many, spec, size=size) for own in each for index in range(many)]
     own, params = params, computed(program, params)
-    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"))
-    if replicas > 1:
-        found = lockstep(program, model, own, each, state=state, key=key)
-        over = model, params, parts, replicas
+    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
+    if count > 1:
+        found = lockstep(program, model, own, each, within=within, state=state, key=key)
+        over = model, params, parts, count
         expected = over_parts(*over, state=state, key=key, sliced=_sliced(how), added_by=added_by)
         return compare(found, replace(expected, grads=like_params(own, expected.grads)), close)
     found = build(program, model)(own, given, state=state, key=key)

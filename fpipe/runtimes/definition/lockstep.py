@@ -3,12 +3,13 @@
     replica 0: all[0] = REDUCE sum[0,1]        -->        both: all[0] = sum[0,1] of replica 0 + sum[0,1] of replica 1
     replica 1: all[0] = REDUCE sum[0,1]
 
-Parameters are handed in whole, and cut into shards where the program takes shards; gradients come out whole.
+Parameters are handed in whole, and cut into shards where the program takes shards; gradients come out whole. With
+replicas along two axes, those along the second are neighbours: 0 and 1 share parameters out, and so do 2 and 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -24,6 +25,7 @@ from fpipe.runtimes.definition.meaning import RULES, batch_of, cast_of
 from fpipe.runtimes.definition.walk import place_of
 from fpipe.single_device.batches import refuse_unloaded
 from fpipe.single_device.result import Result
+from fpipe.transforms.data_parallel import axes_of
 
 
 def lockstep(
@@ -32,14 +34,15 @@ def lockstep(
     params: Sequence[Any],
     batches: Sequence[Any],
     *,
+    within: int,
     state: Sequence[Any] | None = None,
     key: int | None = None,
 ) -> Result:
-    """One step of a replica for each batch. Losses and gradients are those of all; the state is the first replica's,
-    outputs are left out."""
+    """One step of a replica for each batch, of which so many share parameters out `within`. Losses and gradients are
+    those of all; the state is the first replica's, outputs are left out."""
     check_inputs(program, model, params, state)
     refuse_unloaded(batches, params, state)
-    count, wanted = len(batches), taken_gradients(model, program.ops)
+    count, wanted, outer = len(batches), taken_gradients(model, program.ops), axes_of(program)[:-1]
     contexts, values = list[StepContext](), list[dict[Any, Any]]()
     for number, batch in enumerate(batches):
         whole, sizes = batch_of(program, batch)
@@ -47,14 +50,15 @@ def lockstep(
         context.first = number * program.microbatches
         contexts.append(context)
         own = bind_inputs(program, model, params, whole, state, key)
-        shards = {value: _shard(one, number, count) for value, one in own.items() if value.name == "shard"}
+        shards = {value: _shard(one, number % within, within) for value, one in own.items() if value.name == "shard"}
         values.append(own | shards)
     for op in program.ops:
         read = [[own[value] for value in op.reads] for own in values]
         try:
             if op.kind in _EXCHANGES:
                 taken = [tree.tree_map(cast_of(op), one) for (one,) in read]
-                made = [[one] for one in _EXCHANGES[op.kind](taken)]
+                across = dict(op.how)["axis"] in outer
+                made = [[one] for one in _among(taken, within, across, _EXCHANGES[op.kind])]
             else:
                 made = [RULES[op.kind](op, args, context) for args, context in zip(read, contexts, strict=True)]
         except Exception as error:
@@ -65,9 +69,18 @@ def lockstep(
     found = {end.value: values[0][end.value] for end in program.outputs}
     if any(value.name == "shard" for value, _ in program.inputs):
         parts = [end.value for end in program.outputs if end.name.name == "grads"]
-        found |= {value: _gather([own[value] for own in values])[0] for value in parts}
+        found |= {value: _gather([own[value] for own in values[:within]])[0] for value in parts}
     named = collect_results(program, model, params, batches[0], state, found, _detached)
     return Result(**{name: one for name, one in named.items() if name in ("loss", "grads", "state")})
+
+
+def _among(each: list[Any], within: int, across: bool, exchange: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+    """An exchange among those `within` a group of neighbours, or `across` groups."""
+    made = [*each]
+    for at in range(within) if across else range(0, len(each), within):
+        group = slice(at, None, within) if across else slice(at, at + within)
+        made[group] = exchange(each[group])
+    return made
 
 
 def _shard(whole: Any, number: int, count: int) -> Any:
@@ -114,9 +127,13 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def refuse_without(program: Program, replicas: int) -> None:
-    """A ValueError for replicas of a program that exchanges nothing with them."""
-    if replicas > 1 and not any(op.kind in _EXCHANGES for op in program.ops):
+def refuse_without(program: Program, replicas: int | tuple[int, int]) -> None:
+    """A ValueError for replicas of a program that exchanges nothing with them, or that are along other axes."""
+    axes = axes_of(program)
+    if replicas != 1 and len(axes) > 0 and isinstance(replicas, tuple) != (len(axes) == 2):
+        along, say = " and ".join(map(repr, axes)), "a pair such as (2, 2)" if len(axes) == 2 else "a number such as 2"
+        raise ValueError(f"the program has replicas along {along}: replicas is {say}; found {replicas!r}.")
+    if replicas != 1 and not any(op.kind in _EXCHANGES for op in program.ops):
         raise ValueError(
             f"replicas={replicas} is of a program with replicas: put fpipe.data_parallel() or fpipe.shard() behind "
             "fpipe.merge()."

@@ -209,7 +209,7 @@ def distributed(
         peer_errors.refuse(error, _BUILDING, _TRACED)
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
-    watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else [replicas.group]))
+    watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else replicas.groups))
     exchanges = first.exchanges
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step

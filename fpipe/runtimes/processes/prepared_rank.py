@@ -22,7 +22,6 @@ from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
-from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.message import Layout
@@ -46,7 +45,7 @@ class PreparedRank(Prepared):
         self.step_key: int | None = None
         self.step_batch = ""
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
-        share = None if replicas is None else Share(*replica, replicas.axis)
+        share = None if replicas is None else replicas.share
         super().__init__(*args, **how, replica=replica, share=share)
         device = transfers.device
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]

@@ -1,11 +1,15 @@
 """Find in a mesh the processes that run the ranks of a program, and those that run its replicas.
 
 mesh 2 x 2 of ("dp", "pp")        --> process 3 -->        ranks: processes 2 and 3; the other replica's: process 1
+mesh 2 x 2 x 1 of ("replicate", "shard", "pp")    --> process 3 -->    shares out with process 2, adds up across with 1
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.program import Program
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.processes.communicators import by_nccl
 from fpipe.runtimes.processes.replicas import Replicas
-from fpipe.torch_private.processes import world_group
-from fpipe.transforms.data_parallel import axis_of
+from fpipe.torch_private.processes import timeout_of, world_group
+from fpipe.transforms.data_parallel import axes_of
 
 
 def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
@@ -36,12 +41,12 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
         )
     if not dist.is_initialized():
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
-    axis = axis_of(program)
+    axes = axes_of(program)
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    of = ({} if axis is None else {axis: "replicas"}) | {"pp": "ranks"}
+    of = dict.fromkeys(axes, "replicas") | {"pp": "ranks"}
     missing = next((name for name in of if name not in names), None)
-    if missing is not None and (mesh is not None or axis is not None):
-        sizes = f"(replicas, {program.ranks})" if axis else f"({program.ranks},)"
+    if missing is not None and (mesh is not None or axes):
+        sizes = f"({'replicas, ' * len(axes)}{program.ranks})" if axes else f"({program.ranks},)"
         found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
         raise ValueError(
             f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
@@ -50,7 +55,7 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
     if mesh is None:
         return world_group()
     for name in names:
-        if name.startswith("dp") and name != axis and mesh.size(names.index(name)) > 1:
+        if name.startswith("dp") and name not in axes and mesh.size(names.index(name)) > 1:
             warnings.warn(
                 f"dimension {name!r} of the mesh has {mesh.size(names.index(name))} processes, and the program no "
                 f"replicas along it: each trains apart. Put fpipe.data_parallel({name!r}) behind fpipe.merge(), unless "
@@ -79,16 +84,36 @@ def replicas_of(
     device: torch.device,
     watchdog: Watchdog,
 ) -> Replicas | None:
-    """The other replicas of a program that has them; the mesh has a dimension for them."""
-    axis = axis_of(program)
-    if axis is None:
+    """The other replicas of a program that has them; the mesh has a dimension, or two, for them."""
+    axes = axes_of(program)
+    if not axes:
         return None
     assert mesh is not None
     names = mesh.mesh_dim_names or ()
-    group, both = mesh.get_group(axis), (axis, "pp")
+    known = [name for name in names if name in (*axes, "pp")]
     here = tuple(
-        slice(None) if name in both else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
+        slice(None) if name in known else at for name, at in zip(names, mesh.get_coordinate() or (), strict=True)
     )
-    processes = mesh.mesh[here] if names.index(axis) < names.index("pp") else mesh.mesh[here].T
-    meeting = Meeting(processes.tolist(), group.rank() * ranks.size() + ranks.rank(), ranks, timeout, watchdog)
-    return Replicas(group, axis, ranks.rank(), meeting, device if by_nccl(group, device) else torch.device("cpu"))
+    order = [known.index(name) for name in (*axes, "pp")]
+    processes = sorted(mesh.mesh[here].permute(order).reshape(-1, ranks.size()).tolist())  # as a group sorts its own
+    groups = {axis: mesh.get_group(axis) for axis in axes}
+    inner = groups[axes[-1]]
+    group = inner if len(axes) == 1 else _group_of_all([each[ranks.rank()] for each in processes], inner)
+    meeting = Meeting(processes, group.rank() * ranks.size() + ranks.rank(), ranks, timeout, watchdog)
+    share = Share(inner.rank(), inner.size(), axes[-1])
+    where = device if by_nccl(group, device) else torch.device("cpu")
+    return Replicas(group, groups, share, ranks.rank(), meeting, where)
+
+
+def _group_of_all(processes: Sequence[int], inner: ProcessGroup) -> ProcessGroup:
+    """The group of the replicas along two axes, where they vote; it is made once, and stays as long as that of the
+    inner ones."""
+    made = _OF_ALL.setdefault(inner, {})
+    key = tuple(processes)
+    if key not in made:
+        more: Any = {"timeout": timeout_of(inner), "backend": dist.get_backend(inner)}
+        made[key] = dist.new_group([*processes], use_local_synchronization=True, **more)
+    return made[key]
+
+
+_OF_ALL: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

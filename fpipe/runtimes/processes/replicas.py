@@ -30,7 +30,7 @@ from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
-from fpipe.runtimes.lowering.shards import Shared, shard_of
+from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, parts_of_op
 
 Leaves = list[Any]
@@ -40,11 +40,11 @@ _FINE, _FAILED, _LOST = range(3)
 
 
 class Exchanges(NamedTuple):
-    """Collectives of one rank over all replicas in a step, in the order of the program, the cells of their ops, and the
-    rows of the step."""
+    """Collectives of one rank over replicas in a step, in the order of the program, their ops, and the rows of the
+    step."""
 
     parts: dict[Value, list[CollectivePart]]
-    cells: dict[Value, str]
+    ops: dict[Value, Op]
     rows: int
 
 
@@ -56,14 +56,24 @@ class Replicas:
 
     Args:
         group: they and this one, by replica.
-        axis: the dimension of the mesh that they are.
+        groups: those of them along each dimension of the mesh that has replicas.
+        share: which of those along the last of these this one is, of how many: they share parameters out.
         rank: which rank of its replica this is.
         meeting: where all ranks of all replicas leave word.
         device: where votes are: on the host, or with NCCL on the GPU.
     """
 
-    def __init__(self, group: ProcessGroup, axis: str, rank: int, meeting: Meeting, device: torch.device) -> None:
-        self.group, self.axis, self.number, self.count, self._rank = group, axis, group.rank(), group.size(), rank
+    def __init__(
+        self,
+        group: ProcessGroup,
+        groups: Mapping[str, ProcessGroup],
+        share: Share,
+        rank: int,
+        meeting: Meeting,
+        device: torch.device,
+    ) -> None:
+        self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
+        self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
         self.meeting, self._device, self._broken, self._warned = meeting, device, False, False
         self._timeout = timedelta(seconds=meeting.seconds)
         self.begin(Exchanges({}, {}, 0))
@@ -79,19 +89,21 @@ class Replicas:
     def starting(
         self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
     ) -> tuple[list[Instruction], Exchanges]:
-        """Instructions of which each exchange of this rank only starts, and those wait that read what it writes."""
+        """Instructions of which each exchange of this rank only starts, and those wait that read what it writes: a
+        REDUCE across, too, that adds up what was scattered within."""
         exchanges, made = Exchanges({}, {}, rows), list[Instruction]()
         for one in lowered.instructions:
             op = one.ops[0]
+            late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
             if op.rank == self._rank and op.kind in EXCHANGED:
                 (value,) = op.writes
+                wanted = lowered.gathered.get(value)
                 of = None if op.kind == "REDUCE" else shared[shard_of(op)]
-                parts = parts_of_op(op, lowered.trees[value].leaves, of, self.count, lowered.gathered.get(value))
-                exchanges.parts[value], exchanges.cells[value] = parts, op.cell
+                parts = parts_of_op(op, lowered.trees[value].leaves, of, self.share.replicas, wanted)
+                exchanges.parts[value], exchanges.ops[value] = parts, op
                 one = one._replace(run=partial(self._start, value))
-            elif op.rank == self._rank:
-                late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
-                one = one._replace(run=partial(self._late, late, op, one.run)) if late else one
+            if op.rank == self._rank and late:
+                one = one._replace(run=partial(self._late, late, one.run))
             made.append(one)
         return made, exchanges
 
@@ -109,22 +121,23 @@ class Replicas:
         return [made]
 
     def _post(self, value: Value, part: CollectivePart, read: Read) -> Mapping[int, Tensor]:
+        op = self._exchanges.ops[value]
         try:
-            posted = part.post(self.group, read)
+            posted = part.post(self._by_axis[dict(op.how)["axis"]], read)
         except RuntimeError as error:
-            raise self._lost(error, self._exchanges.cells[value]) from error
+            raise self._lost(error, op.cell) from error
         self._posted[value] += 1
         self._under_way.setdefault(value, []).append(posted)
         return posted.made
 
-    def _late(self, values: Sequence[Value], op: Op, run: Callable[..., Any], *lists: Leaves) -> Any:
+    def _late(self, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
             self._wait_for(value)
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
         for posted in self._under_way.get(value, ()):
-            self._wait(posted.work, self._exchanges.cells[value])
+            self._wait(posted.work, self._exchanges.ops[value].cell)
             if posted.after is not None:
                 posted.after()
         self._under_way.pop(value, None)
@@ -247,7 +260,7 @@ def reduced_last(program: Program) -> Program:
     adds: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
         sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
-        waits = not sums and not late.isdisjoint(op.reads)
+        waits = not late.isdisjoint(op.reads)
         late.update(op.writes if waits or sums else ())
         if op.kind == "SCATTER":
             rest += adds.pop(place, ())

@@ -1,0 +1,188 @@
+"""Replicas along two axes: those within a group share parameters out, and add up before the groups do (HSDP)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fpipe
+from tests.processes import SOON, Processes, result, timed
+from tests.test_distributed import MSE, own, rows
+from tests.test_shard import odd_net
+
+WAYS: dict[str, dict[str, Any]] = {
+    "once a step": {},
+    "each use": {"gather": "use"},
+    "each microbatch": {"scatter": "microbatch"},
+}
+
+
+def hybrid(model: Any, way: str, ranks: int, shard_first: bool = False) -> fpipe.Program:
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(ranks), fpipe.merge(outputs=False))
+    both = [fpipe.data_parallel("replicate"), fpipe.shard("shard", **WAYS[way])]
+    return fpipe.chain(merged, *(both[::-1] if shard_first else both))(fpipe.program(model))
+
+
+def counted(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (y - target).square().sum(), y.numel()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "count"])
+def test_the_order_of_the_two_does_not_matter_and_they_are_proven_in_one_process(way: str, reduction: Any):
+    loss = MSE if reduction == "mean" else counted
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=loss, reduction=reduction)
+    program = hybrid(model, way, 2)
+    assert program == hybrid(model, way, 2, shard_first=True) == fpipe.Program.parse(str(program))
+    for replicas in ((2, 2), (3, 2), (1, 2)):
+        assert fpipe.verify(program, model, params, rows(24), replicas=replicas).bitwise
+    expected = fpipe.reference(model, params, rows(24), microbatches=2, replicas=(2, 3))
+    assert expected.loss is not None
+    assert torch.allclose(expected.loss, fpipe.reference(model, params, rows(24)).loss)
+
+
+def test_a_gradient_is_scattered_within_and_added_up_across():
+    program = hybrid(2, "once a step", 2)
+    (cut,) = [op for op in program.ops if op.kind == "SCATTER" and op.stage == 1]
+    (made,) = [op for op in program.ops if op.kind == "REDUCE" and op.reads == cut.writes]
+    assert str(cut) == "cut[1] = SCATTER[1] sum[1,1] {axis='shard'} @ 1"
+    assert str(made) == "all[1] = REDUCE[1] cut[1] {axis='replicate'} @ 1"
+    assert str(program.outputs[-1]) == "grads[1] = all[1] @ 1"
+    timeline = fpipe.simulate(program, fpipe.Costs(scatter=2.0, reduce=[3.0, 0.0]))
+    assert timeline.delivered == timeline.makespan + 2 + 3  # of stage 0, one behind the other
+
+
+def test_two_axes_of_one_kind_are_refused():
+    merged = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(2))
+    with pytest.raises(fpipe.ProgramError, match=r"one axis of fpipe.data_parallel\(\), and one of fpipe.shard"):
+        fpipe.chain(fpipe.data_parallel("a"), fpipe.data_parallel("b"))(merged)
+
+
+def test_how_many_there_are_along_each_axis_is_said():
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    with pytest.raises(ValueError, match=r"replicas is a pair such as \(2, 2\); found 4"):
+        fpipe.verify(hybrid(model, "once a step", 2), model, params, rows(16), replicas=4)
+    with pytest.raises(ValueError, match=r"a pair of which the second add up first; found \(2, 2, 2\)"):
+        fpipe.reference(model, params, rows(16), replicas=(2, 2, 2))  # pyright: ignore[reportArgumentType]
+
+
+def by_group(net: nn.Module, batches: list[Any], way: str) -> dict[str, Tensor]:
+    """Gradients by plain autograd, of two groups of two replicas: added up within each, and then over both."""
+    each = list[list[dict[str, Tensor]]]()  # of each replica, each of its two microbatches
+    for batch in batches:
+        each.append([])
+        for x, target in zip(*(half.chunk(2) for half in batch), strict=True):
+            loss = MSE(net(x), target) * (1 / 8)
+            found = torch.autograd.grad(loss, [*net.parameters()])
+            each[-1].append(dict(zip((name for name, _ in net.named_parameters()), found, strict=True)))
+
+    def added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+
+    if way == "each microbatch":
+        groups = [added([added([one[n] for one in each[at : at + 2]]) for n in range(2)]) for at in (0, 2)]
+    else:
+        groups = [added([added(one) for one in each[at : at + 2]]) for at in (0, 2)]
+    return added(groups)
+
+
+def meshed(ranks: int, turned: bool) -> DeviceMesh:
+    """Groups of replicas along the first dimension, or along the second."""
+    names = ("shard", "replicate", "pp") if turned else ("replicate", "shard", "pp")
+    return init_device_mesh("cpu", (2, 2, ranks), mesh_dim_names=names)
+
+
+def bits(rank: int, way: str, ranks: int, turned: bool) -> list[str]:
+    """What is odd after two steps of replicas in groups."""
+    mesh = meshed(ranks, turned)
+    net, batches = odd_net(), [tuple(half.chunk(4)[one] for half in rows(16)) for one in range(4)]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program, place = hybrid(model, way, ranks), mesh.get_local_rank("pp")
+    shards = fpipe.shard_params(own(program, place, params), mesh["shard"])
+    replica = 2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[replica]))
+    for _ in range(2):
+        found = step(shards, batches[replica])
+    expected = by_group(net, batches, way)
+    made = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
+    wrong = [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), expected[name])]
+    norm = fpipe.global_norm(found.grads, mesh=mesh)
+    wrong += ["norm"] * (not torch.allclose(norm, nn.utils.get_total_norm(list(expected.values()))))
+    return wrong + ["missing"] * (len(made) != len(params[0]) * (3 - ranks))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_of_processes_give_the_bits_of_autograd_added_by_group(four: Processes, way: str, turned: bool):
+    assert four.each(bits, way, 1, turned) == [[]] * 4
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Processes]:
+    processes = Processes(8)
+    yield processes
+    processes.close()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("way", WAYS)
+def test_two_by_two_by_two_processes_do_too(eight: Processes, way: str):
+    assert eight.each(bits, way, 2, False) == [[]] * 8
+
+
+def lost_in_a_sum(rank: int, who: int) -> Any:
+    """What each process hears of one that is gone, and how soon."""
+    mesh = meshed(1, False)
+    model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
+    shards = fpipe.shard_params(tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2)), mesh["shard"])
+    program = hybrid(model, "once a step", 1)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, rows(8)))
+    step(shards, rows(8))
+    if rank == who:
+        os._exit(1)
+    return timed(lambda: step(shards, rows(8)))
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_a_process_that_is_lost_is_named_in_both_groups(who: int):
+    several = Processes(4)
+    try:
+        several.start(lost_in_a_sum, who)
+        for words, seconds in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
+            assert words.startswith(f"LostRank: replica {who}: rank 0 is gone")
+            assert seconds < SOON
+    finally:
+        several.close()
+
+
+def failing(rank: int, lost: int) -> list[Any]:
+    """What each process hears when one fails in a backward, and whether the next step works."""
+    mesh, broken = meshed(1, False), [False]
+
+    def last(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"])
+
+    model = fpipe.from_functions([last, last], MSE)
+    shards = fpipe.shard_params(tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2)), mesh["shard"])
+    batch = tuple(half + rank for half in rows(8))
+    program = hybrid(model, "each use", 1)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch), check_finite=True)
+    broken = (torch.full_like(batch[0], float("nan")), batch[1]) if rank == lost else batch
+    told = [timed(lambda: step(shards, broken))]
+    return [*told, timed(lambda: step(shards, batch))]
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_one_failure_ends_both_groups_with_its_words_and_the_next_step_works(four: Processes, lost: int):
+    for told in four.each(failing, lost):
+        (words, seconds), (then, _) = told
+        assert "NaN or infinite numbers" in words
+        assert seconds < SOON
+        assert then == "worked"
