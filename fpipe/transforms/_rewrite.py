@@ -70,9 +70,17 @@ def rebuilt(
 
 def settled(program: Program, ops: Sequence[Op], outputs: Iterable[Output] | None = None) -> Program:
     """A program from ops some of which are new and keep to their data; stages live where they did."""
+    placed, ends = at_data(program, ops, outputs)
+    return rebuilt(program, placed, outputs=ends)
+
+
+def at_data(
+    program: Program, ops: Sequence[Op], outputs: Iterable[Output] | None = None
+) -> tuple[list[Op], tuple[Output, ...]]:
+    """The ops of `settled`, each on its rank, in no order yet."""
     ends = program.outputs if outputs is None else in_order(outputs)
     _, placed, ends = keep_to_data(program.inputs, ops, ends, homes_of(program))
-    return rebuilt(program, placed, outputs=ends)
+    return placed, ends
 
 
 def _same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:

@@ -62,19 +62,21 @@ def data_parallel(axis: str = "dp") -> Transform:
         known = axes_of(program)
         if axis in known:
             return program
-        is_sharded = any(op.kind == "SCATTER" for op in program.ops)
-        if len(known) > 1 or (known and not is_sharded):
+        if known and (len(known) > 1 or not any(op.kind == "SCATTER" for op in program.ops)):
             refuse_more(known, axis)
-        _refuse_unmerged(program)
-        if any(op.kind in ("SEND", "RECV") for op in program.ops):
-            raise ProgramError(
-                "this program has its transfers already; put fpipe.data_parallel() before fpipe.communicate()."
-            )
-        if known:
-            return nested(program, axis, *known)
-        return settled(program, *_Reducer(program, axis).reduced())
+        return settled(program, *(nested(program, axis, *known) if known else reduced(program, axis)))
 
     return transform
+
+
+def reduced(program: Program, axis: str) -> tuple[list[Op], list[Output]]:
+    """The ops and results over replicas along an axis, in no order yet."""
+    _refuse_unmerged(program)
+    if any(op.kind in ("SEND", "RECV") for op in program.ops):
+        raise ProgramError(
+            "this program has its transfers already; put fpipe.data_parallel() before fpipe.communicate()."
+        )
+    return _Reducer(program, axis).reduced()
 
 
 def axes_of(program: Program) -> tuple[str, ...]:
@@ -92,9 +94,9 @@ def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
     )
 
 
-def nested(program: Program, outer: str, inner: str) -> Program:
-    """A program with replicas along one of two axes, with replicas along both: what it adds up over all is added up
-    over those along the `inner` axis, and that over the `outer` one."""
+def nested(program: Program, outer: str, inner: str) -> tuple[list[Op], list[Output]]:
+    """The ops and results over replicas along both of two axes, of a program that has them along one: what it adds up
+    over all is added up over those along the `inner` axis, and that over the `outer` one."""
     ops, now = list[Op](), dict[Value, Value]()
 
     def across(op: Op, part: Value, made: Value) -> Op:
@@ -117,7 +119,7 @@ def nested(program: Program, outer: str, inner: str) -> Program:
             made = across(op, total, now[total])
             ops = [one._replace(reads=_renamed(one.reads, now)) if one.kind == "SCALE" else one for one in ops]
             ops.append(made._replace(microbatch=None, slice=None))
-    return settled(program, ops, (end._replace(value=now.get(end.value, end.value)) for end in program.outputs))
+    return ops, [end._replace(value=now.get(end.value, end.value)) for end in program.outputs]
 
 
 def _along(op: Op, axis: str) -> Op:

@@ -9,15 +9,15 @@ copy is gathered, and for which ops, is a policy, and the program says it. F, B,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Input, Op, Program, ProgramError, Value, kind_of, pair, parts_of
-from fpipe.transforms._rewrite import Transform, refuse_freed, settled, transforming
+from fpipe.program import Input, Op, Output, Program, ProgramError, Value, kind_of, pair, parts_of
+from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, transforming
 from fpipe.transforms.communicate import NARROW
-from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, refuse_more
+from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
 
 Policy = Literal["step", "run", "use"]
 GATHERS: tuple[Policy, ...] = get_args(Policy)
@@ -82,7 +82,8 @@ def shard(
     if scatter not in ("step", "microbatch"):
         raise ValueError(f"scatter is 'step' or 'microbatch', found {scatter!r}.")
     whole("lead", lead, least=0)
-    replicated, compute, reduced = data_parallel(axis), _cast("compute", compute_dtype), _cast("reduce", reduce_dtype)
+    data_parallel(axis)  # refuses an axis that is no name
+    compute, cast = _cast("compute", compute_dtype), _cast("reduce", reduce_dtype)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -98,14 +99,16 @@ def shard(
         along, known = (("axis", axis),), axes_of(program)
         if len(known) > 1:
             refuse_more(known, axis)
-        across = nested(program, *known, axis) if known and axis not in known else replicated(program)
-        scattered = _scattered(across, (*along, *reduced), scatter == "microbatch")
-        copies = _Copies(scattered, (*along, *compute))
+        if axis in known:
+            added = program.ops, program.outputs
+        else:
+            added = nested(program, *known, axis) if known else reduced(program, axis)
+        ops, outputs = at_data(program, *_scattered(*added, (*along, *cast), scatter == "microbatch"))
+        copies, held = _Copies(program, (*along, *compute)), held_kinds(program)
         if gather == "step":
             first = [copies.gathered(value, min(homes)) for value, homes in copies.homes.items()]
-            return arrange(_inputs(scattered), [*first, *scattered.ops], scattered.outputs, held_kinds(scattered))
-        ops = copies.before_uses(scattered, _shares(gather), lead)
-        return arrange(_inputs(scattered), ops, scattered.outputs, held_kinds(scattered) | {"GATHER"})
+            return arrange(_inputs(program), [*first, *ops], outputs, held)
+        return arrange(_inputs(program), copies.before_uses(ops, _shares(gather), lead), outputs, held | {"GATHER"})
 
     return transform
 
@@ -123,37 +126,39 @@ def _cast(word: str, dtype: object) -> How:
     return (("cast", name),)
 
 
-def _scattered(program: Program, how: How, each: bool) -> Program:
-    """The program with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
+def _scattered(
+    ops: Sequence[Op], outputs: Sequence[Output], how: How, each: bool
+) -> tuple[Sequence[Op], Sequence[Output]]:
+    """Ops and results with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
 
     def of_gradients(op: Op) -> bool:
         return op.kind == "REDUCE" and op.how == how[:1] and op.writes[0].name in ("all", "cut")
 
     if not each:
-        ops = tuple([op._replace(kind="SCATTER", how=how) if of_gradients(op) else op for op in program.ops])
-        return Program.trusted(program.inputs, ops, program.outputs, program.sources)
-    reduces = {op.writes[0]: op for op in program.ops if of_gradients(op)}
-    reduces = {made: op for made, op in reduces.items() if not made.port}  # what stages share is added up in a replica
-    now, cuts = {made: op.reads[0] for made, op in reduces.items()}, dict[Value, Value]()
-    todo = [*now.values()]
-    while todo:
-        value = todo.pop()
-        writer = program.ops[program.writer[value]]
-        if writer.kind == "ADD":
-            todo += writer.reads
-        else:
-            cuts[value] = value._replace(name="cut")
-    now |= {made: cuts.get(total, total) for made, total in now.items()}
-    ops = [
-        op._replace(
-            reads=tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads),
-            **({"kind": "SCATTER", "how": how} if of_gradients(op) else {}),
-        )
-        for op in program.ops
-        if not reduces.keys() & {*op.writes}
-    ]
-    ops += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]
-    return settled(program, ops, (end._replace(value=now.get(end.value, end.value)) for end in program.outputs))
+        return [op._replace(kind="SCATTER", how=how) if of_gradients(op) else op for op in ops], outputs
+    adds = {op.writes[0]: op for op in ops if op.kind == "ADD"}
+    now, cuts = dict[Value, Value](), dict[Value, Value]()
+    for op in ops:
+        if of_gradients(op) and not op.writes[0].port:  # what stages share is added up in a replica
+            todo = [*op.reads]
+            while todo:
+                value = todo.pop()
+                if value in adds:
+                    todo += adds[value].reads
+                else:
+                    cuts[value] = value._replace(name="cut")
+            (total,) = op.reads
+            now[op.writes[0]] = cuts.get(total, total)
+    made = list[Op]()
+    for op in ops:
+        if op.kind in ("ADD", "SCALE", "REDUCE"):
+            if op.writes[0] in now:
+                continue
+            reads = tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads)
+            op = op._replace(reads=reads, **({"kind": "SCATTER", "how": how} if of_gradients(op) else {}))
+        made.append(op)
+    made += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]
+    return made, [end._replace(value=now.get(end.value, end.value)) for end in outputs]
 
 
 def _inputs(program: Program) -> tuple[Input, ...]:
@@ -197,12 +202,12 @@ class _Copies:
         shard = value._replace(name="shard")
         return Op("GATHER", value.stage, None, None, rank, (shard,), (copy or value,), (), self.how)
 
-    def before_uses(self, program: Program, share: Share, lead: int) -> list[Op]:
+    def before_uses(self, ops: Sequence[Op], share: Share, lead: int) -> list[Op]:
         """The ops, each reading its copy, with the GATHER of a copy `lead` ops before its first reader."""
         rows: defaultdict[int, list[int]] = defaultdict(list)  # the positions of timed ops
         made: list[Op] = []
         gathers: defaultdict[int, list[Op]] = defaultdict(list)
-        for position, op in enumerate(program.ops):
+        for position, op in enumerate(ops):
             row = rows[op.rank]
             if kind_of(op.kind).time:
                 row.append(position)
