@@ -13,6 +13,7 @@ from fpipe.torch_private.processes import (
     gloo_beside,
     is_kept_by_process,
     nccl_of_two,
+    strided_shard,
     timeout_of,
     world_group,
 )
@@ -51,6 +52,12 @@ def test_a_group_tells_its_backend_for_a_device():
 
 def test_a_group_tells_its_timeout():
     assert timeout_of(world_group()) == timedelta(seconds=7), "steps no longer wait as long as their process group"
+
+
+def test_rows_are_cut_behind_another_cut_of_rows():
+    placement = strided_shard(2)
+    told = placement.dim, placement.split_factor, placement.is_replicate(), placement.is_partial()
+    assert told == (0, 2, False, False), "shards of what a stage's processes share are put together in another order"
 
 
 def test_gloo_makes_connections_beside_those_of_a_group():

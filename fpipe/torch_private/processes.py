@@ -54,6 +54,14 @@ _ALL_GATHER: Any = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_te
 _REDUCE_SCATTER: Any = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
 
 
+def strided_shard(parts: int) -> Any:
+    """The placement of rows that are cut behind a cut into so many parts, as `fully_shard` places them (2.13:
+    `_StridedShard`)."""
+    from torch.distributed.tensor import placement_types  # its import takes long
+
+    return placement_types._StridedShard(0, split_factor=parts)  # pyright: ignore[reportPrivateUsage]
+
+
 def backend_on(group: ProcessGroup, device: torch.device) -> Any:
     """The backend that carries a group's tensors on a device; a RuntimeError if none does (2.13:
     `_get_backend`)."""

@@ -42,6 +42,11 @@ def is_sharded(leaf: Any) -> bool:
 _COMMON = (Tensor, nn.Parameter, int, float, bool, type(None))
 
 
+def is_by_rows(placement: Any) -> bool:
+    """Whether rows are cut: of the whole, or of the part that a dimension behind it in the mesh leaves of rows."""
+    return placement.is_shard(0) or (hasattr(placement, "split_factor") and placement.dim == 0)
+
+
 def of_sharded(types: Iterable[type]) -> bool:
     """Whether a call is of DTensors, which a mode leaves to them, so that it sees the ops on their shards instead."""
     module = sys.modules.get("torch.distributed.tensor") if types else None

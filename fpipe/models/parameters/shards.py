@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.torch_private.processes import strided_shard
 
 
 def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -23,10 +25,11 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
 
     Args:
         params: one entry for each stage, as `local_params` or `load_params` gives them: None for other ranks' stages.
-        mesh: of one dimension, that of the replicas: `mesh["dp"]`.
+        mesh: of the dimension of the replicas, `mesh["dp"]`; and of those behind it over which parameters are DTensors
+            already, `mesh["dp", "tp"]`: each process's part of these is cut, as `fully_shard` does.
 
     Raises:
-        TypeError: the mesh is none of one dimension, or a parameter is a DTensor already.
+        TypeError: it is no mesh, or a parameter is a DTensor over other dimensions.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -36,8 +39,8 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     ((Shard(dim=0),), torch.Size([4, 3]))
     >>> dist.destroy_process_group()
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"mesh is one dimension of a DeviceMesh, such as mesh['dp']; found {mesh!r}.")
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"mesh is a dimension of a DeviceMesh, such as mesh['dp']; found {mesh!r}.")
     return tuple(tree.tree_map(partial(_shard, mesh=mesh), stage) for stage in params)
 
 
@@ -46,13 +49,23 @@ def _shard(leaf: Any, mesh: DeviceMesh) -> Any:
 
     if not isinstance(leaf, Tensor):
         return leaf
+    axis, *inside = [*(mesh.mesh_dim_names or ())]
+    own, over, placements, stride = leaf.detach().contiguous(), mesh[axis] if inside else mesh, (), None
     if isinstance(leaf, DTensor):
-        raise TypeError("a parameter is a DTensor already; shard_params takes the plain tensors of a rank.")
-    whole = leaf.detach().contiguous()
-    own, placement = whole.clone(), Replicate()
-    if whole.ndim:
-        count, number = mesh.size(), mesh.get_local_rank()
-        most = -(-len(whole) // count)
-        own, placement = whole[most * number : most * (number + 1)].clone(), Shard(0)
-    made = DTensor.from_local(own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        names = leaf.device_mesh.mesh_dim_names or ("tp",)
+        if names != (*inside,):
+            raise TypeError(
+                f"a parameter is a DTensor over {names} already. Where its parts are those of processes that share a "
+                f"stage, fpipe.shard_params(params, mesh[{', '.join(map(repr, (axis, *names)))}]) cuts them on."
+            )
+        own, over, placements, stride = leaf.to_local().detach().contiguous(), mesh, leaf.placements, leaf.stride()
+    shape, stride, placement = leaf.shape, stride or own.stride(), Replicate()
+    if own.ndim:
+        most = -(-len(own) // mesh.size(0))
+        at = most * mesh.get_local_rank(0)
+        parts = prod(mesh.size(1 + n) for n, one in enumerate(placements) if one.is_shard(0))
+        own, placement = own[at : at + most], Shard(0) if parts == 1 else strided_shard(parts)
+    made: Any = DTensor.from_local(
+        own.clone(), over, (placement, *placements), run_check=False, shape=shape, stride=stride
+    )
     return made.requires_grad_(leaf.requires_grad)

@@ -2,7 +2,8 @@
 
 w: float32[5, 8] over 2 replicas        --> own --> float32[3, 8] of replica 0        --> whole -->        float32[5, 8]
 
-Rows are cut as DTensor's Shard(0) cuts them: equal parts, the last ones shorter or empty.
+Rows are cut as DTensor's Shard(0) cuts them: equal parts, the last ones shorter or empty. What is gathered may be a
+part still, over dimensions of the mesh that share a stage ("tp"): the stage reads it as a DTensor over those.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
+from fpipe.graphs.purity.sharded import Sharding, is_by_rows, is_sharded
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
@@ -47,13 +49,16 @@ def gathered(op: Op, known: AbstractTree, shared: Shared | None) -> AbstractTree
     """The parameters that a GATHER makes: in memory of their own, but where it hands on what it reads."""
     if shared is None and "cast" not in dict(op.how):
         return known
-    each = (_cast(op, leaf.aval, leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in known.leaves)
-    return known._replace(leaves=tuple(each))
+
+    def made(leaf: Any) -> Any:
+        return _cast(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf
+
+    return known._replace(leaves=tuple(map(made, known.leaves)))
 
 
-def _cast(op: Op, like: Aval, other: Aval) -> Fact:
+def _cast(op: Op, like: Aval, other: Aval, sharding: Sharding | None = None) -> Fact:
     dtype = dict(op.how).get("cast") if other.dtype.is_floating_point else None
-    return _plain(like, other if dtype is None else other._replace(dtype=getattr(torch, dtype)))
+    return _plain(like, other if dtype is None else other._replace(dtype=getattr(torch, dtype)), None, sharding)
 
 
 def rows_of_share(rows: int, share: Share) -> int:
@@ -80,12 +85,14 @@ def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[st
             whole.append(leaf)
             continue
         aval, sharding = leaf.aval, leaf.aval.sharding
-        shape = aval.shape if sharding is None else sharding.shape
-        if sharding is not None:
-            _refuse_other_placement(sharding, share, f"{who}{path}", len(shape))
+        shape = aval.shape
+        if sharding is not None and share.axis in (sharding.mesh.mesh_dim_names or ()):
+            _refuse_other_placement(sharding, share, f"{who}{path}")
+            sharding = _inside(sharding)
+            shape = _local_shape(sharding)
         rows = (rows_of_share(shape[0], share), *shape[1:]) if shape else shape
         own.append(_plain(aval, aval, rows))
-        whole.append(_plain(aval, aval, shape))
+        whole.append(_plain(aval, aval, shape, sharding if sharding is not None and sharding.placements else None))
     return Shared(abstract._replace(leaves=tuple(own)), abstract._replace(leaves=tuple(whole)))
 
 
@@ -100,21 +107,42 @@ def refuse_shards(abstract: AbstractTree, who: str, paths: Sequence[str]) -> Non
         )
 
 
-def _refuse_other_placement(sharding: Any, share: Share, who: str, dims: int) -> None:
-    names = sharding.mesh.mesh_dim_names or ()
-    (placement, *others) = sharding.placements
-    fits = placement.is_shard(0) if dims else placement.is_replicate()
-    if others or names != (share.axis,) or not fits:
+def is_share(leaf: Any, axis: str) -> bool:
+    """Whether it is a part of a parameter that replicas along an axis share out."""
+    return is_sharded(leaf) and axis in (leaf.device_mesh.mesh_dim_names or ())
+
+
+def _inside(sharding: Sharding) -> Sharding:
+    """How a stage's parameter is sharded inside the stage: over all but the first dimension of the mesh."""
+    _, *names = sharding.mesh.mesh_dim_names
+    return sharding._replace(mesh=sharding.mesh[tuple(names)] if names else None, placements=sharding.placements[1:])
+
+
+def _local_shape(sharding: Sharding) -> tuple[int, ...]:
+    """The shape of this process's part."""
+    shape = [*sharding.shape]
+    for at, placement in enumerate(sharding.placements):
+        if placement.is_shard():
+            share = Share(sharding.mesh.get_local_rank(at), sharding.mesh.size(at))
+            shape[placement.dim] = rows_of_share(shape[placement.dim], share)
+    return tuple(shape)
+
+
+def _refuse_other_placement(sharding: Sharding, share: Share, who: str) -> None:
+    names: tuple[str, ...] = sharding.mesh.mesh_dim_names or ()
+    placement, *inside = sharding.placements
+    fits = is_by_rows(placement) if sharding.shape else placement.is_replicate()
+    if names.index(share.axis) or not fits or not all(one.is_shard() or one.is_replicate() for one in inside):
         placed = ", ".join(map(str, sharding.placements))
         raise ValueError(
             f"{who} is a DTensor placed ({placed}) over dimension {', '.join(map(repr, names))} of a mesh, and the "
             f"program shards it by rows, Shard(0), over {share.axis!r}: fpipe.shard_params(params, "
-            f"mesh[{share.axis!r}]) makes such, of numbers Replicate()."
+            f"mesh[{share.axis!r}]) makes such, of numbers Replicate(); dimensions inside a stage come behind it."
         )
 
 
-def _plain(like: Aval, other: Aval, shape: tuple[int, ...] | None = None) -> Fact:
+def _plain(like: Aval, other: Aval, shape: tuple[int, ...] | None = None, sharding: Sharding | None = None) -> Fact:
     """A contiguous tensor of the shape of one aval, and the dtype of another, in memory of its own."""
     shape = like.shape if shape is None else shape
     steps = tuple([*accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)][::-1]) if shape else ()
-    return in_own_storage(other._replace(shape=shape, stride=steps, sharding=None))
+    return in_own_storage(other._replace(shape=shape, stride=steps, sharding=sharding))

@@ -22,6 +22,7 @@ from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
+from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.message import Layout
@@ -85,12 +86,16 @@ class PreparedRank(Prepared):
                     f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
                     "local_params(program, params, rank), and its batch."
                 )
-            whole = (leaves[at] for at in places if isinstance(leaves[at], Tensor) and not is_sharded(leaves[at]))
-            if value in self.shared and (odd := next(whole, None)) is not None:
+            if self.replicas is None or value not in self.shared:
+                continue
+            axis = self.replicas.share.axis
+            whole = (leaves[at] for at in places if isinstance(leaves[at], Tensor) and not is_share(leaves[at], axis))
+            if (odd := next(whole, None)) is not None:
                 raise ValueError(
-                    f"the program shards the parameters of stage {value.stage}, and a step was handed a plain tensor "
-                    f"of shape {tuple(odd.shape)}: fpipe.shard_params(local_params(program, params, rank), mesh['dp']) "
-                    "makes a replica's shards."
+                    f"the program shards the parameters of stage {value.stage}, and a step was handed a "
+                    f"{'DTensor' if is_sharded(odd) else 'plain tensor'} of shape {tuple(odd.shape)} that is none of "
+                    f"{axis!r}: fpipe.shard_params(local_params(program, params, rank), mesh[{axis!r}]) makes a "
+                    "replica's shards."
                 )
 
     def _asked(self, program: Program) -> Program:
