@@ -239,6 +239,28 @@ def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
     assert four.each(bits, schedule, stages, policy) == [[]] * 4
 
 
+def by_three(rank: int) -> list[str]:
+    """Names of gradients that are not those of three replicas, added in their order."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
+    net, batches = odd_net(), [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
+    shards = fpipe.shard_params(params, mesh["dp"])
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[rank]))
+    _, grads = by_hand(net, batches, 2)
+    made = {name: grad for stage in step(shards, batches[rank]).grads for name, grad in stage.items()}
+    return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), grads[name])]
+
+
+def test_gloo_adds_three_replicas_in_their_order():
+    three = Processes(3)
+    try:
+        assert three.each(by_three) == [[]] * 3
+    finally:
+        three.close()
+
+
 def mixed(rank: int, scatter: Any) -> list[str]:
     """Stages compute in bfloat16, gradients are added over replicas in float32, as by hand."""
     mesh, replica, place = meshed()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fpipe.graphs.language.graph import Aval, Fact
 from fpipe.program import Op
 from fpipe.runtimes.lowering.shards import Shared
-from fpipe.torch_private.processes import all_gather, reduce_scatter
+from fpipe.torch_private.processes import all_gather, backend_on, reduce_scatter
 
 _ALIGNED = 64
 _LARGE = 2**18
@@ -109,7 +110,7 @@ class GatherPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             sent = buffer.taken(read[leaf.at]) if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
-            return Posted(made, all_gather(made[leaf.at], sent, group))
+            return Posted(made, _gathered(made[leaf.at], sent, group))
         sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
             sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
@@ -121,7 +122,7 @@ class GatherPart(NamedTuple):
                     low, high = leaf.of(number)
                     whole[low:high] = found[number, leaf.start : leaf.start + high - low]
 
-        return Posted(made, all_gather(found.view(-1), sent, group), take_apart)
+        return Posted(made, _gathered(found, sent, group), take_apart)
 
 
 class ScatterPart(NamedTuple):
@@ -138,7 +139,7 @@ class ScatterPart(NamedTuple):
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
             sent = buffer.taken(read[leaf.at]) if read else one.new_zeros(leaf.whole.shape)
-            return Posted({leaf.at: one}, reduce_scatter(one, sent, group))
+            return Posted({leaf.at: one}, *_added(one, sent, group))
         sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
             whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
@@ -146,7 +147,52 @@ class ScatterPart(NamedTuple):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
         made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
-        return Posted(made, reduce_scatter(found, sent.view(-1), group))
+        return Posted(made, *_added(found, sent, group))
+
+
+def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
+    """The parts of all processes, one behind the other, under way."""
+    if backend_on(group, own.device).name() != "gloo":
+        return all_gather(whole.view(-1), own, group)
+    parts = whole.view(group.size(), *own.shape)
+    parts[group.rank()] = own
+    return _sent([own] * group.size(), [*parts], group)
+
+
+def _sent(parts: Sequence[Tensor], found: Sequence[Tensor], group: ProcessGroup) -> Works:
+    """Each part on the way to its process, and what the others send of theirs."""
+    others = [at for at in range(group.size()) if at != group.rank()]
+    works: list[Any] = [dist.isend(parts[at], group=group, group_dst=at) for at in others]
+    return Works([*works, *(dist.irecv(found[at], group=group, group_src=at) for at in others)])
+
+
+def _added(own: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
+    """This process's part of a sum, under way, and what to do when it is there. Gloo's reduce_scatter adds up the whole
+    on all processes; here each part goes to its own, where the replicas' are added in their order."""
+    if backend_on(group, own.device).name() != "gloo":
+        return reduce_scatter(own, sent.view(-1), group), None
+    parts = [*sent.view(group.size(), *own.shape)]
+    found = [part if at == group.rank() else torch.empty_like(own) for at, part in enumerate(parts)]
+
+    def add_up() -> None:
+        first, *rest = found
+        for part in rest:
+            first = torch.add(first, part, out=own)
+        if not rest:
+            own.copy_(first)
+
+    return _sent(parts, found, group), add_up
+
+
+class Works(NamedTuple):
+    """Transfers of gloo as one; whether one is over is known only once it was waited for."""
+
+    each: Sequence[Any]
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for all."""
+        for one in self.each:
+            one.wait(timeout)
 
 
 def parts_of_op(

@@ -31,7 +31,7 @@ from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
-from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, parts_of_op
+from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, Works, parts_of_op
 
 Leaves = list[Any]
 _VOTE = struct.Struct("<qB")  # rows, and what happened; the rest of a vote are words
@@ -108,9 +108,7 @@ class Replicas:
         return made, exchanges
 
     def _start(self, value: Value, leaves: Leaves) -> Sequence[Leaves]:
-        for other, under_way in [*self._under_way.items()]:  # what is over is let go: the whole gradients of a SCATTER
-            if all(one.work.is_completed() for one in under_way):
-                self._wait_for(other)
+        self._let_go()
         read, made = [*leaves], [*leaves]
         leaves.clear()
         for part in self._exchanges.parts[value]:
@@ -119,6 +117,17 @@ class Replicas:
         if self._at_once:
             self._wait_for(value)
         return [made]
+
+    def _let_go(self) -> None:
+        """Let go of what is over, such as the whole gradients of a SCATTER; where gloo cannot say whether it is, of all
+        but the last one: then no more than two are under way."""
+        known: list[Value] = [*self._under_way]
+        scattered = [value for value in known if self._exchanges.ops[value].kind == "SCATTER"][:-1]
+        for value in known:
+            works = [one.work for one in self._under_way[value]]
+            unknown = any(isinstance(work, Works) for work in works)
+            if value in scattered if unknown else all(work.is_completed() for work in works):
+                self._wait_for(value)
 
     def _post(self, value: Value, part: CollectivePart, read: Read) -> Mapping[int, Tensor]:
         op = self._exchanges.ops[value]
