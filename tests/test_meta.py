@@ -362,3 +362,27 @@ def test_a_net_on_meta_trains_on_processes_with_none_for_other_ranks_stages(four
     each = [own_autograd(real(), half, rows=1, weight=0.25)[1] for half in halves]
     assert grads.keys() == each[0].keys()
     assert all(torch.equal(grads[name], each[0][name] + each[1][name]) for name in grads)
+
+
+class Late(nn.Module):
+    """A net whose layers are used in another order than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("door", ["from_module", "from_sequential"])
+def test_what_is_loaded_has_the_order_of_what_the_net_has(door: str):
+    """A rank that had loaded its stages, and others that passed the net's own, were refused for their order."""
+    net = Late() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    batch, how = (torch.randn(4, 4), torch.randn(4, 3)), {"loss": nn.functional.mse_loss}
+    if door == "from_module":
+        model, params, _ = fpipe.from_module(net, 2, example=batch, **how)
+    else:
+        model, params, _ = fpipe.from_sequential(net, 2, **how)
+    loaded = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)
+    assert [[*one] for one in loaded] == [[*one] for one in params]

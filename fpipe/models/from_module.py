@@ -128,7 +128,9 @@ def from_module(
     if microbatches is None:
         _warn_of_fixed_rows(cut.guard)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    named = (tuple(tensors.names(*leaf) for leaf in run.names) for run in cut.stages)
+    order = {name: at for at, name in enumerate(cut.readers)}
+    ordered = (sorted(run.names, key=lambda leaf: order[leaf[0]]) for run in cut.stages)
+    named = (tuple(tensors.names(*leaf) for leaf in own) for own in ordered)
     each = zip(model.stages, cut.stages, placed.words, named, strict=True)
     stages_of = (replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each)
     held = Fingerprint([loss], modules)

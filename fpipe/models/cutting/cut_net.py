@@ -44,6 +44,7 @@ class CutNet:
         owned: of each stage the parameters that it is the first to read, and what does not train, if it reads it; those
             that nobody reads are the first stage's.
         ties: the parameters that several stages read, each as its (stage, name).
+        readers: the stages that read each parameter, in the order in which the net has these.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class CutNet:
         places = {leaf: place for place, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
         beside = [[*home.held] or [*(home.part.received if home.part else ())] for home in self.written]
         self.cut = StageGraphs(marked, results, places, {*gone, *excluded}, beside)
-        readers = self.cut.readers()
+        self.readers = readers = self.cut.readers()
         first = {name: min(stages, default=0) for name, stages in readers.items()}
         untrained = {name: readers[name] for name in first if name in tensors.untrained}
         self.owned = [
