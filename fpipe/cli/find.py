@@ -71,6 +71,7 @@ def search(
     checkpoint: Policy = "never",
     offload: Offload = "auto",
     without: Without = None,
+    shard: options.Shard = None,
     seed: options.Seed = 0,
     output: Output = None,
     svg: options.Svg = None,
@@ -113,6 +114,7 @@ def search(
             checkpoint=checkpoint,
             offload=offload,
             without=without or (),
+            shard=shard or (),
             seed=seed,
             progress=show,
         )

@@ -19,6 +19,7 @@ from fpipe.program import Program
 from fpipe.schedules.named import option
 from fpipe.schedules.named import parse as parse_name
 from fpipe.timing.cluster import Cluster, bytes_of
+from fpipe.transforms.shard import GATHERS, checked_gathers
 
 if TYPE_CHECKING:
     from fpipe.model import Model
@@ -173,6 +174,15 @@ SlowRank = Annotated[float, typer.Option("--slow-rank", help="One rank, another 
 SlowLink = Annotated[float, typer.Option("--slow-link", help="One link, another in each draw, takes times as long.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Draws of the noise.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
+Shard = Annotated[
+    list[str] | None,
+    read_by(
+        lambda word: checked_gathers([word])[0],
+        "--shard",
+        metavar="|".join(GATHERS),
+        help="When parameters that replicas share are gathered; may be said again.",
+    ),
+]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
 OfModel = Annotated[
     Any,

@@ -10,12 +10,11 @@ from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
 from fpipe.cli.options import read_by
 from fpipe.cli.output import print_error, progress, table, write_pictures
-from fpipe.planning.asked import POLICIES, gather, policy
+from fpipe.planning.asked import POLICIES, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
-from fpipe.transforms.shard import GATHERS
 
 
 def numbers(text: str) -> list[int]:
@@ -75,10 +74,6 @@ Memory = Annotated[
 Replicas = Annotated[
     int | None, typer.Option("--replicas", min=1, help="Of all ranks, for --shard; or of the cluster.")
 ]
-Shard = Annotated[
-    list[str] | None,
-    read_by(gather, "--shard", metavar="|".join(GATHERS), help="When parameters that replicas share are gathered."),
-]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
     Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
@@ -105,7 +100,7 @@ def run(
     cluster: options.OnCluster = None,
     memory: Memory = None,
     replicas: Replicas = None,
-    shard: Shard = None,
+    shard: options.Shard = None,
     search: Search = 0,
     profiled: Profiled = None,
     repeats: Repeats = 3,

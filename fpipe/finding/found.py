@@ -42,6 +42,8 @@ class Found:
         beat: the best named schedule that fits, and its seconds; None where none does.
         named: all named schedules that serve the sizes, the best first.
         complete: whether the search came to its end; False after Ctrl-C.
+        gather: the best policy of gathering parameters, of those that were asked for; `program` and `timeline` have it,
+            and a chain has `fpipe.shard(gather=found.gather)` behind `merge`.
 
     >>> import fpipe
     >>> found = fpipe.search(2, fpipe.Costs(2, 3, 1), ranks=2, microbatches=3, seconds=0.1, solver="local")
@@ -56,6 +58,7 @@ class Found:
     bound: float
     named: tuple[NamedRow, ...]
     complete: bool = True
+    gather: str = ""
 
     @property
     def value(self) -> float:
@@ -81,6 +84,8 @@ class Found:
             lines.append(f"the best schedule by name is {self.beat[0]} with {self.beat[1]:g}")
         if self.schedule.replicated:
             lines.append("stages are on several ranks, which hold replicas of their parameters")
+        if self.gather:
+            lines.append(f"parameters are gathered by fpipe.shard(gather={self.gather!r}), which no bound here counts")
         costs = self.timeline.costs
         if (
             any(op.kind == "OFFLOAD" for op in self.program.ops)

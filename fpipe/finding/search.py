@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
+from fpipe.finding.gathering import gathered
 from fpipe.finding.hunt import Candidate, Hunt
 from fpipe.finding.kept import kept_of
 from fpipe.finding.long_steps import short_of, stretched
@@ -27,6 +28,7 @@ from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint as recompute
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import stage_ranks
+from fpipe.transforms.shard import checked_gathers
 from fpipe.transforms.split import split
 
 Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
@@ -55,6 +57,7 @@ def search(
     checkpoint: Policy | Callable[[int, int], bool] = "never",
     offload: Offload = "auto",
     without: Collection[str] = (),
+    shard: Collection[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Found:
@@ -90,6 +93,10 @@ def search(
             ones that are back last. An OFFLOAD stands behind its forward, a LOAD as many ops before its reader as it
             takes. "never" leaves out "bpipe" and "pipe_offload", too.
         without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice.
+        shard: which policies of gathering are tried where replicas share parameters out, of "step", "run" and "use"
+            (`fpipe.shard`), each on what is found. What is gathered counts under the cap: where it is too much, the
+            search begins again under a smaller one. Costs say what a gather takes (`gather`, `scatter`, or a cluster
+            with replicas).
         seed: of the random choices.
         progress: called now and then as `progress(share, best, bound)`: what share of the effort is spent, the best
             seconds so far (infinite while nothing fits), and the bound.
@@ -139,8 +146,12 @@ def search(
     searched = _recomputing(short, policy) if short is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
     by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
-    run = _Search(base, searched, bases, wanted, seconds, by_solver, progress)
-    return run.found()
+    policies = checked_gathers(shard)
+
+    def found(cap: float) -> Found:
+        return _Search(base, searched, bases, replace(wanted, cap=cap), seconds, by_solver, progress).found()
+
+    return gathered(found, policies, wanted) if policies else found(wanted.cap)
 
 
 def _base(what: Program | Model | int, microbatches: int | None) -> Program:

@@ -20,7 +20,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
-from fpipe.transforms.shard import GATHERS
+from fpipe.transforms.shard import GATHERS, checked_gathers
 
 Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
@@ -106,17 +106,10 @@ def _sharing(replicas: object, shard: Any, cluster: Cluster | None) -> tuple[int
         if replicas is not None:
             raise ValueError(f"replicas= share parameters out: say how in shard=, some of {', '.join(GATHERS)}.")
         return 1, ("",)
-    gathers = tuple(dict.fromkeys(map(gather, _listed("shard", shard, f"some of {', '.join(GATHERS)}"))))
+    gathers = checked_gathers(_listed("shard", shard, f"some of {', '.join(GATHERS)}"))
     if count < 2:
         raise ValueError("shard= needs replicas that share parameters out: say replicas=2, or those of the cluster.")
     return count, gathers
-
-
-def gather(word: Any) -> str:
-    """One of the policies of gathering that are tried."""
-    if word not in GATHERS:
-        raise ValueError(f"shard lists some of {', '.join(GATHERS)}; found {word!r}.")
-    return word
 
 
 def policy(word: Any) -> str:

@@ -9,8 +9,8 @@ copy is gathered, and for which ops, is a policy, and the program says it. F, B,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
@@ -111,6 +111,16 @@ def shard(
         return arrange(_inputs(program), copies.before_uses(ops, _shares(gather), lead), outputs, held | {"GATHER"})
 
     return transform
+
+
+def checked_gathers(words: Any) -> tuple[Policy, ...]:
+    """The policies in a list of them."""
+    listed = isinstance(words, Collection) and not isinstance(words, str)
+    each: list[Any] = [*words] if listed else [words]
+    odd = next((word for word in each if not listed or word not in GATHERS), None)
+    if odd is not None:
+        raise ValueError(f"shard lists some of {', '.join(GATHERS)}; found {odd!r}.")
+    return tuple(dict.fromkeys(each))
 
 
 How = tuple[tuple[str, str], ...]

@@ -1,0 +1,45 @@
+"""A search that chooses when parameters that replicas share out are gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe.timing.named_bytes import NamedBytes
+from tests.test_cli import out
+
+SIZES = NamedBytes({"res": 2.0, "params": 3.0}, replicas=2)
+COSTS = fpipe.Costs(forward=5, backward_input=6, backward_weight=4, gather=1, scatter=1, bytes=SIZES)
+WORDS: Any = {"ranks": 2, "microbatches": 4, "seconds": 0.1, "solver": "local", "placement": "looped"}
+
+
+def test_the_policy_is_the_fastest_that_fits_and_the_result_has_it():
+    found = fpipe.search(4, COSTS, shard=["step", "run", "use"], **WORDS)
+    less = fpipe.search(4, COSTS, shard=["run", "use"], memory_cap=max(found.timeline.peak) - 3, **WORDS)
+    assert found.gather == "step"
+    assert less.gather in ("run", "use")
+    assert max(less.timeline.peak) <= max(found.timeline.peak) - 3
+    for one in (found, less):
+        base = fpipe.chain(fpipe.split(4), one.schedule, fpipe.merge())(fpipe.program(4))
+        program = fpipe.shard(gather=one.gather)(base)
+        assert fpipe.simulate(program, COSTS) == one.timeline == fpipe.simulate(one.program, COSTS)
+        assert f"fpipe.shard(gather={one.gather!r})" in str(one)
+
+
+def test_a_cap_that_leaves_no_room_for_what_is_gathered_is_refused():
+    least = max(fpipe.search(4, COSTS, memory_cap=10, **WORDS).timeline.peak)
+    with pytest.raises(fpipe.ProgramError, match=r"nothing fits memory_cap=.* with what is gathered: the least that"):
+        fpipe.search(4, COSTS, memory_cap=least, shard=["step"], **WORDS)
+
+
+@pytest.mark.parametrize("odd", ["use", ["twice"], 3])
+def test_what_is_no_list_of_policies_is_refused(odd: Any):
+    with pytest.raises(ValueError, match="shard lists some of step, run, use; found"):
+        fpipe.search(4, COSTS, shard=odd, **WORDS)
+
+
+def test_the_command_takes_policies():
+    said = out("search", "-p", "2", "-m", "4", "-s", "4", "--seconds", "0.1", "--solver", "local", "--shard", "use")
+    assert "parameters are gathered by fpipe.shard(gather='use')" in said
