@@ -53,10 +53,8 @@ class Trainer:
     def __call__(self, number: int, steps: int, batch: Batch) -> float:
         """One step with clipped gradients, at a rate that warms up and then falls; the loss."""
         result = self.step(self.params, batch)
-        norm = fpipe.global_norm(result.grads, mesh=self.mesh)
-        for grad in (grad for stage in result.grads if stage is not None for grad in stage.values()):
-            grad.mul_(torch.clamp(LIMIT / (norm + 1e-6), max=1.0))
-        fpipe.assign_grads(self.params, result.grads)
+        grads, _ = fpipe.clip_grads(result.grads, LIMIT, mesh=self.mesh)
+        fpipe.assign_grads(self.params, grads)
         self.adam.param_groups[0]["lr"] = RATE * min(number / 20, 1 - (number - 1) / steps)
         self.adam.step()
         return float(result.loss)

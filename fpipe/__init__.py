@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.modules.skips import Pop, Stash
-    from fpipe.models.parameters.grads import add_grads, assign_grads, global_norm
+    from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.parameters.shards import shard_params
@@ -94,7 +94,7 @@ _WITH_TORCH = {
     "models.from_module": ("from_module",),
     "interop.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
-    "models.parameters.grads": ("add_grads", "assign_grads", "global_norm"),
+    "models.parameters.grads": ("add_grads", "assign_grads", "clip_grads", "global_norm"),
     "derived.jvp": ("jvp",),
     "models.parameters.load": ("init_params", "load_params"),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
@@ -179,6 +179,7 @@ __all__ = [
     "chain",
     "check",
     "checkpoint",
+    "clip_grads",
     "communicate",
     "compare",
     "compare_grads",

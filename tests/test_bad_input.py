@@ -391,6 +391,10 @@ fpipe.build(PROGRAM, NET.model, example=(PARAMS,))
 fpipe.build(PROGRAM, NET.model, example={"params": PARAMS})
     ValueError: example is (params, batch) or (params, batch, state), as a step takes them; found dict
 # A norm was 0, so that whoever clips by it never did.
+fpipe.clip_grads(STEP(PARAMS, BATCH), 1.0)
+    TypeError: global_norm takes a pytree of gradients, each a tensor or None; found Result. Hand in result.grads.
+fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 0)
+    ValueError: max_norm is a number above 0, found 0.
 fpipe.global_norm(STEP(PARAMS, BATCH))
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found Result. Hand in result.grads.
 fpipe.global_norm(None)

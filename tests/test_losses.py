@@ -285,6 +285,23 @@ def test_the_norm_of_gradients_is_that_of_the_whole_net():
         assert torch.equal(fpipe.global_norm(grads, kind), expected)
 
 
+@pytest.mark.parametrize("limit", [0.05, 50.0])
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+def test_gradients_are_clipped_as_torch_clips_them(limit: float, kind: float):
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    x, t = torch.randn(6, 5), torch.randn(6, 3)
+    nn.functional.mse_loss(net(x), t).backward()
+    expected = nn.utils.clip_grad_norm_([*net.parameters()], limit, kind, foreach=False)
+    given = fpipe.build(fpipe.program(model), model)(own, (x, t)).grads
+    before = fpipe.tree.tree_map(torch.clone, given)
+    clipped, norm = fpipe.clip_grads(given, limit, norm_type=kind)
+    assert torch.equal(norm, expected)
+    made = {name: grad for stage in clipped for name, grad in stage.items()}
+    assert all(torch.equal(made[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None)
+    assert all(map(torch.equal, fpipe.tree.leaves(given), fpipe.tree.leaves(before)))
+
+
 def test_a_tied_leaf_counts_once_in_the_norm():
     model = fpipe.from_functions([lambda p, x: x @ p["e"]] * 2, mean, ties=[((0, "e"), (1, "e"))])
     given = ({"e": torch.eye(3)}, {})

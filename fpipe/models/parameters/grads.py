@@ -110,7 +110,7 @@ def _added(a: Any, b: Any) -> Any:
 def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None = None) -> Tensor:
     """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
 
-    To clip: multiply each gradient by `min(1, limit / norm)`.
+    `clip_grads` scales gradients to one.
 
     Args:
         grads: any pytree of gradients, dense, sparse or nested; None has none. Of a DTensor the norm is that of the
@@ -146,6 +146,38 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
     dist.all_gather_object(every, own, group=group)
     norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
     return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
+
+
+def clip_grads(
+    grads: Any, max_norm: float, *, norm_type: float = 2.0, mesh: DeviceMesh | None = None
+) -> tuple[Any, Tensor]:
+    """Gradients scaled down so that their norm is at most so large, and the norm they had: new tensors, with the bits
+    of `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        grads: any pytree of gradients, as `global_norm` takes it, or a part of them on each rank.
+        max_norm: the largest norm, above 0. Gradients of a smaller one keep their bits.
+        norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+        mesh: that of the step, where ranks have gradients of their own stages. All processes call it.
+
+    Raises:
+        TypeError: what is no gradient.
+        ValueError: a norm that is no number above 0; in a process group, without a mesh, a part of the gradients.
+
+    >>> import torch
+    >>> clipped, norm = clip_grads(({"w": torch.tensor([3.0, 4.0])}, {"b": None}), 1.0)
+    >>> norm.item(), [round(one, 4) for one in clipped[0]["w"].tolist()]
+    (5.0, [0.6, 0.8])
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"max_norm is a number above 0, found {max_norm!r}.")
+    norm = global_norm(grads, norm_type, mesh=mesh)
+    share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def scaled(grad: Any) -> Any:
+        return grad if grad is None else grad * share.to(grad.device)
+
+    return tree.tree_map(scaled, grads), norm
 
 
 def _refuse_part(grads: Any) -> None:
