@@ -26,6 +26,7 @@ from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
 
+ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
 on_each = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -142,6 +143,49 @@ def test_nccl_carries_tensors_between_two_gpus(tmp_path: Path):
         pair.close()
 
 
+def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
+    """Two replicas that share parameters out, by each policy: the bits of plain autograd, added by replica."""
+    if backend == "nccl":
+        dist.destroy_process_group()
+        dist.init_process_group(backend, init_method=f"file://{how}", rank=rank, world_size=2)
+    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    mesh = dist.init_device_mesh(kind, (2, 1), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    sizes = (5, 7), (7, 512), (512, 512)  # rows that are not divided evenly, and leaves that travel by themselves
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in sizes)).to(device)
+    x, target = torch.randn(8, 5, device=device), torch.randn(8, 512, device=device)
+    model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    each = list[list[Tensor]]()
+    for rows in (slice(0, 4), slice(4, 8)):
+        net.zero_grad()
+        for one, other in zip(x[rows].chunk(2), target[rows].chunk(2), strict=True):
+            (squares(net(one), other) * 0.25).backward()
+        each.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
+    batch = x.chunk(2)[rank], target.chunk(2)[rank]
+    right = list[bool]()
+    for gather in ("step", "use"):
+        program = fpipe.shard(gather=gather)(merged(fpipe.program(model)))
+        shards = fpipe.shard_params(params, mesh["dp"])
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
+        found = [step(shards, batch) for _ in range(2)][1]
+        made = [grad.full_tensor() for grad in leaves(found.grads)]
+        right.append(all(torch.equal(grad, a + b) for grad, a, b in zip(made, *each, strict=True)))
+    return right
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("gloo", "cpu"), pytest.param("gloo", "cuda", marks=ONE_GPU), pytest.param("nccl", "cuda", marks=TWO)],
+)
+def test_replicas_on_devices_share_parameters_out(backend: str, kind: str, tmp_path: Path):
+    pair = Processes(2)
+    try:
+        assert pair.each(on_shards, backend, kind, str(tmp_path / "group")) == [[True, True]] * 2
+    finally:
+        pair.close()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_whole_step_as_one_cuda_graph_has_the_same_bits():
     model, params, batch = trained("cuda")
@@ -155,7 +199,6 @@ def test_a_whole_step_as_one_cuda_graph_has_the_same_bits():
     assert same(found, expected)
 
 
-ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 PLACES = [
     ["cpu", "cpu"],
     pytest.param(["cuda:0", "cuda:0"], marks=ONE_GPU),

@@ -52,7 +52,10 @@ class Sizes:
         """A value, or for a copy that another program makes the value it is of."""
         found = value if value in self.wire else value._replace(at="")
         if found not in self.wire:
-            raise ValueError(f"the bytes of {value} are not known: these are the sizes of a program without it.")
+            raise ValueError(
+                f"the bytes of {value} are not known: these are the sizes of a program without it. Call "
+                "fpipe.sizes (or fpipe.profile) with the program that is simulated."
+            )
         return found
 
     def __str__(self) -> str:

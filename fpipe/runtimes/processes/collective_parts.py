@@ -152,11 +152,16 @@ class ScatterPart(NamedTuple):
 
 def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
     """The parts of all processes, one behind the other, under way."""
-    if backend_on(group, own.device).name() != "gloo":
+    if not _goes_straight(group, own.device):
         return all_gather(whole.view(-1), own, group)
     parts = whole.view(group.size(), *own.shape)
     parts[group.rank()] = own
     return _sent([own] * group.size(), [*parts], group)
+
+
+def _goes_straight(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether parts are sent by themselves: gloo's messages, which it has on the host alone."""
+    return device.type == "cpu" and backend_on(group, device).name() == "gloo"
 
 
 def _sent(parts: Sequence[Tensor], found: Sequence[Tensor], group: ProcessGroup) -> Works:
@@ -169,7 +174,7 @@ def _sent(parts: Sequence[Tensor], found: Sequence[Tensor], group: ProcessGroup)
 def _added(own: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
     """This process's part of a sum, under way, and what to do when it is there. Gloo's reduce_scatter adds up the whole
     on all processes; here each part goes to its own, where the replicas' are added in their order."""
-    if backend_on(group, own.device).name() != "gloo":
+    if not _goes_straight(group, own.device):
         return reduce_scatter(own, sent.view(-1), group), None
     parts = [*sent.view(group.size(), *own.shape)]
     found = [part if at == group.rank() else torch.empty_like(own) for at, part in enumerate(parts)]
