@@ -83,8 +83,7 @@ def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
     mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
     if name != "replicas":
         mine = fpipe.shard_params(mine, mesh["dp"])
-    example = tuple(own or fpipe.tree.tree_map(_on_meta, whole) for own, whole in zip(mine, params, strict=True))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, (x, target)))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(mine, (x, target)))
 
     share = 1 if name == "replicas" else 2
     told = fpipe.sizes(program, model, params, (x, target), runtime="distributed", replicas=share).peak
@@ -95,10 +94,6 @@ def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
         return {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
 
     return run
-
-
-def _on_meta(leaf: Tensor) -> Tensor:
-    return leaf.to("meta")
 
 
 def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from itertools import permutations
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fpipe
 from tests.families import FAMILIES
-from tests.processes import Processes, timed
+from tests.processes import SOON, Processes, result, timed
 from tests.test_data_parallel import by_hand, meshed
 from tests.test_distributed import MSE, own, rows
 
@@ -282,6 +283,31 @@ def by_three(rank: int) -> list[str]:
     _, grads = by_hand(net, batches, 2)
     made = {name: grad for stage in step(shards, batches[rank]).grads for name, grad in stage.items()}
     return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), grads[name])]
+
+
+def gone(rank: int) -> Any:
+    """What two replicas hear of a third that is gone while they send each other shards."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    program, shards = fpipe.shard(gather="use")(merged(fpipe.program(model))), fpipe.shard_params(params, mesh["dp"])
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, rows(8)))
+    batch = tuple(half + rank for half in rows(8))
+    step(shards, batch)
+    if rank == 1:
+        os._exit(1)
+    return timed(lambda: step(shards, batch))
+
+
+def test_a_replica_that_is_lost_among_shards_is_named():
+    three = Processes(3)
+    try:
+        three.start(gone)
+        for words, seconds in [result(three.pipes[rank]) for rank in (0, 2)]:
+            assert words.startswith("LostRank: replica 1: rank 0 is gone")
+            assert seconds < SOON
+    finally:
+        three.close()
 
 
 def test_gloo_adds_three_replicas_in_their_order():

@@ -26,6 +26,9 @@ _ALIGNED = 64
 _LARGE = 2**18
 """Bytes of a leaf that is worth a collective of its own."""
 
+_TAG = 1
+"""Of messages that are parts of a collective; who looks for a process that is lost receives under tag 0."""
+
 Read = Sequence[Any] | None
 """The leaves that an op reads; None posts zeros, for a step that failed and whose part others wait for."""
 
@@ -167,8 +170,8 @@ def _goes_straight(group: ProcessGroup, device: torch.device) -> bool:
 def _sent(parts: Sequence[Tensor], found: Sequence[Tensor], group: ProcessGroup) -> Works:
     """Each part on the way to its process, and what the others send of theirs."""
     others = [at for at in range(group.size()) if at != group.rank()]
-    works: list[Any] = [dist.isend(parts[at], group=group, group_dst=at) for at in others]
-    return Works([*works, *(dist.irecv(found[at], group=group, group_src=at) for at in others)])
+    works: list[Any] = [dist.isend(parts[at], group=group, group_dst=at, tag=_TAG) for at in others]
+    return Works([*works, *(dist.irecv(found[at], group=group, group_src=at, tag=_TAG) for at in others)])
 
 
 def _added(own: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
