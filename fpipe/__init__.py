@@ -42,6 +42,7 @@ from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
+from fpipe.transforms.update import update
 
 if TYPE_CHECKING:
     from fpipe import testing as testing
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.parameters.shards import shard_params
     from fpipe.models.tracing.boundary import boundary
+    from fpipe.optimizers.rules import register_update
+    from fpipe.optimizers.state import optimizer_state
     from fpipe.runtimes.build import build
     from fpipe.runtimes.definition.meaning import register_meaning
     from fpipe.runtimes.faults.rank_error import RankError
@@ -101,6 +104,8 @@ _WITH_TORCH = {
     "models.parameters.shards": ("shard_params",),
     "derived.per_example": ("per_example",),
     "models.modules.skips": ("Pop", "Stash"),
+    "optimizers.rules": ("register_update",),
+    "optimizers.state": ("optimizer_state",),
     "runtimes.build": ("build",),
     "runtimes.definition.meaning": ("register_meaning",),
     "measuring.estimate": ("estimate",),
@@ -122,6 +127,7 @@ _ROOMS = (
     "interop",
     "measuring",
     "models",
+    "optimizers",
     "orders",
     "pictures",
     "planning",
@@ -210,6 +216,7 @@ __all__ = [
     "merge",
     "merge_backward",
     "offload",
+    "optimizer_state",
     "pair",
     "per_example",
     "periodic",
@@ -224,6 +231,7 @@ __all__ = [
     "register_kind",
     "register_meaning",
     "register_spec",
+    "register_update",
     "reorder",
     "robustness",
     "schedules",
@@ -237,6 +245,7 @@ __all__ = [
     "split_backward",
     "split_params",
     "unpack_dual",
+    "update",
     "verify",
 ]
 

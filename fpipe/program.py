@@ -28,10 +28,12 @@ The names that the front doors use for values (any lower-case word is a value na
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
     all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
     cut                                 the sum over those replicas alone that share params out, as cut_loss, cut_total
-    grads outputs                       result names, besides loss, count and state
+    opt lr norms norm                   optimizer state and learning rate; the norms of a stage's gradients, that of all
+    grads outputs                       result names, besides loss, count, state, params, opt and norm
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
-RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE. The set is open: `register_kind` adds one.
+RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE, NORM, UPDATE. The set is open:
+`register_kind` adds one.
 (The zero-bubble papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
 
 No tensor, shape, module or device lives in a program. Stages are numbers until a reading binds them to a model.
@@ -185,7 +187,7 @@ KINDS: dict[str, Kind] = {
     "SPLIT": Kind("before"),
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
-    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE"), Kind("after")),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "UPDATE"), Kind("after")),
     **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
     **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
 }

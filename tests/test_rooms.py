@@ -32,19 +32,21 @@ schedules <- root transforms timing orders
 single_device <- root transforms graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
+optimizers <- root
 runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device
+    optimizers
 models/parameters <- root torch_private graphs/purity graphs/tracing single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
     runtimes/definition
 models/modules <- root torch_private graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
-    runtimes/definition runtimes/lowering
+    optimizers runtimes/definition runtimes/lowering
 runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
 derived <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
 models/tracing <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
 runtimes/processes <- root torch_private transforms graphs/purity graphs/language graphs/tracing single_device
-    runtimes/definition runtimes/lowering runtimes/faults
+    optimizers runtimes/definition runtimes/lowering runtimes/faults
 models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
     models/modules models/tracing
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
@@ -53,7 +55,7 @@ models <- root torch_private graphs/purity timing graphs/language graphs/tracing
 verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
-    runtimes/processes runtimes
+    optimizers runtimes/processes runtimes
 interop <- root torch_private transforms timing runtimes/definition models/modules models
 planning <- root transforms timing schedules single_device finding measuring
 pictures <- root timing planning

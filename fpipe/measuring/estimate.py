@@ -12,6 +12,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
+from fpipe.optimizers.state import example_optim
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.lowering.prepared import Prepared
@@ -62,7 +63,8 @@ def estimate(
     runs: Runs = {}
     for variant in variants_of(halves):
         try:
-            parts = Prepared(variant, model, params, batch, state, None, Untraced()).lowered.parts
+            optim = example_optim(variant, params)
+            parts = Prepared(variant, model, params, batch, state, optim, None, Untraced()).lowered.parts
         except Untraceable as error:
             raise ValueError(f"the operations of this program are not known before it runs: {error}") from error
         found: Runs = {}

@@ -13,6 +13,7 @@ from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.limits import whole
 from fpipe.model import Model
+from fpipe.optimizers.state import example_optim
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.definition.recorder import Storages
@@ -106,8 +107,9 @@ def sizes(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     check_match(program, model)
     try:
+        optim = example_optim(program, params)
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
-        lowered = Prepared(with_transfers(program), model, params, batch, state, None, Untraced(), share=share)
+        lowered = Prepared(with_transfers(program), model, params, batch, state, optim, None, Untraced(), share=share)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = lowered.trees

@@ -78,7 +78,8 @@ def build(
             stream.
 
     Returns:
-        `step(params, batch, *, state=None, key=None) -> Result`. It changes nothing that it is given.
+        `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, which changes nothing that it is
+        given. Of a program with an `update` it takes `opt`, as `optimizer_state` makes it, and a learning rate.
 
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.

@@ -26,6 +26,8 @@ class Result:
         losses: the loss of each microbatch, where `merge(losses=True)` asked for them.
         input_grads: gradients of the inputs, where `program(model, input_grads=True)` asked for them; None for a leaf
             that has no gradient.
+        params, opt: the next parameters and the optimizer's state, one pytree per stage, of a program with an `update`.
+        norm: the norm of all gradients before they are scaled, where `update(clip=)` asked for it.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
 
     >>> import fpipe, torch
@@ -45,6 +47,9 @@ class Result:
     aux: Any = None
     losses: Any = None
     input_grads: Any = None
+    params: Any = None
+    opt: Any = None
+    norm: Any = None
     timeline: Any = None
 
     def __post_init__(self) -> None:
@@ -70,8 +75,8 @@ def _said(name: str, value: Any) -> str:
     if name == "timeline":
         return name
     tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-    if name == "grads":
-        return f"grads of {len(tensors)} leaves, {sum(leaf.numel() for leaf in tensors):,} numbers"
+    if name in ("grads", "params", "opt"):
+        return f"{name} of {len(tensors)} leaves, {sum(leaf.numel() for leaf in tensors):,} numbers"
     shown = [_shown(leaf) for leaf in tensors[:3]] + ["..."] * (len(tensors) > 3)
     return f"{name} {' '.join(shown)}" if shown else name
 

@@ -26,6 +26,7 @@ Transform = Callable[[Program], Program]
 
 _new = tuple.__new__
 _BACKWARD = frozenset("BIW")
+_AT_HOME = frozenset(("grads", "state", "params", "opt"))
 
 
 def transforming(rewrite: Transform) -> Transform:
@@ -102,6 +103,13 @@ def refuse_freed(program: Program) -> None:
         raise ProgramError(
             "this program already frees its values; apply fpipe.free() last, after every other transform."
         )
+
+
+def refuse_updated(program: Program, transform: str = "") -> None:
+    """A ProgramError for a transform of gradients behind update(), which has used them."""
+    if "UPDATE" in map(itemgetter(0), program.ops):
+        mend = f"put fpipe.{transform}() before fpipe.update()" if transform else "update them once"
+        raise ProgramError(f"this program updates its parameters already; {mend}.")
 
 
 def homes_of(program: Program) -> dict[int, tuple[int, ...]]:
@@ -238,10 +246,10 @@ class _Ranks:
         return end._replace(homes=at or (0,))
 
     def wanted(self, end: Output) -> Output:
-        """An output at its homes: of a stage's gradients and state its parameters', else where it is made."""
+        """An output at its homes: of what belongs to a stage's parameters theirs, else where it is made."""
         name, value, homes = end
         stage = name[1]
-        if stage is not None and name[0] in ("grads", "state"):
+        if stage is not None and name[0] in _AT_HOME:
             now = self.home.get(stage, homes)
         else:
             rank = self.made(value)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, settled, transforming
+from fpipe.transforms._rewrite import Transform, refuse_updated, settled, transforming
 
 
 def data_parallel(axis: str = "dp") -> Transform:
@@ -62,6 +62,7 @@ def data_parallel(axis: str = "dp") -> Transform:
         known = axes_of(program)
         if axis in known:
             return program
+        refuse_updated(program, "data_parallel")
         if known and (len(known) > 1 or not any(op.kind == "SCATTER" for op in program.ops)):
             refuse_more(known, axis)
         return settled(program, *(nested(program, axis, *known) if known else reduced(program, axis)))

@@ -30,7 +30,7 @@ def forward_only() -> Transform:
 
     @transforming
     def transform(program: Program) -> Program:
-        ends = tuple(end for end in program.outputs if end.name.name not in ("grads", "input_grads", "state"))
+        ends = tuple(end for end in program.outputs if end.name.name not in _OF_TRAINING)
         if not ends:
             raise ProgramError("this program has neither outputs nor a loss; without gradients nothing is left of it.")
         if ends == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
@@ -38,6 +38,9 @@ def forward_only() -> Transform:
         return _needed_for(program, ends)
 
     return transform
+
+
+_OF_TRAINING = frozenset(("grads", "input_grads", "state", "params", "opt", "norm"))
 
 
 def _needed_for(program: Program, ends: tuple[Output, ...]) -> Program:

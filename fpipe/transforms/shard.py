@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Input, Op, Output, Program, ProgramError, Value, kind_of, pair, parts_of
-from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, transforming
+from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_updated, transforming
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
 
@@ -88,6 +88,7 @@ def shard(
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
+        refuse_updated(program, "shard")
         odd = next((op for op in program.ops if op.kind in ("SEND", "RECV", "GATHER", "SCATTER")), None)
         if odd is not None:
             is_sharded = odd.kind in ("GATHER", "SCATTER")

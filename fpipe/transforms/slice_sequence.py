@@ -13,7 +13,7 @@ from typing import cast
 
 from fpipe.limits import whole
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_updated, transforming
 from fpipe.transforms.specs import batch_spec_text
 
 _BACK = frozenset("BIW")
@@ -74,6 +74,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
 def _refuse(program: Program) -> None:
     """Refuse programs that cannot be sliced any more, or not yet."""
     refuse_freed(program)
+    refuse_updated(program, "slice_sequence")
     kinds = {op.kind for op in program.ops}
     if program.slices > 1:
         raise ProgramError(f"this program has {program.slices} slices already; slice it once.")

@@ -14,7 +14,7 @@ import math
 from fpipe.limits import LARGEST_SIZE, MOST_OPS, whole
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms._copies import copies
-from fpipe.transforms._rewrite import Transform, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_updated, transforming
 from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import batch_spec_text
 
@@ -65,6 +65,7 @@ def split(
 
     @transforming
     def transform(program: Program) -> Program:
+        refuse_updated(program, "split")
         if any(op.kind == "SPLIT" for op in program.ops) or program.microbatches > 1:
             raise ProgramError(
                 f"this program is split into {program.microbatches} microbatches already; split it once."

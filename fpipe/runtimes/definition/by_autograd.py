@@ -46,6 +46,8 @@ class StepContext:
             those of all.
         moves: what travels between devices.
         shared: what replicas share out, by what they are handed of it.
+        places: of each stage where the gradient of each leaf is, in the order of its parameters: in which bundle, and
+            where there.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class StepContext:
     first: int = 0
     moves: Moves = field(default_factory=dict[Any, Any])
     shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
+    places: Sequence[Sequence[tuple[int, int]]] = ()
 
     @property
     def all_rows(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, check_params, check_state, same_keys, trained
+from fpipe.optimizers.op_words import update_of
+from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
 from fpipe.single_device.batches import refuse_spread
 
-_MISSING = "this program reads {}: hand it in as step(..., {}=...)."
-NO_KEY = _MISSING.format("key", "key")
+_MISSING = "this program reads {}: hand it in as step(..., {}={})."
+NO_KEY = _MISSING.format("key", "key", "...")
 
 
 def check_call(more: Sequence[Any], key: Any) -> None:
@@ -26,9 +28,44 @@ def check_call(more: Sequence[Any], key: Any) -> None:
         fold_in(key)
 
 
-def check_inputs(program: Program, model: Model, params: Any, state: Any) -> None:
-    """A ValueError for params or a state that are not those of the model, before anything is cut."""
+Optim = tuple[Any, Any] | None
+"""The optimizer's state and the learning rate of a step, where its program updates parameters."""
+
+
+def optim_of(program: Program, opt: Any, lr: Any) -> Optim:
+    """The optimizer's state and learning rate that a step is handed, the rate as a tensor with the bits of the float.
+
+    Raises:
+        TypeError: a rate that is no number.
+        ValueError: one of them is missing, or nothing reads it.
+    """
+    op = update_of(program)
+    if op is None:
+        for word, given in (("opt", opt), ("lr", lr)):
+            if given is not None:
+                raise ValueError(f"this program updates no parameters, and takes no {word}=; fpipe.update() does.")
+        return None
+    if opt is None:
+        raise ValueError(_MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))
+    wanted = any(value.name == "lr" for value in op.reads)
+    if wanted is not (lr is not None):
+        said = dict(op.how).get("lr")
+        raise ValueError(
+            _MISSING.format("lr", "lr", "3e-4") if wanted else f"the program says lr={said} itself; leave lr= out."
+        )
+    if not wanted:
+        return opt, None
+    if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
+        raise TypeError(f"lr is a number or a 0-d tensor; found {type(lr).__name__}.")
+    return opt, torch.tensor(float(lr), dtype=torch.float64, device="cpu")
+
+
+def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
+    """A ValueError for params, a state or an optimizer's state that are not those of the model and program, before
+    anything is cut."""
     check_params(model, params)
+    if optim is not None:
+        check_optimizer_state(program, params, optim[0])
     check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
@@ -39,26 +76,54 @@ def bind_inputs(
     batch: tuple[Any, Any],
     state: Sequence[Any] | None,
     key: int | None,
+    optim: Optim = None,
 ) -> dict[Value, Any]:
     """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
     in that stage's order from here on, whatever the order of the caller's dict."""
     params = check_params(model, params)
     found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
-    for number, stage in enumerate(_in_order(model, params)):
-        tied = model.owned(number)
-        own = found[Value("params", number)] = dict(stage) if tied else stage
-        for leaf in tied:
-            found[Value("params", number, port=leaf.port)] = own.pop(leaf.name)
-        if state is not None:
-            found[Value("state", number)] = state[number]
+    found |= _bundles(model, "params", _in_order(model, params))
+    found |= {} if state is None else {Value("state", number): one for number, one in enumerate(state)}
+    if optim is not None:
+        opt, found[Value("lr")] = optim
+        found |= _bundles(model, "opt", _in_order(model, opt))
     found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
     missing = next(
         (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
         None,
     )
     if missing is not None:
-        raise ValueError(_MISSING.format(missing, missing.name))
+        raise ValueError(_MISSING.format(missing, missing.name, "..."))
     return {end.value: found[end.value] for end in program.inputs}
+
+
+def _bundles(model: Model, name: str, per_stage: Sequence[Any]) -> dict[Value, Any]:
+    """Values that belong to the parameters of each stage, apart for each tied leaf that lives there."""
+    found = dict[Value, Any]()
+    for number, stage in enumerate(per_stage):
+        tied = model.owned(number)
+        own = found[Value(name, number)] = dict(stage) if tied else stage
+        for leaf in tied:
+            found[Value(name, number, port=leaf.port)] = own.pop(leaf.name)
+    return found
+
+
+def places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int]]]:
+    """For each leaf of each stage's params the bundle that it is in, and its place there."""
+    made: list[list[tuple[int, int]]] = []
+    for number, stage in enumerate(_in_order(model, params)):
+        ports = {leaf.name: leaf.port for leaf in model.owned(number)}
+        if not ports:
+            made.append([(0, at) for at in range(len(tree.leaves(stage)))])
+            continue
+        counts = Counter[int]()
+        made.append([])
+        for name, own in stage.items():
+            port = ports.get(name, 0)
+            for _ in tree.leaves(own):
+                made[-1].append((port, counts[port]))
+                counts[port] += 1
+    return made
 
 
 def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:
@@ -96,6 +161,8 @@ def collect_results(
         elif name == "input_grads":
             inputs = batch[0] if index is None or not presplit else batch[0][index]
             made = tree.tree_map(own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
+        elif name in ("params", "opt"):
+            made = tree.tree_map(own, _of_stages(model, params, ends, values))
         elif name == "state":
             assert state is not None
             found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
@@ -129,6 +196,18 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
         trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
         each = zip(leaves, tree.leaves(grads), trains, strict=True)
         made.append(tree.unflatten(spec, [_of_param(*one) for one in each]))
+    return tuple(made)
+
+
+def _of_stages(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
+    """Results that belong to the parameters of each stage, in their containers."""
+    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+    made: list[Any] = []
+    for number, stage in enumerate(params):
+        tied = {leaf.name: found[number, leaf.port] for leaf in model.owned(number)}
+        own = found[number, 0]
+        ordered = tied or isinstance(model.stages[number].forward, PositionalStage)
+        made.append({name: tied[name] if name in tied else own[name] for name in stage} if ordered else own)
     return tuple(made)
 
 

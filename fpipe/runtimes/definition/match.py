@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.model import Model, the_model
+from fpipe.optimizers.state import check_update
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, parts_of, the_program
 from fpipe.single_device.batches import refuse_meta
@@ -47,6 +48,7 @@ def check_match(program: Program, model: Model) -> None:
                 f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
                 "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
+    check_update(program)
     _refuse_mixed_rows(program, model)
     _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
 

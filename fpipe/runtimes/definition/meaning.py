@@ -31,6 +31,7 @@ from fpipe.runtimes.definition.by_autograd import (
     weight_gradient,
 )
 from fpipe.runtimes.definition.device_moves import moved
+from fpipe.runtimes.definition.updates import norm_of, update_params
 from fpipe.single_device.batches import check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence, rows
@@ -258,6 +259,8 @@ RULES: dict[str, Rule] = {
     "U": update,
     "PAIR": both,
     "GATHER": gather_one,
+    "NORM": norm_of,
+    "UPDATE": update_params,
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
     "FREE": drop,
 }

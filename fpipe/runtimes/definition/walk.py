@@ -17,7 +17,14 @@ from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import Inputs, Residuals, StepContext
 from fpipe.runtimes.definition.device_moves import brought, moves_of
 from fpipe.runtimes.definition.devices import check_at_home, homes_of
-from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_call, check_inputs, collect_results
+from fpipe.runtimes.definition.inputs_and_results import (
+    bind_inputs,
+    check_call,
+    check_inputs,
+    collect_results,
+    optim_of,
+    places_of,
+)
 from fpipe.runtimes.definition.meaning import RULES, batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder, storages
 from fpipe.single_device.batches import refuse_unloaded
@@ -37,7 +44,8 @@ def walk(
     loss_scale: float = 1.0,
     devices: Sequence[torch.device] = (),
 ) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None) -> Result` that walks the program in this process."""
+    """A pure `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result` that walks the program in this
+    process."""
     for op in program.ops:
         for part in op.parts or (op,):
             if part.kind not in RULES:
@@ -55,15 +63,19 @@ def walk(
         *more: Any,
         state: Sequence[Any] | None = None,
         key: int | None = None,
+        opt: Sequence[Any] | None = None,
+        lr: Any = None,
     ) -> Result:
         refuse_odd_modes()
         check_call(more, key)
-        check_inputs(program, model, params, state)
+        optim = optim_of(program, opt, lr)
+        check_inputs(program, model, params, state, optim)
         if not devices:
             refuse_unloaded(batch, params, state)
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
-        values = bind_inputs(program, model, params, batch, state, key)
+        context.places = places_of(model, params)
+        values = bind_inputs(program, model, params, batch, state, key, optim)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)
             values[value] = tree.tree_map(partial(brought, home=home), values[value])
@@ -86,7 +98,7 @@ def walk(
                 notes.note(number, [leaves_of(values[value]) for value in op.writes], started)
             for value in dead:
                 del values[value]
-        taken = {*storages(tree.leaves((params, batch, state)))}
+        taken = {*storages(tree.leaves((params, batch, state, optim)))}
         whole = collect_results(program, model, params, batch, state, values, partial(own_leaf, taken))
         return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
 

@@ -18,10 +18,11 @@ from fpipe import tree
 from fpipe.graphs.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
+from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.devices import on_devices
-from fpipe.runtimes.definition.inputs_and_results import check_call
+from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
 from fpipe.runtimes.definition.walk import Step, walk
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
@@ -37,7 +38,7 @@ def local(
     model: Model,
     *,
     trace: bool = True,
-    example: tuple[Any, Any, Any] | None = None,
+    example: tuple[Any, ...] | None = None,
     record: bool = False,
     check_finite: bool = False,
     loss_scale: float = 1.0,
@@ -63,9 +64,11 @@ def local(
 
     if example is not None:
         with _TRACING, suppress(Untraceable):  # the first step will say so
-            made = prepare(program, model, *example, None, Untraced(), loss_scale, compile)
+            params, batch, state = example
+            optim = example_optim(program, params)
+            made = prepare(program, model, params, batch, state, optim, None, Untraced(), loss_scale, compile)
             made.compile()
-            known[signatures.of(*tree.flatten(example), homes=made.at_home)] = made
+            known[signatures.of(*tree.flatten((params, batch, state, optim)), homes=made.at_home)] = made
 
     def step(
         params: Sequence[Any],
@@ -73,6 +76,8 @@ def local(
         *more: Any,
         state: Sequence[Any] | None = None,
         key: int | None = None,
+        opt: Sequence[Any] | None = None,
+        lr: Any = None,
     ) -> Result:
         refuse_odd_modes()
         for mode in dispatch_modes() if workers else ():
@@ -82,16 +87,17 @@ def local(
             )
         check_call(more, key)
         if in_fake_mode():  # what is made for tensors of one mode does for no others
-            return by_hand(params, batch, state=state, key=key)
+            return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
         if any(stage.moved() for stage in of_nets):
             check_params(model, params)
-        given = params, batch, state
+        optim = optim_of(program, opt, lr)
+        given = params, batch, state, optim
         leaves, containers = tree.flatten(given)
         try:
             signature = signatures.of(leaves, containers)
             lowered = known.get(signature, _NEW)
         except (TypeError, Untraceable) as error:
-            made = by_hand(params, batch, state=state, key=key)
+            made = by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
             why = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
             warnings.warn(f"this step runs every stage under autograd: {why}", stacklevel=2)
             return made
@@ -104,7 +110,7 @@ def local(
                     began = time.perf_counter()
                     options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record}
                     prepared = partial(prepare, program, model, *given, key, **options)
-                    walked = partial(by_hand, params, batch, state=state, key=key)
+                    walked = partial(by_hand, params, batch, state=state, key=key, opt=opt, lr=lr)
                     result, lowered = _first(walked, prepared, graphs)
                     if lowered is not None:
                         lowered.compile()
@@ -113,13 +119,13 @@ def local(
                     if result is not None:
                         return result
         if not isinstance(lowered, Prepared):
-            return by_hand(params, batch, state=state, key=key)
+            return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
         try:
             return lowered.run(leaves, state, key, record=told, check_finite=check_finite, see=see)
         except (UnexpectedValue, RuntimeError) as error:
             if not _means_untraceable(error):
                 raise
-            made = by_hand(params, batch, state=state, key=key)  # raises what the stage raises, if it does
+            made = by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)  # raises what the stage does
             known[signature] = None
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
             return made

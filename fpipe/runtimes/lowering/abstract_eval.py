@@ -19,13 +19,13 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.program import Op
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import RULES, rounding
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, places_by_leaf, whole
 from fpipe.torch_private.dispatch import storage_of
 
 
 def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
     """Abstract values that an op writes if it reads these; `fake` is the mode that makes fake tensors."""
-    how = {"ADD": _sum, "MERGE": _merged}.get(op.kind, by_rule)
+    how = {"ADD": _sum, "MERGE": _merged, "UPDATE": _updated}.get(op.kind, by_rule)
     return how(op, trees, context, fake)
 
 
@@ -56,6 +56,26 @@ def _merged(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: A
     rest = [value for value in op.writes if value.name != "loss"]
     made = dict(zip(rest, by_rule(op._replace(writes=tuple(rest)), trees, context, fake), strict=True))
     return [made[value] if value in made else AbstractTree((in_own_storage(aval),), spec) for value in op.writes]
+
+
+def _updated(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
+    """The next parameters and state are as those before, in memory of their own; what has no gradient stays."""
+    params, state, grads = trees[:3]
+    now, after = [*params.leaves], [*state.leaves]
+    each = zip(grads.leaves, places_by_leaf(params, state), strict=True)
+    for at, (_, places) in ((at, one) for at, one in enumerate(each) if one[0] is not None):
+        now[at] = _anew(now[at])
+        for place in places:
+            after[place] = _anew(after[place])
+    return [AbstractTree(tuple(now), params.spec), AbstractTree(tuple(after), state.spec)]
+
+
+def _anew(leaf: Any) -> Any:
+    """A tensor like this one, in its own memory and densely laid out."""
+    if not isinstance(leaf, Fact):
+        return leaf
+    like = torch.empty_like(torch.empty_strided(leaf.aval.shape, leaf.aval.stride, device="meta"))
+    return in_own_storage(leaf.aval._replace(stride=like.stride()))
 
 
 def by_rule(
@@ -116,4 +136,7 @@ def _fake(leaf: Any, homes: dict[int, int], device: str | None) -> Any:
 
 def is_list(op: Op, made: Any) -> bool:
     """Whether what a rule made is a list over leaves (gradients), and no container that happens to be a list."""
-    return isinstance(made, list) and op.kind not in ("F", "R", "SPLIT", "MERGE", "U")
+    return isinstance(made, list) and op.kind not in _CONTAINERS
+
+
+_CONTAINERS = frozenset(("F", "R", "SPLIT", "MERGE", "U", "UPDATE"))

@@ -18,7 +18,7 @@ from fpipe.program import Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import homes_of
-from fpipe.runtimes.definition.inputs_and_results import check_inputs
+from fpipe.runtimes.definition.inputs_and_results import check_inputs, places_of
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -40,6 +40,7 @@ class Prepared:
         params: Any,
         batch: Any,
         state: Any,
+        optim: Any,
         key: int | None,
         untraced: Untraced,
         loss_scale: float = 1.0,
@@ -50,9 +51,9 @@ class Prepared:
         devices: Sequence[torch.device] = (),
         watch_saved: bool = False,
     ) -> None:
-        check_inputs(program, model, params, state)
+        check_inputs(program, model, params, state, optim)
         whole, sizes = batch_of(program, batch)
-        given: Given = (params, batch, state)
+        given: Given = (params, batch, state, optim)
         homes, storages = homes_of(program, devices), dict[int, int]()
         handed = handed_by(program, model, given, key, homes, home, storages, share)
         context = StepContext(
@@ -66,6 +67,7 @@ class Prepared:
             first=replica[0] * program.microbatches,
             moves=moves_of(program, devices),
             shared=handed.shared,
+            places=places_of(model, params),
         )
         constants = {
             Value("const", number): AbstractTree(tuple(fact_of(leaf, storages) for leaf in net.constants()))
@@ -79,7 +81,7 @@ class Prepared:
         self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         self.entrance = entrance_of(lowered, model, handed, homes)
         own = not untraced.stages
-        self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state), handed.at_home, own)
+        self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state, optim), handed.at_home, own)
         self.part = RankPart(self.instructions, model)
         self.recorder: Recorder | None = None
         graphs = [graph for each in lowered.graphs.values() for graph in each]

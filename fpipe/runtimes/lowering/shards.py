@@ -17,7 +17,7 @@ import torch
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
 from fpipe.graphs.purity.sharded import Sharding, is_by_rows, is_sharded
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, places_by_leaf
 
 
 class Share(NamedTuple):
@@ -38,6 +38,16 @@ class Shared(NamedTuple):
         """A replica's part of a gradient: as that of its parameter, where there is one."""
         each = zip(self.own.leaves, total.leaves, strict=True)
         return total._replace(leaves=tuple(None if of is None else _cast(op, own.aval, of.aval) for own, of in each))
+
+
+def state_of(shared: Shared, state: AbstractTree) -> AbstractTree:
+    """A replica's part of an optimizer's state: what is as large as a parameter has its rows."""
+    leaves = [*state.leaves]
+    for own, places in zip(shared.own.leaves, places_by_leaf(shared.own, state), strict=True):
+        for at in places:
+            if leaves[at].aval.shape:
+                leaves[at] = _plain(own.aval, leaves[at].aval, own.aval.shape)
+    return state._replace(leaves=tuple(leaves))
 
 
 def shard_of(op: Op) -> Value:

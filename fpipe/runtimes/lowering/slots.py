@@ -28,11 +28,11 @@ from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
-from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of
+from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 from fpipe.single_device.batches import streams
 
-Given = tuple[Any, Any, Any]
-"""Params, batch and state."""
+Given = tuple[Any, Any, Any, Any]
+"""Params, batch, state, and the optimizer's state with the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,14 @@ def handed_by(
     storages: dict[int, int],
     share: Share | None,
 ) -> Handed:
-    """The leaves of params, batch and state; `homes` are the devices of the ranks that read them, else `home`. Without
+    """The leaves of what a step is handed; `homes` are the devices of the ranks that read them, else `home`. Without
     a `share` one replica has all."""
     leaves, containers = tree.flatten(given)
-    params, batch, state = tree.unflatten(containers, range(len(leaves)))
+    params, batch, state, optim = tree.unflatten(containers, range(len(leaves)))
     whole, sizes = batch_of(program, given[1])
     batch = batch if whole is given[1] else streams(batch, len(sizes))
-    ends = bind_inputs(program, model, params, batch, None if given[2] is None else state, key)
+    optim = None if given[3] is None else optim
+    ends = bind_inputs(program, model, params, batch, None if given[2] is None else state, key, optim)
     trees, places, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, Shared]()
     at_home = [home or torch.get_default_device()] * len(leaves)
     if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
@@ -76,17 +77,21 @@ def handed_by(
     for value, held in ends.items():
         places[value], spec = tree.flatten(held)
         found = [leaves[at] for at in places[value]]
-        there = homes.get(value)
-        if there is not None and value.name not in BATCH:
-            check_at_home(value, found, there, example=True)
-            for at in places[value]:
-                at_home[at] = there
+        there = None if value.name == "lr" else homes.get(value)
+        moved = dict.fromkeys(places[value], there)
+        if value.name == "opt":  # steps are counted on the host
+            moved = {at: there if getattr(leaves[at], "ndim", 0) else None for at in moved}
+        if value.name not in BATCH:
+            for at, device in moved.items():
+                if device is not None:
+                    check_at_home(value, [leaves[at]], device, example=True)
+                    at_home[at] = device
         train = [False] * len(found)
         if value.name in PARAMETERS:
             train = trained(model, value.stage or 0, value.port, tree.unflatten(spec, found))
         each = zip(found, train, places[value], strict=True)
         facts = (fact_of(leaf, storages, one, at_home[at]) for leaf, one, at in each)
-        trees[value] = AbstractTree(tuple(_at(fact, there) for fact in facts), spec)
+        trees[value] = AbstractTree(tuple(map(_at, facts, moved.values())), spec)
         if value.name == "shard":
             who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(held)]
             if share is None:
@@ -94,6 +99,9 @@ def handed_by(
             else:
                 shared[value] = shared_of(trees[value], share, who, paths)
                 trees[value] = shared[value].own
+        own = shared.get(value._replace(name="shard")) if value.name == "opt" else None
+        if own is not None:
+            trees[value] = state_of(own, trees[value])
     return Handed(trees, places, at_home, shared)
 
 
@@ -214,7 +222,7 @@ def exit_of(
 ) -> Exit:
     """The way out to the outputs of a program; what shares memory with anything else is copied, or all of it where
     values are not the step's `own`."""
-    params, batch, state = given
+    params, batch, state, optim = given
     taken, values = {*lowered.given}, dict[Value, Any]()
     for end in program.outputs:
         known = lowered.trees[end.value]
@@ -234,6 +242,11 @@ def exit_of(
         whole["grads"] = tree.unflatten(
             spec, [_gradient(leaf, *of) for leaf, of in zip(grads, of_params, strict=False)]
         )
+    for name, of in (("params", params), ("opt", None if optim is None else optim[0])):
+        if name in whole:
+            places, spec = tree.flatten(whole[name])
+            given_as = zip(places, tree.leaves(of), strict=True)
+            whole[name] = tree.unflatten(spec, [_placed(leaf, one) for leaf, one in given_as])
     found, containers = tree.flatten(whole)
     return Exit(containers, found, untouched)
 
@@ -242,6 +255,11 @@ def _gradient(leaf: Any, param: Any, home: torch.device) -> Any:
     if isinstance(leaf, ResultLeaf):
         return replace(leaf, sharding=sharding_of(param), dtype=getattr(param, "dtype", None))
     return _Zeros(leaf, home if leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _placed(leaf: Any, given: Any) -> Any:
+    """A leaf of the next parameters or state, sharded as the one before."""
+    return replace(leaf, sharding=sharding_of(given)) if isinstance(leaf, ResultLeaf) else leaf
 
 
 def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:

@@ -25,9 +25,10 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
+from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value, parts_of
-from fpipe.runtimes.definition.inputs_and_results import check_call
+from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
@@ -46,13 +47,13 @@ from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 
-Given = tuple[Any, Any, Any]
+Given = tuple[Any, Any, Any, Any]
 
 
 def distributed(
     program: Program,
     model: Model,
-    checked: Callable[[], Given],
+    checked: Callable[[], tuple[Any, Any, Any]],
     *,
     mesh: DeviceMesh | None,
     example: Any,
@@ -65,7 +66,8 @@ def distributed(
     check_batch: CheckBatch,
     trace: bool,
 ) -> Step:
-    """A step of one rank: `step(params, batch, *, state=None, key=None) -> Result`, called by all ranks alike.
+    """A step of one rank, `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, called by all
+    ranks alike.
 
     The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
     way to tell the other ranks.
@@ -126,7 +128,9 @@ def distributed(
         check_call(more, key)
         if any(stage.moved() for stage in of_nets):
             check_params(model, _filled(own[0], shapes[0]))
-        given = tuple(_filled(one, of) for one, of in zip(own, shapes, strict=True))
+        params, batch, state = (_filled(one, of) for one, of in zip(own[:3], shapes, strict=False))
+        optim = own[3] and (_filled(own[3][0], shapes[3][0]), own[3][1])
+        given = params, batch, state, optim
         leaves, containers = tree.flatten(given)
         signature = signatures.of(leaves, containers, homes=repeat(device))
         made = known.get(signature)
@@ -156,6 +160,8 @@ def distributed(
         *more: Any,
         state: Sequence[Any] | None = None,
         key: int | None = None,
+        opt: Sequence[Any] | None = None,
+        lr: Any = None,
     ) -> Result:
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
@@ -166,7 +172,7 @@ def distributed(
             replicas.begin(exchanges)
         with watchdog.ctrl_c:
             try:
-                return one_step(number, (params, batch, state), more, key)
+                return one_step(number, (params, batch, state, optim_of(program, opt, lr)), more, key)
             except BaseException as error:
                 said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
                 if peer_errors.lost(error):
@@ -181,7 +187,8 @@ def distributed(
 
     try:
         params, *more = checked()
-        shapes: Given = tree.tree_map(_without_data, (_of_all(model, params), *more))
+        shapes: Given = (*tree.tree_map(_without_data, (_of_all(model, params), *more)), None)
+        shapes = (*shapes[:3], example_optim(program, shapes[0]))
         told = program if record else None
         refuse_other_size(group, program, mesh)
         program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))

@@ -109,7 +109,7 @@ class PreparedRank(Prepared):
         whole: dict[str, Any] = tree.unflatten(everywhere.containers, everywhere.leaves)
         away = {end.name for end in self._asked(self.program).outputs if self.rank not in end.homes}
         for name in whole:
-            if name in ("grads", "state"):
+            if name in ("grads", "state", "params", "opt"):
                 stages = {one.stage for one in away if one.name == name}
                 whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
                 continue

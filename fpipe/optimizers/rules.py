@@ -1,0 +1,204 @@
+"""Apply an optimizer's rule to leaves: one of torch.optim's, with its bits, or one that was registered.
+
+    [p], [dp], [{"step": 3, "exp_avg": ..}], lr        --> AdamW -->        [p'], [{"step": 4, "exp_avg": ..}]
+
+The classes of torch.optim update in place, and keep state by the tensor it is of. An instance is made once for each
+thread and kept: to make one takes longer than to update a small net. It is handed copies, and what it leaves is taken
+from it. At step 0 it finds no state, and so begins as it always does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Words = tuple[tuple[str, Any], ...]
+State = dict[str, Tensor]
+Apply = Callable[..., tuple[Tensor, State]]
+Initial = Callable[[Tensor], State]
+
+STEP = "step"
+
+
+class Registered(NamedTuple):
+    """A rule of a user's own: `apply(param, grad, state, lr=, **settings) -> (param, state)`, pure."""
+
+    apply: Apply
+    initial: Initial
+
+
+RULES: dict[str, Registered] = {}
+
+
+def register_update(name: str, apply: Apply, initial: Initial | None = None) -> None:
+    """Add an optimizer's rule, as a pure function of one leaf.
+
+    Args:
+        name: what `update` calls it.
+        apply: `f(param, grad, state, *, lr, **settings) -> (param, state)`, which mutates nothing.
+        initial: `f(param) -> state`, a dict of tensors; none by default.
+
+    Raises:
+        ValueError: the name is torch.optim's or taken already, or what is given is no function.
+
+    >>> import fpipe, torch
+    >>> fpipe.register_update("SignSGD", lambda param, grad, state, lr: (param - lr * grad.sign(), state))
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
+    >>> program = fpipe.chain(fpipe.split(1), fpipe.merge(), fpipe.update("SignSGD"))(fpipe.program(model))
+    >>> params = ({"w": torch.tensor(3.0)},)
+    >>> opt = fpipe.optimizer_state(program, params)
+    >>> fpipe.build(program, model)(params, (torch.ones(2), torch.ones(2)), opt=opt, lr=0.5).params
+    ({'w': tensor(2.5000)},)
+    >>> _ = RULES.pop("SignSGD")
+    """
+    if _class_of(name) is not None or name in RULES or not name.isidentifier():
+        raise ValueError(f"a rule's name is a new word, which torch.optim has not; found {name!r}.")
+    if not callable(apply) or not (initial is None or callable(initial)):
+        raise ValueError("a rule is f(param, grad, state, *, lr, **settings) -> (param, state), its start f(param).")
+    RULES[name] = Registered(apply, initial or _nothing)
+
+
+def _nothing(param: Tensor) -> State:
+    return {}
+
+
+def initial_state(by: str, settings: Words, param: Any) -> State:
+    """The state of a leaf before its first update; of what is no floating tensor there is none."""
+    if not _trains(param):
+        return {}
+    param = param.detach()
+    if by in RULES:
+        return RULES[by].initial(param)
+    kept = _kept(by, settings, param.ndim, param.dtype)
+    made = {
+        word: torch.zeros_like(param, dtype=dtype) if whole else torch.zeros((), dtype=dtype)
+        for word, (whole, dtype) in kept.items()
+    }
+    filled = _optimizer(by, settings, [param], 0.0).state[param] if by in _FILLED else {}
+    return made | filled
+
+
+def state_names(by: str, settings: Words, param: Any) -> Collection[str] | None:
+    """The names in the state of a leaf; None where only its rule knows them."""
+    if not _trains(param):
+        return ()
+    return None if by in RULES else _kept(by, settings, param.ndim, param.dtype)
+
+
+def _trains(param: Any) -> bool:
+    return isinstance(param, Tensor) and (param.is_floating_point() or param.is_complex())
+
+
+def apply_rule(
+    by: str,
+    settings: Sequence[Words],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    lr: float | None,
+) -> tuple[list[Tensor], list[State]]:
+    """The next parameters and states of some leaves, each under its own settings."""
+    given = zip(params, grads, states, settings, strict=True)
+    if by in RULES:
+        rule = RULES[by].apply
+        made = [rule(param, grad, state, **with_lr(words, lr)) for param, grad, state, words in given]
+        return [param for param, _ in made], [state for _, state in made]
+    if not params:
+        return [], []
+    now = [param.detach().clone() for param in params]
+    optimizer = _of_thread(by, tuple(dict.fromkeys(settings)))
+    for group, words in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
+        group["params"] = [param for param, own in zip(now, settings, strict=True) if own == words]
+        group["lr"] = with_lr(words, lr)["lr"]
+    for param, (_, grad, state, _) in zip(now, given, strict=True):
+        param.grad = grad
+        if by in _FILLED or (STEP in state and state[STEP].item()):
+            own = {word: leaf.clone() for word, leaf in state.items() if word != STEP or by not in _UNCOUNTED}
+            optimizer.state[param].update(own)
+    try:
+        optimizer.step()
+        return now, [_after(optimizer.state[param], state) for param, state in zip(now, states, strict=True)]
+    finally:
+        optimizer.state = defaultdict(dict)
+        for param in now:
+            param.grad = None
+
+
+def _after(found: Mapping[str, Any], before: State) -> State:
+    """The state that an optimizer left; the steps of one that counts none are counted here."""
+    return {word: found[word] if word in found else leaf + 1 for word, leaf in before.items()}
+
+
+def with_lr(words: Words, lr: float | None) -> dict[str, Any]:
+    """Settings with the learning rate of a step."""
+    settings = dict(words)
+    scale = settings.pop("lr_scale", None)
+    rate = settings.get("lr", lr)
+    return settings | {"lr": rate if scale is None or rate is None else rate * scale}
+
+
+_FILLED = frozenset(("Adagrad",))  # whose state a constructor fills
+_UNCOUNTED = frozenset(("SGD", "Muon"))
+_NAMES = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Muon")
+OF_MATRICES = frozenset(("Muon",))
+_KNOWN = threading.local()
+
+
+def _of_thread(by: str, settings: tuple[Words, ...]) -> torch.optim.Optimizer:
+    """An optimizer of this thread, with a group for each of the settings."""
+    known = _KNOWN.__dict__.setdefault("optimizers", dict[Any, torch.optim.Optimizer]())
+    if (by, settings) not in known:
+        made = known[by, settings] = _optimizer(by, settings[0], [_probe(2)], 0.0)
+        for words in settings[1:]:
+            made.add_param_group({"params": [_probe(2)], **with_lr(words, 0.0)})
+    return known[by, settings]
+
+
+def _probe(ndim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros([2] * ndim, dtype=dtype, device="cpu")
+
+
+def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    """One of torch.optim's.
+
+    Raises:
+        ValueError: there is none of that name, or it takes no such settings.
+    """
+    cls = _class_of(by)
+    if cls is None:
+        known = ", ".join([*_NAMES, *RULES])
+        raise ValueError(f"{by!r} is no rule of an optimizer; known: {known}. fpipe.register_update adds one.")
+    takes = inspect.signature(cls).parameters
+    words = with_lr(settings, lr)
+    odd = next((word for word in words if word not in takes), None)
+    if odd is not None:
+        raise ValueError(f"torch.optim.{by} takes no {odd}=; it takes {', '.join([*takes][1:])}.")
+    plain = {} if {"foreach", "fused"} & words.keys() or "foreach" not in takes else {"foreach": False}
+    try:
+        return cls(params, **plain, **words)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(f"torch.optim.{by} refuses its settings: {error}") from None
+
+
+def _class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:
+    return getattr(torch.optim, by, None) if by in _NAMES else None
+
+
+@lru_cache(maxsize=256)
+def _kept(by: str, settings: Words, ndim: int, dtype: torch.dtype) -> Mapping[str, tuple[bool, torch.dtype]]:
+    """The tensors that an optimizer keeps of a leaf once it has begun: whether one is as large as that, and its
+    dtype."""
+    param = _probe(max(ndim, 1), dtype)
+    optimizer = _optimizer(by, settings, [param], 0.0)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    found = {word: leaf for word, leaf in optimizer.state[param].items() if isinstance(leaf, Tensor)}
+    made = {word: (leaf.shape == param.shape, leaf.dtype) for word, leaf in found.items()}
+    return {STEP: (False, torch.float32)} | made if by in _UNCOUNTED and made else made

@@ -1,0 +1,61 @@
+"""Say what UPDATE and NORM do: the next parameters and optimizer state, and the norm of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.optimizers.op_words import names_of, words_of
+from fpipe.optimizers.rules import apply_rule
+from fpipe.program import Op
+from fpipe.runtimes.definition.by_autograd import StepContext
+
+
+def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """UPDATE: each leaf that has a gradient by the rule, under the settings of its name; others stay as they are."""
+    words = words_of(op.how)
+    given = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
+    params, states, grads = args[:3]
+    leaves, spec = tree.flatten(params)
+    now: list[Any] = [*leaves]
+    state: list[Any] = spec.flatten_up_to(states)
+    port = op.reads[0].port
+    names = names_of(spec)
+    if port:
+        tied = context.model.owned(op.stage or 0)[port - 1].name
+        names = [".".join(filter(None, (str(tied), name))) for name in names]
+    share = None
+    if words.clip is not None:
+        share = torch.clamp(words.clip / (given["norm"] + 1e-6), max=1.0)
+    lr = given.get("lr")
+    at = [k for k, grad in enumerate(grads) if grad is not None]
+    made, after = apply_rule(
+        words.by,
+        words.of([names[k] for k in at]),
+        [leaves[k] for k in at],
+        [_scaled(grads[k], share).to(leaves[k].dtype) for k in at],
+        [state[k] for k in at],
+        None if lr is None else float(lr),
+    )
+    for k, param, one in zip(at, made, after, strict=True):
+        now[k], state[k] = param.requires_grad_(leaves[k].requires_grad), one
+    return [tree.unflatten(spec, now), tree.unflatten(spec, state)]
+
+
+def _scaled(grad: Tensor, share: Tensor | None) -> Tensor:
+    return grad if share is None else grad * share.to(grad.device)
+
+
+def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """NORM: of a stage the norms of its gradients, in the order of its parameters; of all stages the norm of these, as
+    `torch.nn.utils.clip_grad_norm_` takes it."""
+    if op.writes[0].name == "norm":
+        home = args[0].device
+        return [torch.linalg.vector_norm(torch.cat([each.to(home) for each in args]))]
+    each = [args[port][at] for port, at in context.places[op.stage or 0]]
+    norms = [torch.linalg.vector_norm(grad) for grad in each if grad is not None]
+    return [torch.stack(norms) if norms else torch.zeros(0)]

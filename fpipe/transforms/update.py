@@ -1,0 +1,177 @@
+"""Put the optimizer into the program: parameters and optimizer state in, the next ones out.
+
+    grads[0] = sum[0,1]        --> update("AdamW") -->        params[0,1] opt[0,1] = UPDATE params[0] opt[0] sum[0,1] lr
+
+A version of parameters is named by the microbatch after which it stands. With a clip the norm of all gradients is a
+value that travels: norms[s,i] = NORM of a stage's gradients, norm[,i] = NORM of all these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from fpipe.order import in_order
+from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
+from fpipe.transforms._rewrite import (
+    Transform,
+    homes_of,
+    keep_to_data,
+    rebuilt,
+    refuse_freed,
+    refuse_updated,
+    transforming,
+)
+
+_REFUSED = {
+    "LBFGS": "calls the loss again and again within a step",
+    "SparseAdam": "is of sparse gradients",
+}
+_OWN_WORDS = ("by", "clip", "groups")
+LR, NORM = Value("lr"), "norm"
+
+
+def update(
+    rule: str | type[Any],
+    *,
+    clip: float | None = None,
+    grads: bool = False,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
+) -> Transform:
+    """Update parameters in the program, by an optimizer's rule, as soon as the gradients of a stage are added up.
+
+    A step takes the optimizer's state, which `optimizer_state` makes, and the learning rate, and gives the next
+    parameters and state: `result = step(params, batch, opt=opt, lr=3e-4)`, `result.params`, `result.opt`. A parameter
+    without a gradient stays as it is.
+
+    Args:
+        rule: an optimizer of torch.optim, by name or class, or one that `register_update` added. It has the bits of
+            torch's own with foreach=False, unless `foreach=True` or `fused=True` are among the settings.
+        clip: the largest norm of all gradients, above 0. They are scaled as `torch.nn.utils.clip_grad_norm_` does, and
+            `result.norm` is the norm before; `float("inf")` gives the norm alone. A parameter that stages share counts
+            once.
+        grads: whether the gradients are a result too, as they are before they are scaled.
+        groups: settings of parameters by patterns of their names, the first that fits: `{"*norm*":
+            {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
+            functions they are the keys on the way to a leaf, with dots between.
+        settings: of the rule, such as weight_decay=0.1. An lr= here is that of all steps, and then no step takes one.
+
+    Returns:
+        A transform, behind `merge`, and behind `data_parallel` or `shard`; a schedule, `split_backward` and
+        `checkpoint` may come before or after it.
+
+    Raises:
+        TypeError: a rule that is no name and no class.
+        ValueError: a clip that is no number above 0, settings that are no literals, a rule that looks at more than
+            gradients.
+        ProgramError: gradients are those of single microbatches, the program has its transfers already, or updates.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(2))
+    >>> updated = fpipe.update("AdamW", clip=1.0)(program)
+    >>> print(*(op for op in updated.ops if op.kind in ("NORM", "UPDATE") and op.stage == 0), sep="\\n")
+    norms[0,1] = NORM[0,1] sum[0,1] @ 0
+    norm[,1] = NORM[0,1] norms[0,1] norms[1,1] @ 0
+    params[0,1] opt[0,1] = UPDATE[0,1] params[0] opt[0] sum[0,1] norm[,1] lr {by='AdamW', clip=1.0} @ 0
+    >>> print(*updated.outputs, sep="\\n")
+    loss = loss @ 1
+    norm = norm[,1] @ 0
+    opt[0] = opt[0,1] @ 0
+    opt[1] = opt[1,1] @ 1
+    params[0] = params[0,1] @ 0
+    params[1] = params[1,1] @ 1
+    """
+    how = _how(rule, clip, groups, settings)
+
+    @transforming
+    def transform(program: Program) -> Program:
+        refuse_freed(program)
+        found = [end for end in program.outputs if end.name.name == "grads"]
+        _refuse(program, found)
+        after = program.microbatches - 1
+        given = {end.value[1:5]: end for end in program.inputs if end.value.name in PARAMETERS}
+        inputs, ops, ends = [*program.inputs], [*program.ops], list[Output]()
+        norm = Value(NORM, None, after)
+        beside = (*([] if clip is None else [norm]), *([] if "lr" in settings else [LR]))
+        if clip is not None:
+            ops += _norms(found, norm)
+            ends.append(Output(Value(NORM), norm, (0,)))
+        for name, gradient, homes in found:
+            before = given[name.stage, None, None, name.port].value
+            state = Value("opt", name.stage, port=name.port)
+            made = tuple(value._replace(microbatch=after) for value in (before, state))
+            inputs.append(Input(state, homes))
+            reads = (before, state, gradient, *beside)
+            ops.append(Op("UPDATE", name.stage, after, None, 0, reads, made, (), how))
+            names = (name._replace(name="params"), state)
+            ends += [Output(one, value, homes) for one, value in zip(names, made, strict=True)]
+        inputs += [] if "lr" in settings else [Input(LR, (0,))]
+        kept = [end for end in program.outputs if grads or end.name.name != "grads"]
+        outputs = in_order((*kept, *ends))
+        now, placed, outputs = keep_to_data(tuple(inputs), ops, outputs, homes_of(program))
+        return rebuilt(program, placed, inputs=now, outputs=outputs)
+
+    return transform
+
+
+def _norms(gradients: Sequence[Output], norm: Value) -> list[Op]:
+    """The norms of each stage's gradients, and the norm of all."""
+    stages: dict[int | None, list[Value]] = {}
+    for end in gradients:
+        stages.setdefault(end.name.stage, []).append(end.value)
+    made = [Value("norms", stage, norm.microbatch) for stage in stages]
+    pairs = zip(made, stages.values(), strict=True)
+    each = [Op("NORM", own.stage, norm.microbatch, None, 0, tuple(reads), (own,)) for own, reads in pairs]
+    return [*each, Op("NORM", made[0].stage, norm.microbatch, None, 0, tuple(made), (norm,))]
+
+
+def _refuse(program: Program, gradients: Sequence[Output]) -> None:
+    """A ProgramError for a program that has no gradients to update by."""
+    refuse_updated(program)
+    if any(op.kind in ("SEND", "RECV") for op in program.ops):
+        raise ProgramError("this program has its transfers already; put fpipe.update() before fpipe.communicate().")
+    if not gradients:
+        raise ProgramError("this program has no gradients to update by; fpipe.program(model) has them.")
+    if any(end.name.microbatch is not None for end in gradients):
+        raise ProgramError("gradients are those of single microbatches: put fpipe.merge() before fpipe.update().")
+    if any(program.ops[program.writer[end.value]].writes[0].name == "rows" for end in gradients):
+        raise ProgramError("gradients of single rows update nothing; clip and add them up, and leave update() out.")
+
+
+def _how(
+    rule: str | type[Any], clip: float | None, groups: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """The words of an UPDATE; a program is data, so a rule is its name."""
+    name = rule.__name__ if isinstance(rule, type) else rule
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = " An optimizer of parameters stays outside of a program." if hasattr(rule, "param_groups") else ""
+        raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {name!r}.{hint}")
+    if name in _REFUSED:
+        raise ValueError(f"{name} {_REFUSED[name]}, and no op of a program does: use it outside, on Result.grads.")
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"a rule is the name of an optimizer, such as 'AdamW'; found {name!r}.")
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
+    how: dict[str, Any] = {"by": name} | ({} if clip is None else {"clip": float(clip) if isfinite(clip) else "inf"})
+    if groups is not None:
+        if not isinstance(groups, Mapping) or not all(isinstance(one, Mapping) for one in groups.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            example = '{"*bias": {"weight_decay": 0.0}}'
+            raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
+        how["groups"] = tuple((pattern, _literals(one)) for pattern, one in groups.items())
+    return (*how.items(), *_literals(settings))
+
+
+def _literals(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Settings as a program has them, in one order."""
+    made: list[tuple[str, Any]] = []
+    for word, value in sorted(settings.items()):
+        value = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+        parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+        odd = any(not isinstance(part, bool | int | float | str | None) for part in parts)
+        if odd or word in _OWN_WORDS or any(isinstance(part, float) and not isfinite(part) for part in parts):
+            raise ValueError(f"a setting is a number, a word or a tuple of them; found {word}={value!r}.")
+        made.append((word, value))
+    return tuple(made)

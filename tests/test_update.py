@@ -1,0 +1,362 @@
+"""The optimizer as a part of the program: what a step returns is what torch's own loop makes of the parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.processes import Processes
+from tests.test_data_parallel import by_hand, meshed
+from tests.test_distributed import MSE, own, rows
+
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {}),
+    "SGD with momentum": ("SGD", {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "Adam": ("Adam", {"amsgrad": True}),
+    "AdamW": ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "Adagrad": ("Adagrad", {"initial_accumulator_value": 0.1}),
+    "RMSprop": ("RMSprop", {"centered": True, "momentum": 0.5}),
+    "RAdam": ("RAdam", {}),
+    "NAdam": ("NAdam", {}),
+    "Adamax": ("Adamax", {}),
+    "Adadelta": ("Adadelta", {}),
+    "ASGD": ("ASGD", {}),
+    "Rprop": ("Rprop", {}),
+}
+CLIPS = {"no clip": None, "clipped": 0.05, "below": 100.0}
+
+
+def net_of(stages: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)))
+
+
+def updating(model: Any, schedule: Any, rule: str, clip: float | None = None, *more: Any, **settings: Any) -> Any:
+    update = fpipe.update(rule, clip=clip, **settings)
+    return fpipe.chain(fpipe.split(4), schedule, fpipe.merge(outputs=False), *more, update)(fpipe.program(model))
+
+
+def torchs_loop(
+    net: nn.Module, batch: Any, steps: int, rule: str, clip: float | None, lrs: Any, **settings: Any
+) -> tuple[list[Tensor], list[Tensor], torch.optim.Optimizer]:
+    """Losses, norms and the optimizer of some steps with torch alone, which train the net."""
+    optimizer = getattr(torch.optim, rule)(net.parameters(), lr=1.0, foreach=False, **settings)
+    losses, norms = [], []
+    for number in range(steps):
+        optimizer.param_groups[0]["lr"] = lrs[number]
+        optimizer.zero_grad()
+        loss, _ = by_hand_into(net, batch)
+        losses.append(loss)
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), float("inf") if clip is None else clip, foreach=False))
+        optimizer.step()
+    return losses, norms, optimizer
+
+
+def by_hand_into(net: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of four microbatches, and the gradients in the net."""
+    loss, grads = by_hand(net, [batch], 4)
+    for name, leaf in net.named_parameters():
+        leaf.grad = grads[name]
+    return loss, grads
+
+
+def joined(per_stage: Any) -> dict[str, Any]:
+    return {name: leaf for stage in per_stage if stage is not None for name, leaf in stage.items()}
+
+
+def differences(net: nn.Module, optimizer: Any, result: fpipe.Result) -> list[str]:
+    """The names of parameters, and of what is kept of them, that differ in a bit."""
+    params, opt = joined(result.params), joined(result.opt)
+    wrong = list[str]()
+    for name, leaf in net.named_parameters():
+        if name in params:
+            wrong += [name] * (not torch.equal(params[name], leaf))
+            kept = {word: one for word, one in optimizer.state[leaf].items() if isinstance(one, Tensor)}
+            wrong += [f"{name}: {word}" for word, one in kept.items() if not torch.equal(opt[name][word], one)]
+    return wrong + ["nothing"] * (not params)
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
+    (name, settings), lrs = RULES[rule], [0.02, 0.01, 0.003]
+    net, batch = net_of(), rows(8)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    program = updating(model, fpipe.schedules.interleaved(2), name, CLIPS[clip], **settings)
+    opt = fpipe.optimizer_state(program, params)
+    step = fpipe.build(program, model)
+    losses, norms, optimizer = torchs_loop(net, batch, 3, name, CLIPS[clip], lrs, **settings)
+    for lr, loss, norm in zip(lrs, losses, norms, strict=True):
+        result = step(params, batch, opt=opt, lr=lr)
+        assert torch.equal(result.loss, loss)
+        assert CLIPS[clip] is None or torch.equal(result.norm, norm)
+        params, opt = result.params, result.opt
+    assert differences(net, optimizer, result) == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "dualpipe", "roundpipe"])
+@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}, {"record": True}], ids=repr)
+def test_a_schedule_and_a_runtime_change_no_bit(schedule: str, how: dict[str, Any]):
+    net, batch = net_of(), rows(8)
+    stages = 2 if schedule == "dualpipe" else 4
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
+    program = updating(model, fpipe.schedules.get(schedule)(2), "AdamW", 0.05)
+    step = fpipe.build(program, model, **how)
+    before = copy.deepcopy(params)
+    result = step(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    assert all(map(torch.equal, joined(params).values(), joined(before).values()))  # nothing is mutated
+    _, _, optimizer = torchs_loop(net, batch, 1, "AdamW", 0.05, [0.01])
+    assert differences(net, optimizer, result) == []
+
+
+def test_a_tied_leaf_is_updated_and_counted_once():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mid(self.embed(x)).tanh())
+
+    torch.manual_seed(0)
+    net, ids = Tied(), torch.randint(0, 7, (8,))
+    mine = copy.deepcopy(net)
+    model, params, _ = fpipe.from_module(mine, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
+    program = updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
+    result = fpipe.build(program, model)(params, (ids, ids), opt=fpipe.optimizer_state(program, params), lr=0.1)
+    # The gradient of a tied leaf: over the microbatches of each use, and then over the uses.
+    plain = fpipe.reference(model, params, (ids, ids), microbatches=4)
+    fpipe.assign_grads(net, plain.grads)
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    optimizer.step()
+    assert torch.equal(result.norm, norm)
+    assert differences(net, optimizer, result) == []
+
+
+def test_groups_have_settings_by_name_and_what_has_no_gradient_stays():
+    net, batch = net_of(), rows(8)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    groups = {"*bias": {"weight_decay": 0.0}, "3.*": {"lr_scale": 0.5}}
+    program = updating(model, fpipe.schedules.gpipe(2), "AdamW", None, weight_decay=0.3, groups=groups)
+    result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    by_hand_into(net, batch)
+    named = dict(net.named_parameters())
+    decays = [leaf for name, leaf in named.items() if not name.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [leaf for leaf in decays if leaf is not named["3.0.weight"]]},
+            {"params": [named["3.0.weight"]], "lr": 0.01 * 0.5},
+            {"params": [leaf for name, leaf in named.items() if name.endswith("bias")], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        weight_decay=0.3,
+        foreach=False,
+    )
+    optimizer.step()
+    assert differences(net, optimizer, result) == []
+
+
+def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it():
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).pow(2).mean())
+    params = ({"w": torch.tensor(2.0), "unused": torch.tensor(5.0), "count": torch.tensor(3)},)
+    program = updating(model, fpipe.schedules.gpipe(1), "AdamW", None, weight_decay=0.3)
+    opt = fpipe.optimizer_state(program, params)
+    for trace in (True, False):
+        step = fpipe.build(program, model, trace=trace)
+        result = step(params, (torch.ones(4), torch.zeros(4)), opt=opt, lr=0.1)
+        assert result.params[0]["unused"].item() == 5.0
+        assert result.params[0]["count"].item() == 3
+        assert result.params[0]["w"].item() != 2.0
+        assert result.opt[0]["unused"]["step"].item() == 0
+
+
+def test_the_rate_is_an_input_and_does_not_trace_again(caplog: pytest.LogCaptureFixture):
+    net = net_of()
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program = updating(model, fpipe.schedules.gpipe(2), "SGD")
+    step, opt = fpipe.build(program, model), fpipe.optimizer_state(program, params)
+    seen = [step(params, rows(8), opt=opt, lr=lr).params[0]["0.0.bias"] for lr in (0.1, 0.2, torch.tensor(0.2))]
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[1], step(params, rows(8), opt=opt, lr=0.2).params[0]["0.0.bias"])
+    fixed = updating(model, fpipe.schedules.gpipe(2), "SGD", lr=0.2)
+    assert torch.equal(fpipe.build(fixed, model)(params, rows(8), opt=opt).params[0]["0.0.bias"], seen[1])
+
+
+def test_the_order_of_transforms_does_not_matter():
+    base = fpipe.split(4)(fpipe.program(4))
+    parts = (fpipe.schedules.interleaved(2), fpipe.split_backward(), fpipe.checkpoint())
+    update = fpipe.chain(fpipe.merge(), fpipe.data_parallel(), fpipe.update("AdamW", clip=1.0))
+    first = fpipe.chain(*parts, update)(base)
+    assert first == fpipe.chain(update, *parts)(base) == fpipe.Program.parse(str(first))
+    assert fpipe.chain(parts[0], update, *parts[1:])(base) == first
+    for more in (fpipe.communicate(), fpipe.free()):
+        fpipe.check(more(first))
+    plain = fpipe.chain(*parts, fpipe.merge(), fpipe.data_parallel())(base)
+    assert fpipe.forward_only()(first) == fpipe.forward_only()(plain)
+
+
+def after(*transforms: Any) -> object:
+    return fpipe.chain(fpipe.split(4), *transforms)(fpipe.program(4))
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "not merged": (lambda: after(fpipe.update("SGD")), fpipe.ProgramError, "put fpipe.merge\\(\\) before"),
+    "twice": (
+        lambda: after(fpipe.merge(), fpipe.update("SGD"), fpipe.update("SGD")),
+        fpipe.ProgramError,
+        "updates its parameters already",
+    ),
+    "replicas behind it": (
+        lambda: after(fpipe.merge(), fpipe.update("SGD"), fpipe.data_parallel()),
+        fpipe.ProgramError,
+        r"put fpipe.data_parallel\(\) before fpipe.update\(\)",
+    ),
+    "shards behind it": (
+        lambda: after(fpipe.merge(), fpipe.update("SGD"), fpipe.shard()),
+        fpipe.ProgramError,
+        r"put fpipe.shard\(\) before fpipe.update\(\)",
+    ),
+    "split behind it": (
+        lambda: fpipe.chain(fpipe.update("SGD"), fpipe.split(2))(fpipe.program(2)),
+        fpipe.ProgramError,
+        r"put fpipe.split\(\) before fpipe.update\(\)",
+    ),
+    "sent": (
+        lambda: after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.update("SGD")),
+        fpipe.ProgramError,
+        "put fpipe.update\\(\\) before fpipe.communicate",
+    ),
+    "evaluated": (
+        lambda: fpipe.chain(fpipe.forward_only(), fpipe.update("SGD"))(fpipe.program(2)),
+        fpipe.ProgramError,
+        "no gradients to update by",
+    ),
+    "LBFGS": (lambda: fpipe.update("LBFGS"), ValueError, "calls the loss again"),
+    "an instance": (
+        lambda: fpipe.update(torch.optim.SGD([torch.zeros(1)])),  # type: ignore[arg-type]
+        TypeError,
+        "stays outside of a program",
+    ),
+    "no rule": (lambda: built("Adm"), ValueError, "'Adm' is no rule of an optimizer; known: SGD, Adam, "),
+    "no setting": (lambda: built("SGD", momentun=0.9), ValueError, "takes no momentun=; it takes lr, momentum"),
+    "a bad setting": (lambda: built("SGD", momentum=-1.0), ValueError, "Invalid momentum"),
+    "a tensor": (lambda: fpipe.update("SGD", momentum=torch.ones(1)), ValueError, "a number, a word or a tuple"),
+    "clip 0": (lambda: fpipe.update("SGD", clip=0), ValueError, "clip is a norm, a number above 0"),
+    "a word as a group": (lambda: fpipe.update("SGD", groups="*bias"), ValueError, "groups is {pattern: settings}"),  # type: ignore[arg-type]
+    "no state": (lambda: stepped(lr=0.1), ValueError, "hand it in as step\\(..., opt=fpipe.optimizer_state"),
+    "no rate": (lambda: stepped(opt="own"), ValueError, "lr: hand it in as step\\(..., lr=3e-4"),
+    "a word as rate": (lambda: stepped(opt="own", lr="1"), TypeError, "lr is a number or a 0-d tensor"),
+    "another rule's state": (
+        lambda: stepped(opt="Adam", lr=0.1),
+        ValueError,
+        "has step, exp_avg, exp_avg_sq of w, and SGD keeps nothing",
+    ),
+    "another model's state": (lambda: stepped(opt=({},), lr=0.1), ValueError, "opt of stage 0 has other leaves"),
+    "state of no update": (
+        lambda: fpipe.build(fpipe.program(MODEL), MODEL)(PARAMS, BATCH, opt=()),
+        ValueError,
+        "updates no parameters, and takes no opt=",
+    ),
+    "no update": (lambda: fpipe.optimizer_state(fpipe.program(MODEL), PARAMS), ValueError, "updates no parameters"),
+    "few stages": (lambda: fpipe.optimizer_state(program_of("SGD"), ()), ValueError, "each of the 1 stages"),
+}
+MODEL = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
+PARAMS, BATCH = ({"w": torch.tensor(3.0)},), (torch.ones(2), torch.ones(2))
+
+
+def program_of(rule: str, **settings: Any) -> fpipe.Program:
+    return fpipe.update(rule, **settings)(fpipe.program(MODEL))
+
+
+def built(rule: str, **settings: Any) -> object:
+    return fpipe.build(program_of(rule, **settings), MODEL)
+
+
+def stepped(opt: Any = None, lr: Any = None) -> object:
+    made = {"own": "SGD", "Adam": "Adam"}.get(opt) if isinstance(opt, str) else None
+    opt = opt if made is None else fpipe.optimizer_state(program_of(made), PARAMS)
+    return fpipe.build(program_of("SGD"), MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(case: str):
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.fixture(scope="module")
+def two():
+    both = Processes(2)
+    yield both
+    both.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    several = Processes(4)
+    yield several
+    several.close()
+
+
+def on_two(rank: int, schedule: str, stages: int, clip: float | None) -> list[str]:
+    """The names of this rank's parameters and state that differ from torch's loop after three steps."""
+    net, batch, lrs = net_of(), rows(8), [0.02, 0.01, 0.003]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
+    program = updating(model, fpipe.schedules.get(schedule)(2), "AdamW", clip)
+    mine = own(program, rank, params)
+    opt = fpipe.optimizer_state(program, mine)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
+    losses, norms, optimizer = torchs_loop(net, batch, 3, "AdamW", clip, lrs)
+    for lr in lrs:
+        result = step(mine, batch, opt=opt, lr=lr)
+        mine, opt = result.params, result.opt
+    wrong = ["loss"] * (isinstance(result.loss, Tensor) and not torch.equal(result.loss, losses[-1]))
+    wrong += ["norm"] * (result.norm is not None and not torch.equal(result.norm, norms[-1]))
+    return wrong + differences(net, optimizer, result)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "clip"),
+    [("one_f_one_b", 2, None), ("interleaved", 4, 0.05), ("zb_h1", 2, 100.0), ("zbv", 4, 0.05), ("dualpipe", 2, 0.05)],
+)
+def test_two_processes_have_the_bits_of_torchs_loop(two: Processes, schedule: str, stages: int, clip: float | None):
+    assert two.each(on_two, schedule, stages, clip) == [[], []]
+
+
+def on_four(rank: int, gather: str) -> list[str]:
+    """The names of shards, put together, that differ from torch's loop over the rows of all replicas."""
+    mesh, replica, place = meshed()
+    net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    program = updating(model, fpipe.schedules.interleaved(2), "AdamW", None, fpipe.shard(gather=gather))  # type: ignore[arg-type]
+    shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
+    opt = fpipe.optimizer_state(program, shards)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[replica]))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    for _ in range(2):
+        result = step(shards, batches[replica], opt=opt, lr=0.01)
+        shards, opt = result.params, result.opt
+        _, grads = by_hand(net, batches, 4)
+        for name, leaf in net.named_parameters():
+            leaf.grad = grads[name]
+        optimizer.step()
+    wrong = list[str]()
+    for name, leaf in net.named_parameters():
+        if name in joined(shards):
+            wrong += [name] * (not torch.equal(joined(shards)[name].full_tensor(), leaf))
+            kept = joined(opt)[name]["exp_avg_sq"]
+            wrong += [f"{name}: sq"] * (not torch.equal(kept.full_tensor(), optimizer.state[leaf]["exp_avg_sq"]))
+    return wrong + ["nothing"] * (not joined(shards))
+
+
+@pytest.mark.parametrize("gather", ["step", "use"])
+def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str):
+    assert four.each(on_four, gather) == [[]] * 4
