@@ -42,6 +42,7 @@ from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
+from fpipe.transforms.steps import steps
 from fpipe.transforms.update import update
 
 if TYPE_CHECKING:
@@ -244,6 +245,7 @@ __all__ = [
     "split",
     "split_backward",
     "split_params",
+    "steps",
     "unpack_dual",
     "update",
     "verify",

@@ -41,6 +41,7 @@ _PHRASES = {
     "seen": "what {s}F{m} noted for its state",
     "carry": "what {s}F{m} hands to its next slice",
     "state": "the module state of stage {s} after microbatch {m}",
+    "params": "the parameters of stage {s} after microbatch {m}",
     "x": "the batch slice of stage {s} for microbatch {m}",
 }
 _REPAIRS = {
@@ -131,9 +132,9 @@ def _cut_alike(program: Program) -> None:
         if op.kind in ("SPLIT", "MERGE") and dict(op.how).get("slices", 1) != program.slices:
             raise ProgramError(f"{op.cell} says {dict(op.how)}, but the program has {program.slices} slices:\n    {op}")
     splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
-    many = Counter((op.stage, op.slice) for _, op, _ in splits)
+    many = Counter((op.stage, op.slice, op.reads[0].port) for _, op, _ in splits)
     for position, op, how in splits:
-        index, found = how.get("index"), many[op.stage, op.slice]
+        index, found = how.get("index"), many[op.stage, op.slice, op.reads[0].port]
         alike = {**splits[0][2], "index": index} == how
         if alike and how.get("count") == found and index in range(found):
             continue
@@ -430,6 +431,11 @@ def stuck(
     pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
     wanted, head = next((pair for pair in pairs if not _needs_first(sources, *pair)), pairs[0])
     mend = f"Put {ops[wanted].cell} before {ops[head].cell}"
+    if any(op.kind == "UPDATE" for op in ops):
+        mend = (
+            "A forward waits here for parameters that a backward behind it updates: put a schedule of single steps "
+            f"before fpipe.steps(), and behind it, with stale=, one that streams.\n{mend}"
+        )
     count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
     opening = count if len(circle) > 1 else ""
     text = opening + "\n  ".join(sentences)

@@ -29,6 +29,7 @@ The names that the front doors use for values (any lower-case word is a value na
     all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
     cut                                 the sum over those replicas alone that share params out, as cut_loss, cut_total
     opt lr norms norm                   optimizer state and learning rate; the norms of a stage's gradients, that of all
+    inputs:1 target:1 lr:1              those of the second of several training steps
     grads outputs                       result names, besides loss, count, state, params, opt and norm
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
@@ -309,6 +310,11 @@ class Program(HtmlRepr):
     def microbatches(self) -> int:
         """Number of microbatches."""
         return 1 + max(set(map(itemgetter(2), self.ops)) - {None}, default=-1)
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of training steps, each with a batch of its own; their microbatches go on counting."""
+        return 1 + max((end.value.port for end in self.inputs if end.value.name in ("inputs", "target")), default=0)
 
     @cached_property
     def slices(self) -> int:

@@ -55,12 +55,13 @@ def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def example_optim(program: Program, params: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Optimizer state and learning rate to trace for, where a program updates parameters."""
+    """Optimizer state and learning rates to trace for, where a program updates parameters."""
     op = update_of(program)
     if op is None:
         return None
     wanted = any(value.name == "lr" for value in op.reads)
-    return optimizer_state(program, params), torch.zeros((), dtype=torch.float64, device="cpu") if wanted else None
+    rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(program.steps)]
+    return optimizer_state(program, params), rates if wanted else []
 
 
 def check_update(program: Program) -> None:

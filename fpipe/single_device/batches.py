@@ -62,6 +62,14 @@ def refuse_unloaded(batch: Any, params: Any, state: Any) -> None:
         )
 
 
+def batches_of(batch: Any, steps: int) -> Sequence[Any]:
+    """The batches of several training steps."""
+    if not isinstance(batch, list) or len(batch) != steps:
+        found = f"a list of {len(batch)}" if isinstance(batch, list) else type(batch).__name__
+        raise ValueError(f"a program of {steps} training steps takes a list of {steps} batches, found {found}.")
+    return batch
+
+
 def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
     """A batch that is cut already as two streams, the inputs and the targets of its microbatches.
 

@@ -62,6 +62,7 @@ class Costs:
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
         gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too. To all three
             a cluster with replicas adds what the bytes of the whole value take around its ring.
+        update: of an UPDATE of a stage's parameters; a leaf that stages share has one of its own.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
         cluster: what it runs on, a `Cluster` or its text: the speed of ranks and their links, in place of `transfer`
             and `bandwidth`.
@@ -95,6 +96,7 @@ class Costs:
     reduce: PerStage = 0
     gather: PerStage = 0
     scatter: PerStage = 0
+    update: PerStage = 0
     cluster: Cluster | None = None  # a text is parsed
     send: float = 0
     receive: float = 0
@@ -218,6 +220,8 @@ class Costs:
             fixed = _at(self.offload, stage, "offload") if unsaid else _at(self.load or 0, stage, "load")
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
+        if kind == "UPDATE":
+            return _at(self.update, stage, "update")
         if kind in ("REDUCE", "GATHER", "SCATTER"):
             word = kind.lower()
             return _at(getattr(self, word), stage, word) + self._around(op)
@@ -288,6 +292,7 @@ _OVER_REPLICAS = ("reduce", "gather", "scatter")
 _PER_STAGE = (
     *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),
     *_OVER_REPLICAS,
+    "update",
 )
 
 
@@ -317,18 +322,21 @@ class Ticks(Costs):
         return kind_of(op.kind).time
 
 
-_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE"), 0.0)
+_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
+    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM"), 0.0
+)
 
 
 def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
     """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
 
-    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER and SCATTER are fields of `Costs`.
+    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER, SCATTER and UPDATE are fields of `Costs`.
 
     >>> register_cost("SCALE", 0.0)
     """
     kind_of(kind)
-    if kind in ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", *map(str.upper, _OVER_REPLICAS)):
+    timed = ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE")
+    if kind in (*timed, *map(str.upper, _OVER_REPLICAS)):
         raise ValueError(f"the cost of {kind} is a field of Costs.")
     _EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
 

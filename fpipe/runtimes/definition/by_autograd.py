@@ -46,6 +46,7 @@ class StepContext:
             those of all.
         moves: what travels between devices.
         shared: what replicas share out, by what they are handed of it.
+        per_step: the microbatches of a training step, where a program is several.
         places: of each stage where the gradient of each leaf is, in the order of its parameters: in which bundle, and
             where there.
     """
@@ -62,6 +63,7 @@ class StepContext:
     moves: Moves = field(default_factory=dict[Any, Any])
     shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
     places: Sequence[Sequence[tuple[int, int]]] = ()
+    per_step: int | None = None
 
     @property
     def all_rows(self) -> int:
@@ -69,8 +71,9 @@ class StepContext:
         return self.rows * self.replicas
 
     def number(self, op: Op) -> int:
-        """The number of an op's microbatch among those of all replicas."""
-        return self.first + (op.microbatch or 0)
+        """The number of an op's microbatch among those of all replicas in a training step."""
+        number = op.microbatch or 0
+        return self.first + (number if self.per_step is None else number % self.per_step)
 
 
 Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]

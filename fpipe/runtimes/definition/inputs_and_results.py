@@ -53,11 +53,16 @@ def optim_of(program: Program, opt: Any, lr: Any) -> Optim:
         raise ValueError(
             _MISSING.format("lr", "lr", "3e-4") if wanted else f"the program says lr={said} itself; leave lr= out."
         )
-    if not wanted:
-        return opt, None
+    rates: list[Any] = [*lr] if isinstance(lr, list | tuple) else [lr] * program.steps
+    if wanted and len(rates) != program.steps:
+        raise ValueError(f"lr is one number, or a list of {program.steps}, one for each step; found {len(rates)}.")
+    return opt, [*map(_rate, rates)] if wanted else []
+
+
+def _rate(lr: Any) -> torch.Tensor:
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
         raise TypeError(f"lr is a number or a 0-d tensor; found {type(lr).__name__}.")
-    return opt, torch.tensor(float(lr), dtype=torch.float64, device="cpu")
+    return torch.tensor(float(lr), dtype=torch.float64, device="cpu")
 
 
 def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
@@ -81,11 +86,14 @@ def bind_inputs(
     """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
     in that stage's order from here on, whatever the order of the caller's dict."""
     params = check_params(model, params)
-    found: dict[Value, Any] = {Value("inputs"): batch[0], Value("target"): batch[1], Value("key"): key}
+    found: dict[Value, Any] = {Value("key"): key}
+    for step, one in enumerate(batch if program.steps > 1 else [batch]):
+        found |= {Value("inputs", port=step): one[0], Value("target", port=step): one[1]}
     found |= _bundles(model, "params", _in_order(model, params))
     found |= {} if state is None else {Value("state", number): one for number, one in enumerate(state)}
     if optim is not None:
-        opt, found[Value("lr")] = optim
+        opt, rates = optim
+        found |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
         found |= _bundles(model, "opt", _in_order(model, opt))
     found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
     missing = next(

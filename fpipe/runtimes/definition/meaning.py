@@ -32,7 +32,7 @@ from fpipe.runtimes.definition.by_autograd import (
 )
 from fpipe.runtimes.definition.device_moves import moved
 from fpipe.runtimes.definition.updates import norm_of, update_params
-from fpipe.single_device.batches import check_batch, rows_of_each, streams
+from fpipe.single_device.batches import batches_of, check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence, rows
 from fpipe.torch_private.dispatch import each_times
@@ -62,10 +62,19 @@ def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[A
     return [made[value.name] for value in op.writes]
 
 
-def batch_of(program: Program, batch: Any) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-    """A batch as a program takes it, and the rows of each microbatch, or of the whole where SPLIT cuts it."""
+def batch_of(program: Program, batch: Any) -> tuple[Any, tuple[int, ...]]:
+    """A batch as a program takes it, or those of its training steps, and the rows of each microbatch, or of the whole
+    where SPLIT cuts it."""
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec = spec_of(how.get("spec"))
+    if program.steps > 1:
+        batches, sizes = batches_of(batch, program.steps), set[int]()
+        for one in batches:
+            check_batch(one)
+            sizes.add(rows(one, spec))
+        if len(sizes) > 1:
+            raise ValueError(f"the batches of all steps have equally many rows; found {sorted(sizes)}.")
+        return batch, (*sizes,)
     if "presplit" in how:
         taken = streams(batch, how["count"])
         return taken, rows_of_each(taken, spec)

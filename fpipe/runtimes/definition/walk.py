@@ -75,6 +75,7 @@ def walk(
         batch, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
         context.places = places_of(model, params)
+        context.per_step = program.microbatches // program.steps
         values = bind_inputs(program, model, params, batch, state, key, optim)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)

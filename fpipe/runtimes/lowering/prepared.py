@@ -64,10 +64,11 @@ class Prepared:
             loss_scale=loss_scale,
             sizes=sizes,
             replicas=replica[1],
-            first=replica[0] * program.microbatches,
+            first=replica[0] * (program.microbatches // program.steps),
             moves=moves_of(program, devices),
             shared=handed.shared,
             places=places_of(model, params),
+            per_step=program.microbatches // program.steps,
         )
         constants = {
             Value("const", number): AbstractTree(tuple(fact_of(leaf, storages) for leaf in net.constants()))

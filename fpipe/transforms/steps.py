@@ -1,0 +1,150 @@
+"""Write several training steps as one program: each reads the parameters that the one before has made.
+
+    params[0,1] = UPDATE params[0] ..        --> steps(2) -->        params[0,1] = UPDATE params[0] ..
+                                                                     params[0,3] = UPDATE params[0,1] ..
+
+Microbatches go on counting, and the batch, the learning rate and the loss of step t are inputs:t, target:t, lr:t and
+loss[,last]. A rank goes on with the next step when it is done with its part of this one: no rank waits for others but
+for what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from fpipe.limits import whole
+from fpipe.order import in_order
+from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value, pair
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+
+_EACH_STEP = frozenset(("inputs", "target", "lr"))
+_LAST_ALONE = frozenset(("params", "opt", "state"))
+
+
+def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
+    """Make one program of several training steps, without a flush between them where their data allow it.
+
+    A step is then handed a list with the batch of each, and one learning rate or a list of them. `Result.loss` and
+    `.norm` are tuples with one for each; parameters and states are those after the last.
+
+    Args:
+        count: how many training steps.
+        stale: by how many steps the parameters are behind that gradients are taken of: 0 is the ordinary loop; with 1 a
+            step need not wait for the one before (PipeDream-2BW); "stash" is PipeDream's: stage s of S is behind by
+            S-1-s steps. Forward and backward read the same version, updates are of the latest, and the first steps read
+            what is handed in. A schedule comes after it, and runs the microbatches of all steps as one stream.
+
+    Returns:
+        A transform, behind `update`, and if nothing is stale behind all but `communicate` and `free`.
+
+    Raises:
+        ProgramError: the program updates nothing, is not split, is several steps already, has its transfers, random
+            keys or the gradients of inputs; or it has a schedule and stale parameters.
+
+    >>> import fpipe
+    >>> step = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False), fpipe.update("SGD"))
+    >>> program = fpipe.steps(2)(step(fpipe.program(2)))
+    >>> print(*(op for op in program.ops if op.kind in "FUPDATE" and op.stage == 0), sep="\\n")
+    y[0,0] res[0,0] = F[0,0] params[0] x[0,0] @ 0
+    y[0,1] res[0,1] = F[0,1] params[0] x[0,1] @ 0
+    params[0,1] opt[0,1] = UPDATE[0,1] params[0] opt[0] sum[0,1] lr {by='SGD'} @ 0
+    y[0,2] res[0,2] = F[0,2] params[0,1] x[0,2] @ 0
+    y[0,3] res[0,3] = F[0,3] params[0,1] x[0,3] @ 0
+    params[0,3] opt[0,3] = UPDATE[0,3] params[0,1] opt[0,1] sum[0,3] lr:1 {by='SGD'} @ 0
+    """
+    whole("steps", count)
+    if stale != "stash" and (type(stale) is not int or stale < 0):
+        raise ValueError(f"stale is a number of steps from 0, or 'stash'; found {stale!r}.")
+
+    @transforming
+    def transform(program: Program) -> Program:
+        _refuse(program, stale)
+        if count == 1:
+            return program
+        copies = [_Step(program, number, stale) for number in range(count)]
+        inputs = [*program.inputs]
+        inputs += [made for each in copies[1:] for made in each.inputs()]
+        ops = [each.op(op) for each in copies for op in program.ops]
+        outputs = in_order(end for each in copies for end in each.outputs(each is copies[-1]))
+        return rebuilt(program, ops, inputs=tuple(inputs), outputs=outputs)
+
+    return transform
+
+
+class _Step:
+    """The names of one step's values."""
+
+    def __init__(self, program: Program, number: int, stale: int | Literal["stash"]) -> None:
+        self.program, self.number, self.stale = program, number, stale
+        self.size = program.microbatches
+        self.given = {end.value for end in program.inputs}
+
+    def inputs(self) -> Iterator[Input]:
+        """Inputs that each step has of its own."""
+        for end in self.program.inputs:
+            if end.value.name in _EACH_STEP:
+                yield end._replace(value=end.value._replace(port=self.number))
+
+    def outputs(self, last: bool) -> Iterator[Output]:
+        """Results of this step; what goes on from step to step is one of the `last`."""
+        for end in self.program.outputs:
+            name = end.name
+            if name.name not in _LAST_ALONE:
+                microbatch = self.size - 1 if name.microbatch is None else name.microbatch
+                yield end._replace(name=name._replace(microbatch=self.at(microbatch)), value=self.of(end.value))
+            elif last:
+                yield end._replace(value=self.of(end.value))
+
+    def op(self, op: Op) -> Op:
+        """An op in this step."""
+        if op.parts:
+            return pair(*map(self.op, op.parts))
+        behind = 0 if op.kind == "UPDATE" else self.delay(op.stage or 0)
+        reads = tuple([self.of(value, behind) for value in op.reads])
+        microbatch = None if op.microbatch is None else self.at(op.microbatch)
+        return op._replace(microbatch=microbatch, reads=reads, writes=tuple(map(self.of, op.writes)))
+
+    def delay(self, stage: int) -> int:
+        """By how many steps the parameters are behind that a stage reads."""
+        return self.stale if isinstance(self.stale, int) else self.program.stages - 1 - stage
+
+    def at(self, microbatch: int) -> int:
+        return self.number * self.size + microbatch
+
+    def of(self, value: Value, behind: int = 0) -> Value:
+        """A value in this step; of parameters the version that so many steps have made before it."""
+        if value.microbatch is not None:
+            return value._replace(microbatch=self.at(value.microbatch))
+        if value in self.given and value.name in _EACH_STEP:
+            return value._replace(port=self.number)
+        if value in self.given or value.name in PARAMETERS:  # a gathered copy is named by the step
+            behind = behind if value in self.given and value.name in PARAMETERS else 0
+            made = max(self.number - behind, 0)
+            return value._replace(microbatch=made * self.size - 1) if made else value
+        return value._replace(microbatch=self.at(self.size - 1))
+
+
+def _refuse(program: Program, stale: object) -> None:
+    """A ProgramError for what is no training step of its own."""
+    refuse_freed(program)
+    if not any(op.kind == "UPDATE" for op in program.ops):
+        raise ProgramError("steps follow each other by the parameters that one leaves: put fpipe.update() before.")
+    if program.steps > 1:
+        raise ProgramError(f"this program is {program.steps} training steps already; say fpipe.steps() once.")
+    if any(op.kind in ("SEND", "RECV") for op in program.ops):
+        raise ProgramError("this program has its transfers already; put fpipe.steps() before fpipe.communicate().")
+    splits = [dict(op.how) for op in program.ops if op.kind == "SPLIT"]
+    if not splits or "presplit" in splits[0]:
+        raise ProgramError(
+            "each step cuts its own batch: put fpipe.split() before, if only split(1), without presplit."
+        )
+    if any(end.value.name == "key" for end in program.inputs):
+        raise ProgramError("a step that asks for its random key has one of its own; leave fpipe.steps() out.")
+    if any(end.name.name == "input_grads" for end in program.outputs):
+        raise ProgramError("gradients of the inputs are of one batch; leave input_grads=, or fpipe.steps(), out.")
+    if stale and program.ranks > 1:
+        raise ProgramError(
+            "the rows of one step flush before the next, and stale parameters gain nothing: put the schedule behind "
+            "fpipe.steps(), so that it runs the microbatches of all steps as one stream."
+        )

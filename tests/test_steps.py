@@ -1,0 +1,230 @@
+"""Several training steps as one program: what a plain loop makes of the parameters, with the same delays."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fpipe
+from tests.processes import Processes
+from tests.test_distributed import MSE, own
+from tests.test_update import differences, joined, net_of, torchs_loop
+
+
+def batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(rows, 8), torch.randn(rows, 8)) for _ in range(count)]
+
+
+def stepping(model: Any, *more: Any, rule: str = "AdamW", clip: float | None = None, microbatches: int = 4) -> Any:
+    parts = fpipe.split(microbatches), fpipe.merge(outputs=False), fpipe.update(rule, clip=clip)
+    return fpipe.chain(*parts, *more)(fpipe.program(model))
+
+
+def loop(net: nn.Module, each: list[Any], delays: list[int], clip: float | None, lr: float) -> Any:
+    """The losses, and the optimizer, of a plain loop in which stage s reads its parameters of delays[s] steps ago."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, foreach=False)
+    past, losses = [{name: leaf.detach().clone() for name, leaf in net.named_parameters()}], []
+    for number, batch in enumerate(each):
+        read = {
+            name: past[max(number - delays[int(name.split(".")[0])], 0)][name].clone().requires_grad_()
+            for name in past[0]
+        }
+        total = torch.zeros(())
+        for k, (x, target) in enumerate(zip(*(half.tensor_split(4) for half in batch), strict=True)):
+            loss = MSE(functional_call(net, read, (x,)), target) * 0.25
+            loss.backward()
+            total = total + loss.detach() if k else loss.detach()
+        losses.append(total)
+        for name, leaf in net.named_parameters():
+            leaf.grad = read[name].grad
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip, foreach=False)
+        optimizer.step()
+        past.append({name: leaf.detach().clone() for name, leaf in net.named_parameters()})
+    return losses, optimizer
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"])
+@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None, how: dict[str, Any]):
+    net, each = net_of(), batches(3)
+    stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
+    program = stepping(model, fpipe.schedules.get(schedule)(2), fpipe.steps(3), clip=clip)
+    assert program.steps == 3
+    assert fpipe.Program.parse(str(program)) == program
+    result = fpipe.build(program, model, **how)(params, each, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    losses, optimizer = loop(net, each, [0] * 4, clip, 0.01)
+    assert all(map(torch.equal, result.loss, losses))
+    assert differences(net, optimizer, result) == []
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(("stale", "delays"), [(1, [1, 1, 1, 1]), (2, [2, 2, 2, 2]), ("stash", [3, 2, 1, 0])])
+@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+def test_stale_steps_are_a_loop_with_the_same_delays(stale: Any, delays: list[int], clip: Any, how: dict[str, Any]):
+    net, each = net_of(), batches(5)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    program = stepping(model, fpipe.steps(5, stale=stale), fpipe.schedules.one_f_one_b(4), clip=clip)
+    result = fpipe.build(program, model, **how)(params, each, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    losses, optimizer = loop(net, each, delays, clip, 0.01)
+    assert all(map(torch.equal, result.loss, losses))
+    assert differences(net, optimizer, result) == []
+
+
+def test_pipedream_stashes_a_version_for_each_microbatch_in_flight():
+    program = stepping(3, fpipe.steps(6, stale="stash"), fpipe.schedules.one_f_one_b(3), microbatches=1)
+    assert program.table() == fpipe.chain(fpipe.split(6), fpipe.schedules.one_f_one_b(3))(fpipe.program(3)).table()
+    read = {op.microbatch: op.reads[0].microbatch for op in program.ops if op.kind == "F" and op.stage == 0}
+    assert read == {0: None, 1: None, 2: None, 3: 0, 4: 1, 5: 2}
+    assert all(op.reads[0].microbatch == read[op.microbatch] for op in program.ops if op.kind == "B" and op.stage == 0)
+
+
+def test_five_steps_are_three_after_two():
+    net, each = net_of(), batches(5)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+
+    def rated(count: int, params: Any, opt: Any, some: Any, lr: Any) -> fpipe.Result:
+        program = stepping(model, fpipe.schedules.zb_h1(2), fpipe.steps(count), clip=0.05)
+        return fpipe.build(program, model)(params, some, opt=opt or fpipe.optimizer_state(program, params), lr=lr)
+
+    lrs = [0.05, 0.04, 0.03, 0.02, 0.01]
+    at_once = rated(5, params, None, each, lrs)
+    two = rated(2, params, None, each[:2], lrs[:2])
+    three = rated(3, two.params, two.opt, each[2:], lrs[2:])
+    assert all(map(torch.equal, at_once.loss, (*two.loss, *three.loss)))
+    assert all(map(torch.equal, joined(at_once.params).values(), joined(three.params).values()))
+    assert all(map(torch.equal, at_once.norm, (*two.norm, *three.norm)))
+
+
+def test_running_statistics_go_on_from_step_to_step():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    twin, each = copy.deepcopy(net), batches(2)
+    model, params, state = fpipe.from_sequential(net, stages=3, loss=MSE)
+    program = stepping(model, fpipe.schedules.one_f_one_b(3), fpipe.steps(2), rule="SGD")
+    opt = fpipe.optimizer_state(program, params)
+    result = fpipe.build(program, model)(params, each, state=state, opt=opt, lr=0.1)
+    _, _, optimizer = torchs_loop(twin, each[0], 1, "SGD", None, [0.1])
+    torchs_loop(twin, each[1], 1, "SGD", None, [0.1])
+    assert differences(twin, optimizer, result) == []
+    assert torch.equal(result.state[1]["1.running_var"], twin[1].running_var)
+
+
+PERIODS = {  # p=4, m=8, F=I=W=1, UPDATE=.5: in turn; with a clip; one step stale
+    "one_f_one_b": (33.5, 33.5, 24.5),
+    "zb_h1": (27.5, 27.5, 24.5),
+    "zb_h2": (24.5, 27.5, 24.5),
+    "zbv": (24.5, 26, 24.5),
+}
+
+
+@pytest.mark.parametrize("name", PERIODS)
+def test_the_time_from_step_to_step_is_the_published_one(name: str):
+    share = 2 if name == "zbv" else 1
+    schedule = fpipe.schedules.get(name)(4)
+    costs = fpipe.Costs(1 / share, 1 / share, 1 / share, update=0.5 / share)
+
+    def period(clip: float | None, *more: Any) -> float:
+        def spans(count: int) -> float:
+            made = [one(count) if callable(one) and one is not schedule else one for one in more]
+            program = stepping(4 * share, *made, clip=clip, microbatches=8)
+            return fpipe.simulate(program, costs).makespan
+
+        return (spans(6) - spans(4)) / 2
+
+    in_turn = (schedule, lambda count: fpipe.steps(count))
+    streamed = (lambda count: fpipe.steps(count, stale=1), schedule)
+    assert (period(None, *in_turn), period(1.0, *in_turn), period(None, *streamed)) == PERIODS[name]
+
+
+def stepped(batch: Any, **more: Any) -> Any:
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
+    program = stepping(model, fpipe.steps(2), rule="SGD", microbatches=1)
+    params = ({"w": torch.tensor(3.0)},)
+    return fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), **more)
+
+
+ONE = (torch.ones(2), torch.ones(2))
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (lambda: fpipe.steps(0), ValueError, "steps"),
+    "odd": (lambda: fpipe.steps(2, stale="yes"), ValueError, "a number of steps from 0, or 'stash'"),  # type: ignore[arg-type]
+    "no update": (
+        lambda: fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.steps(2))(fpipe.program(2)),
+        fpipe.ProgramError,
+        r"put fpipe.update\(\) before",
+    ),
+    "twice": (lambda: stepping(2, fpipe.steps(2), fpipe.steps(2)), fpipe.ProgramError, "2 training steps already"),
+    "not split": (
+        lambda: fpipe.chain(fpipe.update("SGD"), fpipe.steps(2))(fpipe.program(2)),
+        fpipe.ProgramError,
+        r"put fpipe.split\(\) before",
+    ),
+    "sent": (
+        lambda: stepping(2, fpipe.place("linear"), fpipe.communicate(), fpipe.steps(2)),
+        fpipe.ProgramError,
+        r"put fpipe.steps\(\) before fpipe.communicate",
+    ),
+    "stale behind a schedule": (
+        lambda: stepping(2, fpipe.schedules.gpipe(2), fpipe.steps(2, stale=1)),
+        fpipe.ProgramError,
+        "put the schedule behind fpipe.steps",
+    ),
+    "stale and flushed": (
+        lambda: stepping(2, fpipe.steps(3, stale=1), fpipe.schedules.gpipe(2)),
+        fpipe.ProgramError,
+        "waits here for parameters that a backward behind it updates",
+    ),
+    "one batch": (lambda: stepped(ONE, lr=0.1), ValueError, "takes a list of 2 batches, found tuple"),
+    "three batches": (lambda: stepped([ONE] * 3, lr=0.1), ValueError, "takes a list of 2 batches, found a list of 3"),
+    "three rates": (lambda: stepped([ONE] * 2, lr=[0.1] * 3), ValueError, "a list of 2, one for each step; found 3"),
+    "other rows": (
+        lambda: stepped([ONE, (torch.ones(3), torch.ones(3))], lr=0.1),
+        ValueError,
+        r"equally many rows; found \[2, 3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(case: str):
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.fixture(scope="module")
+def two():
+    both = Processes(2)
+    yield both
+    both.close()
+
+
+def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
+    """The names of this rank's parameters and state that differ from a plain loop with the same delays."""
+    net, each = net_of(), batches(3)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
+    both = [fpipe.schedules.get(schedule)(2), fpipe.steps(3, stale=stale)]
+    program = stepping(model, *(both if stale == 0 else both[::-1]), clip=0.05)
+    mine = own(program, rank, params)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, each))
+    for _ in range(2):
+        result = step(mine, each, opt=fpipe.optimizer_state(program, mine), lr=0.01)
+    losses, optimizer = loop(net, each, [stale] * 4, 0.05, 0.01)
+    found = [loss for loss in result.loss if isinstance(loss, Tensor)]
+    wrong = ["loss"] * (bool(found) and not all(map(torch.equal, found, losses)))
+    return wrong + differences(net, optimizer, result)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "stale"), [("zb_h2", 2, 0), ("interleaved", 4, 0), ("one_f_one_b", 2, 1)]
+)
+def test_two_processes_take_several_steps(two: Processes, schedule: str, stages: int, stale: int):
+    assert two.each(on_two, schedule, stages, stale) == [[], []]
