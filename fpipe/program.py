@@ -29,6 +29,7 @@ The names that the front doors use for values (any lower-case word is a value na
     all                                 that sum over all data-parallel replicas, as all_loss, all_total, all_count
     cut                                 the sum over those replicas alone that share params out, as cut_loss, cut_total
     opt lr norms norm                   optimizer state and learning rate; the norms of a stage's gradients, that of all
+    squares                             those of a stage's shards of gradients, not yet added up over replicas
     inputs:1 target:1 lr:1              those of the second of several training steps
     grads outputs                       result names, besides loss, count, state, params, opt and norm
 

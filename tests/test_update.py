@@ -331,32 +331,55 @@ def test_two_processes_have_the_bits_of_torchs_loop(two: Processes, schedule: st
     assert two.each(on_two, schedule, stages, clip) == [[], []]
 
 
-def on_four(rank: int, gather: str) -> list[str]:
-    """The names of shards, put together, that differ from torch's loop over the rows of all replicas."""
+def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]:
+    """The names of shards, put together, that differ from torch's loop over the rows of all replicas: in a bit, or
+    where they are clipped by more than rounding, since norms are added in another order."""
     mesh, replica, place = meshed()
     net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
+    net[1].append(Scale())
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    program = updating(model, fpipe.schedules.interleaved(2), "AdamW", None, fpipe.shard(gather=gather))  # type: ignore[arg-type]
+    more = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
+    program = fpipe.steps(steps)(updating(model, fpipe.schedules.interleaved(2), "AdamW", clip, *more))
     shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
-    opt = fpipe.optimizer_state(program, shards)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[replica]))
+    opt, batch = fpipe.optimizer_state(program, shards), batches[replica] if steps == 1 else [batches[replica]] * steps
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    norms = []
     for _ in range(2):
-        result = step(shards, batches[replica], opt=opt, lr=0.01)
+        result = step(shards, batch, opt=opt, lr=0.01)
         shards, opt = result.params, result.opt
-        _, grads = by_hand(net, batches, 4)
-        for name, leaf in net.named_parameters():
-            leaf.grad = grads[name]
-        optimizer.step()
+        for _ in range(steps):
+            _, grads = by_hand(net, batches, 4)
+            for name, leaf in net.named_parameters():
+                leaf.grad = grads[name]
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip or float("inf"), foreach=False))
+            optimizer.step()
+    same = torch.equal if clip is None else torch.allclose
     wrong = list[str]()
     for name, leaf in net.named_parameters():
         if name in joined(shards):
-            wrong += [name] * (not torch.equal(joined(shards)[name].full_tensor(), leaf))
+            wrong += [name] * (not same(joined(shards)[name].full_tensor(), leaf))
             kept = joined(opt)[name]["exp_avg_sq"]
-            wrong += [f"{name}: sq"] * (not torch.equal(kept.full_tensor(), optimizer.state[leaf]["exp_avg_sq"]))
+            wrong += [f"{name}: sq"] * (not same(kept.full_tensor(), optimizer.state[leaf]["exp_avg_sq"]))
+    found = result.norm if isinstance(result.norm, tuple) else (result.norm,)
+    wrong += ["norm"] * (found[-1] is not None and not torch.allclose(found[-1], norms[-1]))
     return wrong + ["nothing"] * (not joined(shards))
 
 
-@pytest.mark.parametrize("gather", ["step", "use"])
-def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str):
-    assert four.each(on_four, gather) == [[]] * 4
+class Scale(nn.Module):
+    """Multiply by one number, which all replicas have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+@pytest.mark.parametrize(
+    ("gather", "clip", "steps"),
+    [("step", None, 1), ("use", None, 1), ("use", 0.05, 1), ("step", 0.05, 2), ("use", None, 2)],
+)
+def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str, clip: float | None, steps: int):
+    assert four.each(on_four, gather, clip, steps) == [[]] * 4

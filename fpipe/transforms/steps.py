@@ -100,13 +100,13 @@ class _Step:
         """An op in this step."""
         if op.parts:
             return pair(*map(self.op, op.parts))
-        behind = 0 if op.kind == "UPDATE" else self.delay(op.stage or 0)
-        reads = tuple([self.of(value, behind) for value in op.reads])
+        latest = op.kind == "UPDATE"
+        reads = tuple([self.of(value, 0 if latest else self.delay(value.stage or 0)) for value in op.reads])
         microbatch = None if op.microbatch is None else self.at(op.microbatch)
         return op._replace(microbatch=microbatch, reads=reads, writes=tuple(map(self.of, op.writes)))
 
     def delay(self, stage: int) -> int:
-        """By how many steps the parameters are behind that a stage reads."""
+        """By how many steps the parameters of a stage are behind, wherever they are read."""
         return self.stale if isinstance(self.stale, int) else self.program.stages - 1 - stage
 
     def at(self, microbatch: int) -> int:

@@ -52,7 +52,7 @@ def update(
             torch's own with foreach=False, unless `foreach=True` or `fused=True` are among the settings.
         clip: the largest norm of all gradients, above 0. They are scaled as `torch.nn.utils.clip_grad_norm_` does, and
             `result.norm` is the norm before; `float("inf")` gives the norm alone. A parameter that stages share counts
-            once.
+            once. Of shards the squares are added up over replicas, and the norm is that of torch to rounding.
         grads: whether the gradients are a result too, as they are before they are scaled.
         groups: settings of parameters by patterns of their names, the first that fits: `{"*norm*":
             {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
@@ -97,7 +97,7 @@ def update(
         norm = Value(NORM, None, after)
         beside = (*([] if clip is None else [norm]), *([] if "lr" in settings else [LR]))
         if clip is not None:
-            ops += _norms(found, norm)
+            ops += _norms(found, norm, _axis(program))
             ends.append(Output(Value(NORM), norm, (0,)))
         for name, gradient, homes in found:
             before = given[name.stage, None, None, name.port].value
@@ -117,15 +117,31 @@ def update(
     return transform
 
 
-def _norms(gradients: Sequence[Output], norm: Value) -> list[Op]:
-    """The norms of each stage's gradients, and the norm of all."""
-    stages: dict[int | None, list[Value]] = {}
+def _axis(program: Program) -> tuple[tuple[str, Any], ...]:
+    """The axis along which gradients are shards, as an op says it; nothing where they are whole."""
+    scatter = next((op for op in program.ops if op.kind == "SCATTER"), None)
+    return () if scatter is None else (("axis", dict(scatter.how)["axis"]),)
+
+
+def _norms(gradients: Sequence[Output], norm: Value, axis: tuple[tuple[str, Any], ...]) -> list[Op]:
+    """The norms of each stage's gradients, and the norm of all. Of shards the squares are added up first, along their
+    axis, and those of numbers, which are whole everywhere, stand beside them."""
+    stages: dict[int, list[Value]] = {}
     for end in gradients:
-        stages.setdefault(end.name.stage, []).append(end.value)
-    made = [Value("norms", stage, norm.microbatch) for stage in stages]
-    pairs = zip(made, stages.values(), strict=True)
-    each = [Op("NORM", own.stage, norm.microbatch, None, 0, tuple(reads), (own,)) for own, reads in pairs]
-    return [*each, Op("NORM", made[0].stage, norm.microbatch, None, 0, tuple(made), (norm,))]
+        stages.setdefault(end.name.stage or 0, []).append(end.value)
+    made, parts = list[Op](), list[Value]()
+    for stage, reads in stages.items():
+        own = Value("norms", stage, norm.microbatch)
+        place = (stage, norm.microbatch, None, 0)
+        if axis:
+            squares, numbers = own._replace(name="squares"), own._replace(port=1)
+            made.append(Op("NORM", *place, tuple(reads), (squares, numbers)))
+            made.append(Op("REDUCE", *place, (squares,), (own,), (), axis))
+            parts += [own, numbers]
+        else:
+            made.append(Op("NORM", *place, tuple(reads), (own,)))
+            parts.append(own)
+    return [*made, Op("NORM", min(stages), norm.microbatch, None, 0, tuple(parts), (norm,))]
 
 
 def _refuse(program: Program, gradients: Sequence[Output]) -> None:

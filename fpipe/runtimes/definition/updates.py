@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,19 @@ def _scaled(grad: Tensor, share: Tensor | None) -> Tensor:
 
 def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """NORM: of a stage the norms of its gradients, in the order of its parameters; of all stages the norm of these, as
-    `torch.nn.utils.clip_grad_norm_` takes it."""
+    `torch.nn.utils.clip_grad_norm_` takes it. Of shards their squares, apart from those of numbers."""
     if op.writes[0].name == "norm":
-        home = args[0].device
-        return [torch.linalg.vector_norm(torch.cat([each.to(home) for each in args]))]
-    each = [args[port][at] for port, at in context.places[op.stage or 0]]
-    norms = [torch.linalg.vector_norm(grad) for grad in each if grad is not None]
-    return [torch.stack(norms) if norms else torch.zeros(0)]
+        home, squared = args[0].device, any(value.port for value in op.reads)
+        each = torch.cat([each.to(home) for each in args])
+        return [each.sum().sqrt() if squared else torch.linalg.vector_norm(each)]
+    grads = [args[port][at] for port, at in context.places[op.stage or 0]]
+    if op.writes[0].name == "squares":
+        return [_stacked([grad.square().sum() for grad in grads if grad is not None and rows(grad)]) for rows in _ROWS]
+    return [_stacked([torch.linalg.vector_norm(grad) for grad in grads if grad is not None])]
+
+
+_ROWS: tuple[Callable[[Tensor], bool], ...] = (lambda grad: grad.ndim > 0, lambda grad: grad.ndim == 0)
+
+
+def _stacked(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*numbers]) if numbers else torch.zeros(0)

@@ -96,7 +96,7 @@ class Shapes:
             except Untraceable as error:
                 raise error.of(op.stage or 0, self.model.who(op.stage or 0)) from error
         elif op.kind == "GATHER":
-            shared = self.context.shared.get(op.reads[0])
+            shared = self.context.shared.get(shard_of(op))
             self.trees[op.writes[0]] = gathered(op, self.trees[op.reads[0]] if shared is None else shared.whole, shared)
         elif op.kind == "SCATTER" and shard_of(op) in self.context.shared:
             self.trees[op.writes[0]] = self.context.shared[shard_of(op)].scattered(op, self.trees[op.reads[0]])

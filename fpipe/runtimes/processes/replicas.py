@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.program import Op, Program, Value
+from fpipe.program import Op, Program, Value, kind_of
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
@@ -261,14 +261,18 @@ class Replicas:
 
 
 def reduced_last(program: Program) -> Program:
-    """The program with what reads a sum over replicas behind all else, so that nothing else waits for it; what adds one
-    microbatch's to another's stands before the next one starts, so that no more than two are there."""
+    """The program with what reads a sum over replicas as late as it may be, so that nothing else waits for it: at the
+    end, or before the first op of a stage that needs it, which is of the next training step. What adds one microbatch's
+    to another's stands before the next one starts, so that no more than two are there."""
     late: set[Value] = set()
     last: list[Op] = []
     rest: list[Op] = []
     adds: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
         sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
+        if not late.isdisjoint(op.reads) and kind_of(op.kind).time:
+            rest += [*(one for own in adds.values() for one in own), *last]
+            late, last, adds = set(), [], {}
         waits = not late.isdisjoint(op.reads)
         late.update(op.writes if waits or sums else ())
         if op.kind == "SCATTER":
@@ -277,6 +281,5 @@ def reduced_last(program: Program) -> Program:
             adds.setdefault(place, []).append(op)
         else:
             (last if waits else rest).append(op)
-    return Program.trusted(
-        program.inputs, (*rest, *(op for own in adds.values() for op in own), *last), program.outputs
-    )
+    ops = (*rest, *(op for own in adds.values() for op in own), *last)
+    return Program.trusted(program.inputs, ops, program.outputs)
