@@ -112,6 +112,7 @@ def check_kinds(program: Program) -> None:
                 raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
     _stages_are_whole(program)
     _cut_alike(program)
+    _of_one_version(program)
     homes: dict[Value, set[int]] = {}
     freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
     for end in program.outputs:
@@ -146,6 +147,24 @@ def _cut_alike(program: Program) -> None:
         )
 
 
+def _of_one_version(program: Program) -> None:
+    """A backward reads the parameters that its forward read: of those that an op wrote, the same version."""
+    known: dict[tuple[object, ...], tuple[Op, Value]] = {}
+    for position, op in enumerate(program.ops):
+        for part in op.parts or (op,):
+            for value in part.reads if part.kind in _OF_STAGES else ():
+                if value.name != "params":
+                    continue
+                first, read = known.setdefault((part[1:4], value.stage, value.port), (part, value))
+                if read.microbatch != value.microbatch:
+                    at, drawn = where(program, position)
+                    raise ProgramError(
+                        f"{at}: {part.cell} reads {phrase(value)}, and {first.cell} read {phrase(read)}: a stage "
+                        f"computes a microbatch with one version of its parameters.\n{drawn}"
+                    )
+
+
+_OF_STAGES = frozenset("FRBIW")
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
 _WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "GATHER", "SCATTER", "SEND", "F", "B", "I", "U"))
 _WORDS: dict[str, type] = {

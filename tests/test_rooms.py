@@ -29,10 +29,10 @@ graphs/language <- root torch_private graphs/purity
 orders <- root transforms timing
 graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
-single_device <- root transforms graphs/purity graphs/language graphs/tracing
+optimizers <- root
+single_device <- root optimizers transforms graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
-optimizers <- root
 runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device
     optimizers
 models/parameters <- root torch_private graphs/purity graphs/tracing single_device
@@ -52,7 +52,7 @@ models/cutting <- root torch_private graphs/purity timing graphs/language graphs
 runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
     models/modules models/tracing models/cutting
-verification <- root transforms graphs/tracing single_device runtimes/definition models/parameters
+verification <- root optimizers transforms graphs/tracing single_device runtimes/definition models/parameters
     runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
     optimizers runtimes/processes runtimes

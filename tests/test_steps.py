@@ -228,3 +228,26 @@ def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
 )
 def test_two_processes_take_several_steps(two: Processes, schedule: str, stages: int, stale: int):
     assert two.each(on_two, schedule, stages, stale) == [[], []]
+
+
+def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
+    model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
+    each = batches(2)
+    program = stepping(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(2), clip=0.05)
+    report = fpipe.verify(program, model, params, each, lr=[0.1, 0.2])
+    assert report.bitwise
+    assert {leaf.name.partition("[")[0] for leaf in report.leaves} == {"loss", "params", "opt", "norm"}
+    text = str(program)
+    with pytest.raises(fpipe.ProgramError, match=r"0B5 reads params\[0\], and 0F5 read params\[0,3\]"):
+        fpipe.Program.parse(text.replace("B[0,5] params[0,3]", "B[0,5] params[0]"))
+    for right, wrong, where in (
+        ("sum[1,7] norm[,7] lr:1", "sum[1,7] norm[,3] lr:1", r"params\[1\]"),
+        ("opt[0,3] sum[0,7] norm[,7] lr:1", "opt[0,3] sum[0,7] norm[,7] lr", r"params\[0\]"),
+    ):
+        assert right in text
+        with pytest.raises(fpipe.GradientMismatch, match=where):
+            fpipe.verify(fpipe.Program.parse(text.replace(right, wrong)), model, params, each, lr=[0.1, 0.2])
+    stale = stepping(model, fpipe.schedules.pipedream_2bw(2, steps=3))
+    assert "behind by steps: stage 0 by 1, stage 1 by 1" in fpipe.verify(stale, model, params, batches(3)).undivided
+    with pytest.raises(ValueError, match="updates no parameters, and takes neither opt="):
+        fpipe.verify(fpipe.program(model), model, params, each[0], lr=0.1)

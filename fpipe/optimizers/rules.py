@@ -120,7 +120,7 @@ def apply_rule(
     for param, (_, grad, state, _) in zip(now, given, strict=True):
         param.grad = grad
         if by in _FILLED or (STEP in state and state[STEP].item()):
-            own = {word: leaf.clone() for word, leaf in state.items() if word != STEP or by not in _UNCOUNTED}
+            own = {word: leaf.clone() for word, leaf in state.items() if word != STEP or by not in UNCOUNTED}
             optimizer.state[param].update(own)
     try:
         optimizer.step()
@@ -145,7 +145,7 @@ def with_lr(words: Words, lr: float | None) -> dict[str, Any]:
 
 
 _FILLED = frozenset(("Adagrad",))  # whose state a constructor fills
-_UNCOUNTED = frozenset(("SGD", "Muon"))
+UNCOUNTED = frozenset(("SGD", "Muon"))  # rules that count no steps: here a state tells by them whether it has begun
 _NAMES = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Muon")
 OF_MATRICES = frozenset(("Muon",))
 _KNOWN = threading.local()
@@ -201,4 +201,4 @@ def _kept(by: str, settings: Words, ndim: int, dtype: torch.dtype) -> Mapping[st
     optimizer.step()
     found = {word: leaf for word, leaf in optimizer.state[param].items() if isinstance(leaf, Tensor)}
     made = {word: (leaf.shape == param.shape, leaf.dtype) for word, leaf in found.items()}
-    return {STEP: (False, torch.float32)} | made if by in _UNCOUNTED and made else made
+    return {STEP: (False, torch.float32)} | made if by in UNCOUNTED and made else made

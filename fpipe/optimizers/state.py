@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fpipe import tree
-from fpipe.optimizers.op_words import names_of, update_of, words_of
+from fpipe.optimizers.op_words import UpdateWords, names_of, update_of, words_of
 from fpipe.optimizers.rules import OF_MATRICES, initial_state, state_names
 from fpipe.program import Program, the_program
 
@@ -44,7 +44,11 @@ def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
     if not isinstance(params, tuple | list) or len(params) != program.stages:
         found = f"{len(params)} entries" if isinstance(params, tuple | list) else type(params).__name__
         raise ValueError(f"params is a tuple with one pytree for each of the {program.stages} stages; found {found}.")
-    words = words_of(op.how)
+    return initial_states(words_of(op.how), params)
+
+
+def initial_states(words: UpdateWords, params: Sequence[Any]) -> tuple[Any, ...]:
+    """The state of each stage before the first update."""
 
     def of_stage(stage: Any) -> Any:
         leaves, spec = tree.flatten(stage)

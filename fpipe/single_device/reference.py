@@ -9,10 +9,10 @@ within each from the last slice of the sequence back. The uses of a tied leaf ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from fpipe.model import (
     the_model,
     with_ties,
 )
+from fpipe.optimizers.op_words import words_of
+from fpipe.optimizers.state import initial_states
 from fpipe.program import Value
-from fpipe.single_device.batches import check_batch, refuse_spread, refuse_unloaded, rows_of_each, streams
+from fpipe.single_device.batches import batches_of, check_batch, refuse_spread, refuse_unloaded, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence
 from fpipe.single_device.microbatch_graph import (
@@ -44,7 +46,9 @@ from fpipe.single_device.microbatch_graph import (
     train,
 )
 from fpipe.single_device.result import Result
+from fpipe.single_device.training_loop import of_one, training_loop
 from fpipe.transforms.specs import Chunk
+from fpipe.transforms.update import words_of_update
 
 
 def reference(
@@ -58,8 +62,16 @@ def reference(
     key: int | None = None,
     input_grads: bool = False,
     replicas: int | tuple[int, int] = 1,
+    rule: str | type[Any] | None = None,
+    steps: int = 1,
+    stale: int | Literal["stash"] = 0,
+    clip: float | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    opt: Sequence[Any] | None = None,
+    lr: float | Sequence[float] | None = None,
+    **settings: Any,
 ) -> Result:
-    """Loss, gradients and outputs of a model by plain autograd.
+    """Loss, gradients and outputs of a model by plain autograd; with a `rule`, training steps with torch.optim.
 
     Args:
         model: stages and a loss.
@@ -74,9 +86,14 @@ def reference(
         replicas: how many equal parts the batch's rows are cut into first, each of which then has the `microbatches`:
             loss and gradients of each part are added up, then those of all, in their order. With a pair (m, n) there
             are m times n, of which each n add up first. The state is the first's.
+        rule, clip, groups, settings: as for `update`: parameters are updated behind the gradients.
+        steps: how many training steps; `batch` is then a list with the batch of each.
+        stale: by how many steps the parameters are behind that gradients are taken of, as for `fpipe.steps`.
+        opt, lr: the optimizer's state, that before the first step by default, and the learning rate, or one a step.
 
     Returns:
-        A `Result` with loss, grads, outputs, losses and state, aux and input_grads.
+        A `Result` with loss, grads, outputs, losses and state, aux and input_grads; with a rule also params, opt and
+        norm. Of several steps the first ones and norm are tuples with one for each.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -92,6 +109,37 @@ def reference(
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
+    if rule is None:
+        return _plain(model, params, batch, microbatches, slices, state, key, input_grads, (count, within))
+    words = words_of(words_of_update(rule, clip, groups, settings))
+    delays = range(len(params))[::-1] if stale == "stash" else [stale] * len(params)
+    trained = training_loop(
+        params,
+        batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
+        lambda read, own, now: _plain(model, read, own, microbatches, slices, now, key, False, (count, within), False),
+        words,
+        rates=[*lr] if isinstance(lr, Sequence) else [lr] * steps,
+        opt=initial_states(words, params) if opt is None else opt,
+        state=state,
+        behind=lambda step, stage: delays[stage],
+    )
+    return trained if steps > 1 else of_one(trained)
+
+
+def _plain(
+    model: Model,
+    params: Sequence[Any],
+    batch: Any,
+    microbatches: int,
+    slices: int,
+    state: Sequence[Any] | None,
+    key: int | None,
+    input_grads: bool,
+    replicas: tuple[int, int],
+    zeros: bool = True,
+) -> Result:
+    """Loss, gradients and outputs; without `zeros` None for a parameter that the loss does not depend on."""
+    count, within = replicas
     presplit = isinstance(batch, list)
     if isinstance(batch, list):
         if not batch:
@@ -106,7 +154,8 @@ def reference(
         cuts = [cut(own, index, microbatches) for own in each for index in range(microbatches)]
     joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
     sliced, added_by = Sliced(slices), OverReplicas(within=within)
-    return over_parts(model, params, cuts, count, state=state, key=key, sliced=sliced, joined=joined, added_by=added_by)
+    how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": zeros}
+    return over_parts(model, params, cuts, count, state=state, key=key, **how)
 
 
 def counted_replicas(replicas: Any) -> tuple[int, int]:
@@ -197,10 +246,11 @@ def over_parts(
     joined: Joined | None = None,
     see: See | None = None,
     added_by: OverReplicas | None = None,
+    zeros: bool = True,
 ) -> Result:
     """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
-    of one replica after those of the other. `see` is handed what passes between stages, and each microbatch's
-    gradients, by their names in a program."""
+    of one replica after those of the other. A parameter that the loss does not depend on gets `zeros`, or None. `see`
+    is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
     sliced, joined, added_by = sliced or Sliced(), joined or Joined(), added_by or OverReplicas()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
@@ -259,7 +309,9 @@ def over_parts(
     within = added_by.within or replicas
     loss = reduce(torch.add, [reduce(torch.add, each_loss[at : at + within]) for at in range(0, replicas, within)])
     first = within * (many if added_by.by_microbatch else 1)
-    groups = [_over_replicas(model, params, sums[at : at + first], many, added_by) for at in range(0, len(sums), first)]
+    groups = [
+        _over_replicas(model, params, sums[at : at + first], many, added_by, zeros) for at in range(0, len(sums), first)
+    ]
     grads = reduce(partial(tree.tree_map, added), groups)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
@@ -288,17 +340,18 @@ def _both(model: Model, one: Sums, other: Sums) -> Sums:
 
 
 def _over_replicas(
-    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas
+    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas, zeros: bool
 ) -> tuple[Any, ...]:
     """Gradients over replicas that add up among themselves. What several stages share is added up in a replica
     first."""
     add, cast = partial(_both, model), partial(tree.tree_map, added_by.cast)
     many = microbatches if added_by.by_microbatch else 1
-    whole = [cast(_collected(model, params, reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
+    collected = partial(_collected, model, params, zeros=zeros)
+    whole = [cast(collected(reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
     grads = reduce(partial(tree.tree_map, added), whole)
     if many == 1:
         return grads
-    apart = _collected(model, params, reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
+    apart = collected(reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
     for leaf in (uses[0] for uses in model.tied_uses):
         apart[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
     return apart
@@ -333,7 +386,9 @@ def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
     return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
 
 
-def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | None]]) -> tuple[Any, ...]:
+def _collected(
+    model: Model, params: Sequence[Any], sums: list[list[Tensor | None]], *, zeros: bool = True
+) -> tuple[Any, ...]:
     """Gradients in the shape of params: a tied leaf's uses are added by stage and go to its owner."""
     full = [
         tree.unflatten(tree.flatten(stage)[1], grads)
@@ -345,7 +400,7 @@ def _collected(model: Model, params: Sequence[Any], sums: list[list[Tensor | Non
     made: list[Any] = []
     for number, (own, grads) in enumerate(zip(params, full, strict=True)):
         leaves, containers = tree.flatten(own)
-        zeros = [one and not model.per_example for one in train(model, number, own)]
-        each = zip(leaves, tree.leaves(tree.like(own, grads)), zeros, strict=True)
+        filled = [zeros and one and not model.per_example for one in train(model, number, own)]
+        each = zip(leaves, tree.leaves(tree.like(own, grads)), filled, strict=True)
         made.append(tree.unflatten(containers, [torch.zeros_like(a) if b is None and one else b for a, b, one in each]))
     return tuple(made)

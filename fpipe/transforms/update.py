@@ -84,7 +84,7 @@ def update(
     params[0] = params[0,1] @ 0
     params[1] = params[1,1] @ 1
     """
-    how = _how(rule, clip, groups, settings)
+    how = words_of_update(rule, clip, groups, settings)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -157,7 +157,7 @@ def _refuse(program: Program, gradients: Sequence[Output]) -> None:
         raise ProgramError("gradients of single rows update nothing; clip and add them up, and leave update() out.")
 
 
-def _how(
+def words_of_update(
     rule: str | type[Any], clip: float | None, groups: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
     """The words of an UPDATE; a program is data, so a rule is its name."""

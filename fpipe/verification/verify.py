@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, in_mode
+from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
@@ -31,6 +32,7 @@ from fpipe.verification.casts import cast_by, computed, like_params
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
+from fpipe.verification.training import trained, versions
 from fpipe.verification.undivided import undivided
 
 
@@ -45,6 +47,8 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     replicas: int | tuple[int, int] = 1,
+    opt: Sequence[Any] | None = None,
+    lr: Any = None,
 ) -> Report:
     """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
     loss and gradients with the function itself, too.
@@ -56,6 +60,8 @@ def verify(
         replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
             rows; loss, gradients and the first one's state are compared. Of a program with replicas along two axes a
             pair: (2, 3) are 2 groups across, each of 3 that share parameters out.
+        opt, lr: of a program with an `update`, as for its step: without them the state before the first step, and 0.01.
+            Parameters, optimizer state and norms are compared with those of a plain loop with torch.optim.
 
     Returns:
         A `Report`, which also says whether the undivided batch gives the same; params, batch, random state and module
@@ -77,6 +83,10 @@ def verify(
     refuse_spread(_spread, "verify(program, model, params, {})")
     close, model = Close(rtol, atol), in_mode(model)
     refuse_meta("there is nothing to compare", batch=batch)
+    if update_of(the_program(program)) is not None:
+        return _of_training(program, model, params, batch, replicas, close, state=state, key=key, opt=opt, lr=lr)
+    if opt is not None or lr is not None:
+        raise ValueError("this program updates no parameters, and takes neither opt= nor lr=; fpipe.update() does.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch
@@ -121,6 +131,30 @@ def verify(
     return undivided(model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key).noted(report)
 
 
+def _of_training(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: Any,
+    replicas: int | tuple[int, int],
+    close: Close,
+    **more: Any,
+) -> Report:
+    """The report on a program that updates parameters."""
+    count, within = counted_replicas(replicas)
+    refuse_without(program, replicas)
+    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    first: Any = batch[0] if program.steps > 1 and isinstance(batch, list) and batch else batch
+    joined = _joined(program, first, "stream" if "presplit" in how else spec_of(how.get("spec")))
+    options: Any = {"replicas": count, "within": within, "sliced": _sliced(how), "joined": joined}
+    report = compare(*trained(program, model, params, batch, **options, **more), close)
+    known = versions(program)
+    behind = {stage: max(step - made for (step, at), made in known.items() if at == stage) for _, stage in known}
+    words = ", ".join(f"stage {stage} by {steps}" for stage, steps in sorted(behind.items()) if steps)
+    told = "The undivided batch is compared for programs that end at the gradients: leave fpipe.update() out."
+    return replace(report, undivided=told + f" Parameters that are read are behind by steps: {words}." * bool(words))
+
+
 def _first_words(program: Program, first: WrongValue | None, report: Report | None) -> str:
     """Which value is wrong first, or which ops join right ones to wrong results."""
     if first is not None:
@@ -161,7 +195,7 @@ def compare(found: Result, expected: Result, close: Close) -> Report:
     leaves: list[Leaf] = []
     wrong: Leaf | None = None
     odd: list[str] = []
-    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads"):
+    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm"):
         ours, theirs = getattr(found, part), getattr(expected, part)
         if ours is None or (part == "state" and theirs is None):
             continue

@@ -20,7 +20,13 @@ from fpipe import tree
 from fpipe.model import Model, taken_gradients
 from fpipe.program import Program
 from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.inputs_and_results import bind_inputs, check_inputs, collect_results
+from fpipe.runtimes.definition.inputs_and_results import (
+    Optim,
+    bind_inputs,
+    check_inputs,
+    collect_results,
+    places_of,
+)
 from fpipe.runtimes.definition.meaning import RULES, batch_of, cast_of
 from fpipe.runtimes.definition.walk import place_of
 from fpipe.single_device.batches import refuse_unloaded
@@ -37,20 +43,23 @@ def lockstep(
     within: int,
     state: Sequence[Any] | None = None,
     key: int | None = None,
+    optim: Optim = None,
 ) -> Result:
     """One step of a replica for each batch, of which so many share parameters out `within`. Losses and gradients are
     those of all; the state is the first replica's, outputs are left out."""
-    check_inputs(program, model, params, state)
+    check_inputs(program, model, params, state, optim)
     refuse_unloaded(batches, params, state)
     count, wanted, outer = len(batches), taken_gradients(model, program.ops), axes_of(program)[:-1]
     contexts, values = list[StepContext](), list[dict[Any, Any]]()
     for number, batch in enumerate(batches):
         whole, sizes = batch_of(program, batch)
         context = StepContext(model, sum(sizes), input_grads=wanted, sizes=sizes, key=key, replicas=count)
-        context.first = number * program.microbatches
+        context.per_step = program.microbatches // program.steps
+        context.first, context.places = number * context.per_step, places_of(model, params)
         contexts.append(context)
-        own = bind_inputs(program, model, params, whole, state, key)
-        shards = {value: _shard(one, number % within, within) for value, one in own.items() if value.name == "shard"}
+        own = bind_inputs(program, model, params, whole, state, key, optim)
+        cut = ("shard", "opt") if any(value.name == "shard" for value in own) else ()
+        shards = {value: _shard(one, number % within, within) for value, one in own.items() if value.name in cut}
         values.append(own | shards)
     for op in program.ops:
         read = [[own[value] for value in op.reads] for own in values]
@@ -68,10 +77,13 @@ def lockstep(
             own.update(zip(op.writes, one, strict=True))
     found = {end.value: values[0][end.value] for end in program.outputs}
     if any(value.name == "shard" for value, _ in program.inputs):
-        parts = [end.value for end in program.outputs if end.name.name == "grads"]
+        parts = [end.value for end in program.outputs if end.name.name in ("grads", "params", "opt")]
         found |= {value: _gather([own[value] for own in values[:within]])[0] for value in parts}
     named = collect_results(program, model, params, batches[0], state, found, _detached)
-    return Result(**{name: one for name, one in named.items() if name in ("loss", "grads", "state")})
+    return Result(**{name: one for name, one in named.items() if name in _OF_ALL})
+
+
+_OF_ALL = frozenset(("loss", "grads", "state", "params", "opt", "norm"))
 
 
 def _among(each: list[Any], within: int, across: bool, exchange: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:

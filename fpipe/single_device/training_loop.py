@@ -1,0 +1,117 @@
+"""Train by plain autograd and torch.optim, step after step: the answer for programs that update their parameters.
+
+It shares with the runtimes the words of an UPDATE and the names of parameters. Each tensor has an optimizer of its own,
+made anew for each step, and torch clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.optimizers.op_words import UpdateWords, names_of
+from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, with_lr
+from fpipe.single_device.result import Result
+
+Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None"], Result]
+"""Loss and gradients for params, a batch and a module state; None of a leaf that the loss does not depend on."""
+
+
+Norm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
+"""The norm of the gradients of all stages, each with a list of them."""
+
+
+def total_norm(stages: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The norm as `torch.nn.utils.clip_grad_norm_` takes it."""
+    return torch.nn.utils.get_total_norm([grad for stage in stages for grad in stage], foreach=False)
+
+
+def training_loop(
+    params: Sequence[Any],
+    batches: Sequence[Any],
+    gradients: Gradients,
+    words: UpdateWords,
+    *,
+    rates: Sequence[float | None],
+    opt: Sequence[Any],
+    state: Sequence[Any] | None,
+    behind: Callable[[int, int], int],
+    norm: Norm = total_norm,
+) -> Result:
+    """The results of some training steps, each a tuple with one for each step, and what is left after the last.
+
+    Args:
+        params, opt, state: before the first step.
+        batches, rates: one for each step.
+        gradients: what computes those of a step.
+        words: how to update.
+        behind: by how many steps the parameters of a stage are behind in a step: `f(step, stage)`.
+        norm: what a clip compares with.
+    """
+    past, results, norms = [tuple(params)], list[Result](), list[Tensor]()
+    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
+        read = tuple(past[max(step - behind(step, stage), 0)][stage] for stage in range(len(params)))
+        made = gradients(read, batch, state)
+        state = made.state
+        grads = [tree.leaves(stage) for stage in made.grads]
+        norms.append(norm([[grad for grad in stage if grad is not None] for stage in grads]))
+        params, opt = _updated(words, past[-1], opt, [grad for stage in grads for grad in stage], norms[-1], rate)
+        past.append(params)
+        results.append(made)
+    each = {name: tuple(getattr(made, name) for made in results) for name in _EACH}
+    return Result(**each, state=state, params=params, opt=opt, norm=tuple(norms))
+
+
+def of_one(result: Result) -> Result:
+    """The result of one training step, without tuples."""
+    return replace(result, **{name: getattr(result, name)[0] for name in (*_EACH, "norm")})
+
+
+_EACH = ("loss", "grads", "outputs", "aux", "losses")
+
+
+def _updated(
+    words: UpdateWords,
+    params: Sequence[Any],
+    opt: Sequence[Any],
+    grads: Sequence[Any],
+    norm: Tensor,
+    rate: float | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Parameters and optimizer state after one update."""
+    leaves, spec = tree.flatten(tuple(params))
+    names = [name for stage in params for name in names_of(tree.flatten(stage)[1])]
+    states = _up_to(spec, tuple(opt))
+    now = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    trained = [k for k, grad in enumerate(grads) if grad is not None]
+    for k in trained:
+        now[k].grad = grads[k].clone()
+    if words.clip is not None:
+        torch.nn.utils.clip_grads_with_norm_([now[k] for k in trained], words.clip, norm, foreach=False)
+    for k, settings in zip(trained, words.of([names[k] for k in trained]), strict=True):
+        now[k], states[k] = _after(words.by, with_lr(settings, rate), now[k], states[k])
+    return tree.unflatten(spec, now), tree.unflatten(spec, states)
+
+
+def _after(by: str, settings: dict[str, Any], param: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """A parameter that has its gradient, and its state, after one step of an optimizer."""
+    if by in RULES:
+        assert param.grad is not None
+        return RULES[by].apply(param.detach(), param.grad, state, **settings)
+    plain = {} if {"foreach", "fused"} & settings.keys() else {"foreach": False}
+    optimizer = getattr(torch.optim, by)([param], **plain, **settings)
+    if STEP in state and state[STEP] > 0:
+        counts = by not in UNCOUNTED
+        optimizer.state[param] = {word: leaf.clone() for word, leaf in state.items() if counts or word != STEP}
+    optimizer.step()
+    param.grad, left = None, optimizer.state[param]
+    return param, {word: left[word] if word in left else leaf + 1 for word, leaf in state.items()}
+
+
+def _up_to(spec: Any, deeper: Any) -> list[Any]:
+    return spec.flatten_up_to(deeper)

@@ -1,0 +1,138 @@
+"""Prove a program right that updates its parameters: against plain autograd and torch.optim, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.model import Model
+from fpipe.optimizers.op_words import update_of, words_of
+from fpipe.optimizers.state import optimizer_state
+from fpipe.program import PARAMETERS, Program, parts_of
+from fpipe.runtimes.build import build
+from fpipe.runtimes.definition.inputs_and_results import optim_of
+from fpipe.runtimes.definition.lockstep import lockstep, scatters_microbatches
+from fpipe.runtimes.definition.meaning import batch_of
+from fpipe.single_device.batches import batches_of, streams
+from fpipe.single_device.microbatch import cut
+from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
+from fpipe.single_device.result import Result
+from fpipe.single_device.training_loop import Norm, of_one, total_norm, training_loop
+from fpipe.transforms.specs import spec_of
+from fpipe.verification.casts import cast_by, computed, like_params
+
+LR = 0.01
+"""The learning rate of a check that is handed none."""
+
+
+def trained(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: Any,
+    *,
+    replicas: int,
+    within: int,
+    sliced: Sliced,
+    joined: Joined,
+    state: Sequence[Any] | None,
+    key: int | None,
+    opt: Sequence[Any] | None,
+    lr: Any,
+) -> tuple[Result, Result]:
+    """The results of a program that updates, and what a plain loop makes of the same."""
+    op = update_of(program)
+    assert op is not None
+    opt = optimizer_state(program, params) if opt is None else opt
+    lr = LR if lr is None and any(value.name == "lr" for value in op.reads) else lr
+    optim = optim_of(program, opt, lr)
+    assert optim is not None
+    rates = [float(rate) for rate in optim[1]] or [None] * program.steps
+    batch_of(program, batch)
+    batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]
+    each = [parts_of_replicas(one, replicas, model, _spec(program)) for one in batches]
+    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
+
+    def gradients(read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None) -> Result:
+        parts = _parts(program, own)
+        how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": False}
+        made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, **how)
+        return replace(made, grads=like_params(params, made.grads))
+
+    expected = training_loop(
+        params,
+        each,
+        gradients,
+        words_of(op.how),
+        rates=rates,
+        opt=opt,
+        state=state,
+        behind=partial(_behind, program, versions(program)),
+        norm=_norm(program, within),
+    )
+    expected = of_one(expected) if program.steps == 1 else expected
+    if replicas == 1:
+        return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr), expected
+    own = [[one[number] for one in each] for number in range(replicas)]
+    own = own if program.steps > 1 else [one for (one,) in own]
+    return lockstep(program, model, params, own, within=within, state=state, key=key, optim=optim), expected
+
+
+def _spec(program: Program) -> Any:
+    return spec_of(_how(program).get("spec"))
+
+
+def _how(program: Program) -> dict[str, Any]:
+    return next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+
+
+def _parts(program: Program, own: Sequence[Any]) -> list[Any]:
+    """The microbatches of one step, those of each replica, with their rows."""
+    how, many = _how(program), program.microbatches // program.steps
+    if "presplit" in how:
+        whole, sizes = batch_of(program, own[0])
+        return [*zip(zip(*streams(whole, many), strict=True), sizes, strict=True)]
+    return [cut(one, index, many, _spec(program), size=how.get("size")) for one in own for index in range(many)]
+
+
+def versions(program: Program) -> dict[tuple[int, int], int]:
+    """How many updates the parameters of a stage have had that its forwards read, in each training step."""
+    size = program.microbatches // program.steps
+    gathers = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "GATHER"}
+    found = dict[tuple[int, int], int]()
+    for op in (part for part in parts_of(program.ops) if part.kind == "F"):
+        read = next(value for value in op.reads if value.name in PARAMETERS and value.stage == op.stage)
+        last = gathers.get(read, read).microbatch
+        found[(op.microbatch or 0) // size, op.stage or 0] = 0 if last is None else (last + 1) // size
+    return found
+
+
+def _behind(program: Program, known: dict[tuple[int, int], int], step: int, stage: int) -> int:
+    return step - known[step, stage]
+
+
+def _norm(program: Program, within: int) -> Norm:
+    """The norm in the program's order of additions."""
+    if not any(value.name == "squares" for op in program.ops for value in op.writes):
+        return total_norm
+
+    def of_shards(stages: Sequence[Sequence[Tensor]]) -> Tensor:
+        parts = list[Tensor]()
+        for grads in stages:
+            whole = [grad for grad in grads if grad.ndim]
+            each = [[_rows(grad, number, within).square().sum() for grad in whole] for number in range(within)]
+            sums = [reduce(torch.add, column) for column in zip(*each, strict=True)]
+            parts += [*sums, *(grad.square().sum() for grad in grads if not grad.ndim)]
+        return torch.stack(parts).sum().sqrt()
+
+    return of_shards
+
+
+def _rows(grad: Tensor, number: int, count: int) -> Tensor:
+    most = -(-len(grad) // count)
+    return grad[most * number : most * (number + 1)]

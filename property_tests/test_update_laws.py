@@ -1,0 +1,92 @@
+"""Laws of programs that update: whatever the order, parameters are those of a plain loop with torch's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from property_tests.test_shard_laws import model_of
+
+RULES: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("AdamW", {"weight_decay": 0.2}),
+    ("Adam", {"betas": (0.5, 0.9)}),
+    ("RMSprop", {}),
+    ("Adagrad", {}),
+]
+SCHEDULES = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"]
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A rule, and the words of an update by it."""
+    rule, settings = draw(st.sampled_from(RULES))
+    how = {"clip": draw(st.sampled_from([None, 0.01, 100.0]))} | settings
+    how["groups"] = draw(st.sampled_from([None, {"*b": {"lr_scale": 0.5}}]))
+    return rule, how
+
+
+@given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3))
+def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int):
+    rule, how = drawn
+    model, params = model_of(4)
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
+    schedule, halves = fpipe.schedules.get(name)(2), [fpipe.split_backward()] * split
+    program = fpipe.chain(fpipe.split(4), *halves, schedule, fpipe.merge(outputs=False), fpipe.update(rule, **how))
+    program = fpipe.steps(count)(program(fpipe.program(model)))
+    report = fpipe.verify(program, model, params, batches if count > 1 else batches[0], lr=[0.1, 0.05, 0.2][:count])
+    assert report.bitwise, report
+    assert fpipe.Program.parse(str(program)) == program
+
+
+@given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]))
+def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any):
+    rule, how = drawn
+    model, params = model_of(3)
+    torch.manual_seed(0)
+    batches: Any = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
+    batches = batches if count > 1 else batches[0]
+    made = fpipe.chain(
+        fpipe.split(3), fpipe.merge(outputs=False), fpipe.update(rule, **how), fpipe.steps(count, stale=stale)
+    )
+    program = made(fpipe.program(model))
+    program = fpipe.schedules.one_f_one_b(3)(program) if stale else program
+    assert fpipe.verify(program, model, params, batches).bitwise
+    whole = fpipe.reference(model, params, batches, microbatches=3, steps=count, stale=stale, rule=rule, lr=0.01, **how)
+    found = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    for ours, theirs in zip(fpipe.tree.leaves(found.params), fpipe.tree.leaves(whole.params), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@given(updates(), st.sampled_from([1, 2, 3, (2, 2), (1, 3)]), st.integers(1, 2), st.sampled_from(["step", "use"]))
+def test_replicas_that_share_parameters_update_them_as_one_device_does(
+    drawn: Any, replicas: Any, count: int, gather: Any
+):
+    rule, how = drawn
+    model, params = model_of(4)
+    torch.manual_seed(0)
+    batches: Any = [(torch.randn(24, 4), torch.randn(24)) for _ in range(count)]
+    ways = [fpipe.shard(gather=gather), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
+    parts = fpipe.split(2), fpipe.schedules.interleaved(2), fpipe.merge(outputs=False), *ways
+    program = fpipe.chain(*parts, fpipe.update(rule, **how), fpipe.steps(count))(fpipe.program(model))
+    report = fpipe.verify(program, model, params, batches if count > 1 else batches[0], replicas=replicas)
+    assert report.bitwise, report
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(2, 4), st.floats(0, 2))
+def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
+    stages = ranks * (2 if name in ("interleaved", "zbv") else 1)
+    costs = fpipe.Costs(update=update)
+
+    def span(clip: float | None) -> float:
+        parts = fpipe.split(2 * ranks), fpipe.schedules.get(name)(ranks), fpipe.merge(outputs=False)
+        program = fpipe.chain(*parts, fpipe.update("SGD", clip=clip), fpipe.steps(3))(fpipe.program(stages))
+        return fpipe.simulate(program, costs).makespan
+
+    assert span(None) <= span(1.0)
