@@ -38,7 +38,7 @@ runtimes/definition <- root torch_private transforms graphs/purity timing graphs
 models/parameters <- root torch_private graphs/purity graphs/tracing single_device
 graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
 runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
-    runtimes/definition
+    optimizers runtimes/definition
 models/modules <- root torch_private graphs/purity graphs/language graphs/tracing models/parameters
 runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
     optimizers runtimes/definition runtimes/lowering
@@ -49,7 +49,7 @@ runtimes/processes <- root torch_private transforms graphs/purity graphs/languag
     optimizers runtimes/definition runtimes/lowering runtimes/faults
 models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
     models/modules models/tracing
-runtimes <- root runtimes/definition runtimes/in_process runtimes/processes
+runtimes <- root optimizers runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
     models/modules models/tracing models/cutting
 verification <- root optimizers transforms graphs/tracing single_device runtimes/definition models/parameters

@@ -383,3 +383,87 @@ class Scale(nn.Module):
 )
 def test_shards_are_updated_as_the_whole_is(four: Processes, gather: str, clip: float | None, steps: int):
     assert four.each(on_four, gather, clip, steps) == [[]] * 4
+
+
+def addresses(per_stage: Any) -> list[int]:
+    return [leaf.data_ptr() for leaf in fpipe.tree.leaves(per_stage)]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1", "interleaved", "roundpipe", "dualpipe"])
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_what_is_donated_is_overwritten_and_has_the_same_bits(schedule: str, runtime: Any, clip: float | None):
+    net, batch, lrs = net_of(), rows(8), [0.02, 0.01, 0.003]
+    stages = 2 if schedule in ("one_f_one_b", "dualpipe") else 4
+    mine = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(mine, stages=stages, loss=MSE)
+    program = updating(model, fpipe.schedules.get(schedule)(2), "AdamW", clip)
+    step = fpipe.build(program, model, runtime=runtime, donate=True)
+    opt = fpipe.optimizer_state(program, params)
+    _, _, optimizer = torchs_loop(net, batch, 3, "AdamW", clip, lrs)
+    for lr in lrs:
+        result = step(params, batch, opt=opt, lr=lr)
+        if schedule in ("one_f_one_b", "zb_h1", "interleaved") or runtime == "local":
+            moved = schedule in ("roundpipe", "dualpipe")  # another rank reads them, and may do so late
+            assert moved or addresses((result.params, result.opt)) == addresses((params, opt))
+        params, opt = result.params, result.opt
+    assert differences(net, optimizer, result) == []
+    if schedule == "interleaved":  # parameters are the net's own
+        assert all(torch.equal(leaf, dict(net.named_parameters())[name]) for name, leaf in mine.named_parameters())
+
+
+def test_a_donated_version_that_is_read_later_is_kept():
+    net = net_of()
+    model, params, _ = fpipe.from_sequential(net, stages=4, loss=MSE)
+    torch.manual_seed(1)
+    each = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(4)]
+    parts = fpipe.split(4), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=0.05)
+    program = fpipe.chain(*parts, fpipe.schedules.pipedream_2bw(4, steps=4))(fpipe.program(model))
+    pure = fpipe.build(program, model)(params, each, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    step = fpipe.build(program, model, donate=True)
+    found = step(params, each, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    assert all(map(torch.equal, fpipe.tree.leaves(found.params), fpipe.tree.leaves(pure.params)))
+
+
+def test_a_step_that_fails_says_that_what_was_donated_is_gone():
+    calls = []
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return (y - t).pow(2).mean()
+
+    def boom(param: Tensor, grad: Tensor, state: Any, lr: float) -> Any:
+        calls.append(lr)
+        if lr < 0:
+            raise ArithmeticError("no such rate")
+        return param - lr * grad, state
+
+    fpipe.register_update("Boom", boom)
+    try:
+        model = fpipe.from_functions([lambda p, x: x * p["w"]] * 2, loss)
+        params = ({"w": torch.tensor(3.0)}, {"w": torch.tensor(2.0)})
+        program = updating(model, fpipe.schedules.gpipe(2), "Boom")
+        step = fpipe.build(program, model, donate=True)
+        opt = fpipe.optimizer_state(program, params)
+        step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=0.1)
+        with pytest.raises(ArithmeticError) as failed:
+            step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=-0.1)
+        assert any("were donated to this step" in note for note in failed.value.__notes__)
+    finally:
+        from fpipe.optimizers.rules import RULES
+
+        RULES.pop("Boom")
+    with pytest.raises(ValueError, match=r"put fpipe.update\(\) into it"):
+        fpipe.build(fpipe.program(MODEL), MODEL, donate=True)
+
+
+def test_sizes_count_what_an_update_holds():
+    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    program = updating(model, fpipe.schedules.gpipe(2), "AdamW")
+    pure, donated = (fpipe.sizes(program, model, params, batch, donate=donate) for donate in (False, True))
+    grads = fpipe.sizes(updating(model, fpipe.schedules.gpipe(2), "SGD"), model, params, batch, donate=True)
+    for rank in range(2):
+        assert pure.peak[rank] >= 4 * one  # the gradient, and parameters and two moments once more
+        assert donated.peak[rank] < 2 * one
+        assert donated.peak[rank] == grads.peak[rank]

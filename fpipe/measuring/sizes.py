@@ -74,6 +74,7 @@ def sizes(
     state: Sequence[Any] | None = None,
     runtime: Literal["local", "threads", "distributed"] = "local",
     replicas: int = 1,
+    donate: bool = False,
 ) -> Sizes:
     """Bytes that a step would hold, from shapes alone: nothing is computed.
 
@@ -86,6 +87,7 @@ def sizes(
             one that is received for as long as a value lies in it.
         replicas: how many share the parameters out of a program that `shard` made: what is gathered counts, shards do
             not, as params and batch do not. `params` are whole.
+        donate: of a program with an `update`, whether its step overwrites parameters and optimizer state.
 
     Returns:
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
@@ -109,7 +111,9 @@ def sizes(
     try:
         optim = example_optim(program, params)
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
-        lowered = Prepared(with_transfers(program), model, params, batch, state, optim, None, Untraced(), share=share)
+        lowered = Prepared(
+            with_transfers(program), model, params, batch, state, optim, None, Untraced(), share=share, donate=donate
+        )
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = lowered.trees

@@ -81,7 +81,7 @@ def initial_state(by: str, settings: Words, param: Any) -> State:
         word: torch.zeros_like(param, dtype=dtype) if whole else torch.zeros((), dtype=dtype)
         for word, (whole, dtype) in kept.items()
     }
-    filled = _optimizer(by, settings, [param], 0.0).state[param] if by in _FILLED else {}
+    filled = _optimizer(by, settings, [param], 0.0).state[param]  # what a constructor fills
     return made | filled
 
 
@@ -103,25 +103,27 @@ def apply_rule(
     grads: Sequence[Tensor],
     states: Sequence[State],
     lr: float | None,
+    own: Sequence[bool],
 ) -> tuple[list[Tensor], list[State]]:
-    """The next parameters and states of some leaves, each under its own settings."""
-    given = zip(params, grads, states, settings, strict=True)
+    """The next parameters and states of some leaves, each under its own settings; those that are one's `own` may be
+    overwritten."""
+    given = zip(params, grads, states, settings, own, strict=True)
     if by in RULES:
         rule = RULES[by].apply
-        made = [rule(param, grad, state, **with_lr(words, lr)) for param, grad, state, words in given]
+        made = [rule(param, grad, state, **with_lr(words, lr)) for param, grad, state, words, _ in given]
         return [param for param, _ in made], [state for _, state in made]
     if not params:
         return [], []
-    now = [param.detach().clone() for param in params]
-    optimizer = _of_thread(by, tuple(dict.fromkeys(settings)))
-    for group, words in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
-        group["params"] = [param for param, own in zip(now, settings, strict=True) if own == words]
-        group["lr"] = with_lr(words, lr)["lr"]
-    for param, (_, grad, state, _) in zip(now, given, strict=True):
-        param.grad = grad
+    optimizer, now = _of_thread(by, tuple(dict.fromkeys(settings))), list[Tensor]()
+    for param, grad, state, _, mine in given:
+        now.append(param.detach() if mine else param.detach().clone())
+        now[-1].grad = grad
         if by in _FILLED or (STEP in state and state[STEP].item()):
-            own = {word: leaf.clone() for word, leaf in state.items() if word != STEP or by not in UNCOUNTED}
-            optimizer.state[param].update(own)
+            kept = {word: leaf for word, leaf in state.items() if word != STEP or by not in UNCOUNTED}
+            optimizer.state[now[-1]] = kept if mine else {word: leaf.clone() for word, leaf in kept.items()}
+    for group, words in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
+        group["params"] = [param for param, said in zip(now, settings, strict=True) if said == words]
+        group["lr"] = with_lr(words, lr)["lr"]
     try:
         optimizer.step()
         return now, [_after(optimizer.state[param], state) for param, state in zip(now, states, strict=True)]
@@ -144,7 +146,8 @@ def with_lr(words: Words, lr: float | None) -> dict[str, Any]:
     return settings | {"lr": rate if scale is None or rate is None else rate * scale}
 
 
-_FILLED = frozenset(("Adagrad",))  # whose state a constructor fills
+# Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
+_FILLED = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
 UNCOUNTED = frozenset(("SGD", "Muon"))  # rules that count no steps: here a state tells by them whether it has begun
 _NAMES = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Muon")
 OF_MATRICES = frozenset(("Muon",))

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model, in_mode
+from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.devices import devices_of
 from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
@@ -37,6 +38,7 @@ def build(
     broadcast: bool = False,
     check_batch: CheckBatch = "first",
     devices: Sequence[torch.device | str] | None = None,
+    donate: bool = False,
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -76,10 +78,13 @@ def build(
             state of its stages are; the batch may be anywhere. Each rank computes on a stream of its own, and values
             are copied between devices on others. Without it all ranks compute where the tensors are, on the caller's
             stream.
+        donate: of a program with an `update`, whether a step may overwrite the parameters and optimizer state that it
+            is handed, which are the next ones then, in the same memory. Without it there is one more copy of both.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, which changes nothing that it is
-        given. Of a program with an `update` it takes `opt`, as `optimizer_state` makes it, and a learning rate.
+        given, but what is donated. Of a program with an `update` it takes `opt`, as `optimizer_state` makes it, and a
+        learning rate.
 
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
@@ -119,6 +124,8 @@ def build(
             raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
+        if donate and update_of(program) is None:
+            raise ValueError("donate= is of a program that updates its parameters: put fpipe.update() into it.")
         check_match(program, model)
         refuse_lost_constants(model)
         if model.held is not None:
@@ -147,6 +154,7 @@ def build(
             compile=compile,
             check_batch=check_batch,
             trace=trace,
+            donate=donate,
         )
     given = checked()
     workers = Workers(program.ranks) if runtime == "threads" else None
@@ -159,6 +167,7 @@ def build(
         check_finite=check_finite,
         loss_scale=loss_scale,
         compile=compile,
+        donate=donate,
         workers=workers,
         devices=() if devices is None else devices_of(devices, program.ranks),
     )

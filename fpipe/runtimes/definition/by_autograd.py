@@ -46,6 +46,7 @@ class StepContext:
             those of all.
         moves: what travels between devices.
         shared: what replicas share out, by what they are handed of it.
+        overwrites: whether a step that runs has overwritten parameters.
         per_step: the microbatches of a training step, where a program is several.
         places: of each stage where the gradient of each leaf is, in the order of its parameters: in which bundle, and
             where there.
@@ -64,6 +65,7 @@ class StepContext:
     shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
     places: Sequence[Sequence[tuple[int, int]]] = ()
     per_step: int | None = None
+    overwrites: bool = False
 
     @property
     def all_rows(self) -> int:

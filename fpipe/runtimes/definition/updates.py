@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.optimizers.op_words import names_of, words_of
-from fpipe.optimizers.rules import apply_rule
+from fpipe.model import Model
+from fpipe.optimizers.op_words import UpdateWords, names_of, words_of
+from fpipe.optimizers.rules import State, Words, apply_rule
 from fpipe.program import Op
 from fpipe.runtimes.definition.by_autograd import StepContext
 
@@ -23,31 +24,43 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     leaves, spec = tree.flatten(params)
     now: list[Any] = [*leaves]
     state: list[Any] = spec.flatten_up_to(states)
-    port = op.reads[0].port
-    names = names_of(spec)
-    if port:
-        tied = context.model.owned(op.stage or 0)[port - 1].name
-        names = [".".join(filter(None, (str(tied), name))) for name in names]
-    share = None
-    if words.clip is not None:
-        share = torch.clamp(words.clip / (given["norm"] + 1e-6), max=1.0)
-    lr = given.get("lr")
+    names = names_in(op, spec, context.model)
     at = [k for k, grad in enumerate(grads) if grad is not None]
-    made, after = apply_rule(
-        words.by,
-        words.of([names[k] for k in at]),
-        [leaves[k] for k in at],
-        [_scaled(grads[k], share).to(leaves[k].dtype) for k in at],
-        [state[k] for k in at],
-        None if lr is None else float(lr),
-    )
+    before, found, states = ([one[k] for k in at] for one in (leaves, grads, state))
+    said, beside = words.of([names[k] for k in at]), (given.get("norm"), given.get("lr"))
+    made, after = updated_leaves(words, said, [False] * len(at), before, found, states, *beside)
     for k, param, one in zip(at, made, after, strict=True):
         now[k], state[k] = param.requires_grad_(leaves[k].requires_grad), one
     return [tree.unflatten(spec, now), tree.unflatten(spec, state)]
 
 
-def _scaled(grad: Tensor, share: Tensor | None) -> Tensor:
-    return grad if share is None else grad * share.to(grad.device)
+def names_in(op: Op, spec: tree.Spec, model: Model) -> list[str]:
+    """The names of the parameters that an UPDATE is of."""
+    names, port = names_of(spec), op.reads[0].port
+    if not port:
+        return names
+    tied = str(model.owned(op.stage or 0)[port - 1].name)
+    return [".".join(filter(None, (tied, name))) for name in names]
+
+
+def updated_leaves(
+    words: UpdateWords,
+    settings: Sequence[Words],
+    own: Sequence[bool],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    norm: Tensor | None,
+    lr: Tensor | None,
+) -> tuple[list[Tensor], list[State]]:
+    """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten."""
+    if norm is not None and words.clip is not None:
+        share = torch.clamp(words.clip / (norm + 1e-6), max=1.0)
+        grads = [grad * share.to(grad.device) for grad in grads]
+    grads = [
+        grad if grad.dtype == param.dtype else grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)
+    ]
+    return apply_rule(words.by, settings, params, grads, states, None if lr is None else float(lr), own)
 
 
 def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

@@ -43,6 +43,7 @@ def local(
     check_finite: bool = False,
     loss_scale: float = 1.0,
     compile: bool = False,
+    donate: bool = False,
     workers: Workers | None = None,
     devices: Sequence[torch.device] = (),
     see: Callable[[Value, Any], None] | None = None,
@@ -66,7 +67,9 @@ def local(
         with _TRACING, suppress(Untraceable):  # the first step will say so
             params, batch, state = example
             optim = example_optim(program, params)
-            made = prepare(program, model, params, batch, state, optim, None, Untraced(), loss_scale, compile)
+            made = prepare(
+                program, model, params, batch, state, optim, None, Untraced(), loss_scale, compile, donate=donate
+            )
             made.compile()
             known[signatures.of(*tree.flatten((params, batch, state, optim)), homes=made.at_home)] = made
 
@@ -108,7 +111,7 @@ def local(
                     lowered = known[signature] = None  # a step without data has nothing to win
                 if lowered is _NEW:
                     began = time.perf_counter()
-                    options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record}
+                    options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record, "donate": donate}
                     prepared = partial(prepare, program, model, *given, key, **options)
                     walked = partial(by_hand, params, batch, state=state, key=key, opt=opt, lr=lr)
                     result, lowered = _first(walked, prepared, graphs)

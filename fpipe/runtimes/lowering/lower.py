@@ -30,6 +30,7 @@ from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.copies import TRANSFERS
 from fpipe.runtimes.lowering.folds import Folds, folds_of
+from fpipe.runtimes.lowering.in_place import Overwritten, overwritten_by, updating
 from fpipe.runtimes.lowering.instructions import (
     add,
     add_to,
@@ -80,6 +81,7 @@ class Lowered:
         instructions: the instructions, in the order of the program.
         trees: what is known of every value.
         given: storages that are not the step's own: of the caller, and of what stages hold on to.
+        given_up: those of them that results may lie in.
         key: the slot of the step's key, if a stage draws random numbers.
         drawing: a forward of each stage that does.
         kernels: by their first op, the instructions that are to be compiled before they run.
@@ -96,6 +98,7 @@ class Lowered:
     instructions: Sequence[Instruction]
     trees: Mapping[Value, AbstractTree]
     given: frozenset[int]
+    given_up: frozenset[int]
     key: int | None
     drawing: tuple[Op, ...]
     kernels: Mapping[Op, Kernel]
@@ -112,9 +115,10 @@ def lower(
     given: Mapping[Value, AbstractTree],
     untraced: Untraced,
     compile: bool = False,
+    donate: bool = False,
 ) -> Lowered:
     """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd; `compile`
-    leaves graphs to be compiled by inductor.
+    leaves graphs to be compiled by inductor, and `donate` lets UPDATEs overwrite parameters and state that are given.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
@@ -126,8 +130,10 @@ def lower(
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
         mine |= shapes.constant_storages()
-        folds = folds_of(ops, {end.value for end in program.outputs}, shapes, mine, compile)
-        return _Lowering(ops, shapes, folds, mine, compile).lowered(program)
+        kept = {end.value for end in program.outputs}
+        folds = folds_of(ops, kept, shapes, mine, compile)
+        overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
+        return _Lowering(ops, shapes, folds, mine, compile, overwritten).lowered(program)
 
 
 def _without_carry(op: Op) -> Op:
@@ -141,9 +147,17 @@ def _without_carry(op: Op) -> Op:
 class _Lowering:
     """Writes the instructions of a program down, now that all shapes are known: slots, and what is in them at first."""
 
-    def __init__(self, ops: Sequence[Op], shapes: Shapes, folds: Folds, given: Collection[int], compile: bool) -> None:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        shapes: Shapes,
+        folds: Folds,
+        given: Collection[int],
+        compile: bool,
+        overwritten: Overwritten,
+    ) -> None:
         self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, compile
-        self.trees = folds.trees
+        self.trees, self.overwritten = overwritten.trees, overwritten
         self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
         self.moved = {*self.made, *shapes.copies.origin}
         self.kernels, self.casts = kernels(), casts()
@@ -175,6 +189,7 @@ class _Lowering:
             ],
             trees=self.trees,
             given=frozenset(self.given),
+            given_up=self.overwritten.given_up,
             key=slots.get(KEY),
             drawing=tuple(self.drawing.values()),
             kernels=self.to_compile,
@@ -284,6 +299,9 @@ class _Lowering:
             return self.instruction(at, partial(rounded, cast_of(op)), op.reads, op.writes)
         if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
             run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
+            return self.instruction(at, run, op.reads, op.writes)
+        if op.kind == "UPDATE":
+            run = updating(op, self.shapes.context, self.trees, self.overwritten.places[at])
             return self.instruction(at, run, op.reads, op.writes)
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)

@@ -29,6 +29,8 @@ from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, 
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.single_device.result import Result
 
+GONE = "params and opt were donated to this step, and are overwritten in part: take them from where they were saved."
+
 
 class Prepared:
     """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
@@ -50,13 +52,14 @@ class Prepared:
         share: Share | None = None,
         devices: Sequence[torch.device] = (),
         watch_saved: bool = False,
+        donate: bool = False,
     ) -> None:
         check_inputs(program, model, params, state, optim)
         whole, sizes = batch_of(program, batch)
         given: Given = (params, batch, state, optim)
         homes, storages = homes_of(program, devices), dict[int, int]()
         handed = handed_by(program, model, given, key, homes, home, storages, share)
-        context = StepContext(
+        context = self.context = StepContext(
             model,
             sum(sizes),
             watch_saved,
@@ -75,7 +78,7 @@ class Prepared:
             for number, net in nets_of(model).items()
             if net.constants()
         }
-        lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile)
+        lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile, donate)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program, self.untraced, self.at_home = model, program, untraced, handed.at_home
         self.shared = handed.shared
@@ -119,7 +122,13 @@ class Prepared:
                 self.recorder = Recorder(record, rows)
             notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
             device = next(iter(notes.devices), None) if notes else None
-            self._execute(slots, Watch(notes, check_finite, see, device) if notes or check_finite or see else None)
+            self.context.overwrites = False
+            try:
+                self._execute(slots, Watch(notes, check_finite, see, device) if notes or check_finite or see else None)
+            except BaseException as error:
+                if self.context.overwrites and self.lowered.given_up:
+                    error.add_note(GONE)
+                raise
             whole = self.exit.results(slots, state)
         return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
 

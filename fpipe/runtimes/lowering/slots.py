@@ -223,7 +223,7 @@ def exit_of(
     """The way out to the outputs of a program; what shares memory with anything else is copied, or all of it where
     values are not the step's `own`."""
     params, batch, state, optim = given
-    taken, values = {*lowered.given}, dict[Value, Any]()
+    taken, values = {*lowered.given} - lowered.given_up, dict[Value, Any]()
     for end in program.outputs:
         known = lowered.trees[end.value]
         places: list[Any] = []

@@ -34,6 +34,7 @@ from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.lowering.prepared import GONE
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
@@ -65,6 +66,7 @@ def distributed(
     compile: bool,
     check_batch: CheckBatch,
     trace: bool,
+    donate: bool,
 ) -> Step:
     """A step of one rank, `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, called by all
     ranks alike.
@@ -87,6 +89,7 @@ def distributed(
 
     def prepared(given: Given, key: int | None) -> PreparedRank:
         more: Any = {"loss_scale": loss_scale, "compile": compile, "home": device, "watch_saved": record}
+        more["donate"] = donate
         untraced = Untraced({} if trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
         while True:
             try:
@@ -174,6 +177,8 @@ def distributed(
             try:
                 return one_step(number, (params, batch, state, optim_of(program, opt, lr)), more, key)
             except BaseException as error:
+                if donate:
+                    error.add_note(GONE)
                 said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
                 if peer_errors.lost(error):
                     lost.append(said)
@@ -202,6 +207,7 @@ def distributed(
             "compile": compile,
             "check_batch": check_batch,
             "trace": trace,
+            "donate": donate,
         }
         peer_errors.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
         try:
