@@ -251,3 +251,37 @@ def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
     assert "behind by steps: stage 0 by 1, stage 1 by 1" in fpipe.verify(stale, model, params, batches(3)).undivided
     with pytest.raises(ValueError, match="updates no parameters, and takes neither opt="):
         fpipe.verify(fpipe.program(model), model, params, each[0], lr=0.1)
+
+
+@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+def test_each_step_draws_by_its_own_key(how: dict[str, Any]):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    each, keys = batches(3), [5, 6, 7]
+    program = stepping(model, fpipe.schedules.zb_h1(2), fpipe.steps(3))
+    opt = fpipe.optimizer_state(program, params)
+    found = fpipe.build(program, model, **how)(params, each, key=keys, opt=opt, lr=0.1)
+    one = stepping(model, fpipe.schedules.gpipe(2))
+    step, now = fpipe.build(one, model), (params, fpipe.optimizer_state(one, params))
+    for batch, key, loss in zip(each, keys, found.loss, strict=True):
+        single = step(now[0], batch, key=key, opt=now[1], lr=0.1)
+        assert torch.equal(single.loss, loss)
+        now = single.params, single.opt
+    assert all(map(torch.equal, joined(found.params).values(), joined(now[0]).values()))
+    assert fpipe.verify(program, model, params, each, key=keys).bitwise
+    with pytest.raises(ValueError, match="key is a list of 3 whole numbers"):
+        fpipe.build(program, model)(params, each, key=5, opt=opt, lr=0.1)
+    with pytest.raises(ValueError, match="of one training step there are no several"):
+        fpipe.reference(model, params, each[0], key=keys)
+
+
+def test_steps_are_recorded_and_watched():
+    model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
+    program = stepping(model, fpipe.schedules.one_f_one_b(2), fpipe.steps(2))
+    opt = fpipe.optimizer_state(program, params)
+    result = fpipe.build(program, model, record=True)(params, batches(2), opt=opt, lr=0.1)
+    assert sum(event.op.kind == "UPDATE" for event in result.timeline.events) == 4
+    watched = fpipe.build(program, model, check_finite=True)
+    with pytest.raises(FloatingPointError, match=r"UPDATE\(params\[.,3\]\) wrote params"):
+        watched(params, batches(2), opt=opt, lr=float("inf"))

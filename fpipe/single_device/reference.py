@@ -59,7 +59,7 @@ def reference(
     microbatches: int = 1,
     slices: int = 1,
     state: Sequence[Any] | None = None,
-    key: int | None = None,
+    key: int | Sequence[int] | None = None,
     input_grads: bool = False,
     replicas: int | tuple[int, int] = 1,
     rule: str | type[Any] | None = None,
@@ -81,7 +81,7 @@ def reference(
         slices: how many slices the sequences (dim 1) of each part are cut into; each stage hands its carry from one to
             the next, and a backward goes from the last slice back.
         state: one pytree per stage, for models with module state.
-        key: an int, for models with random numbers.
+        key: an int, for models with random numbers; of several training steps a list of them.
         input_grads: whether the gradients of the inputs are wanted too.
         replicas: how many equal parts the batch's rows are cut into first, each of which then has the `microbatches`:
             loss and gradients of each part are added up, then those of all, in their order. With a pair (m, n) there
@@ -105,20 +105,21 @@ def reference(
     refuse_spread(_spread, "reference(model, params, {})")
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         whole(word, given)
-    count, within = counted_replicas(replicas)
+    replicas_of = counted_replicas(replicas)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
     if rule is None:
-        return _plain(model, params, batch, microbatches, slices, state, key, input_grads, (count, within))
+        return _plain(model, params, batch, microbatches, slices, state, one_key(key), input_grads, replicas_of)
     words = words_of(words_of_update(rule, clip, groups, settings))
     delays = range(len(params))[::-1] if stale == "stash" else [stale] * len(params)
     trained = training_loop(
         params,
         batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
-        lambda read, own, now: _plain(model, read, own, microbatches, slices, now, key, False, (count, within), False),
+        lambda read, own, now, one: _plain(model, read, own, microbatches, slices, now, one, False, replicas_of, False),
         words,
         rates=[*lr] if isinstance(lr, Sequence) else [lr] * steps,
+        keys=[*key] if isinstance(key, Sequence) else [key] * steps,
         opt=initial_states(words, params) if opt is None else opt,
         state=state,
         behind=lambda step, stage: delays[stage],
@@ -156,6 +157,13 @@ def _plain(
     sliced, added_by = Sliced(slices), OverReplicas(within=within)
     how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": zeros}
     return over_parts(model, params, cuts, count, state=state, key=key, **how)
+
+
+def one_key(key: Any) -> int | None:
+    """The key of one training step."""
+    if isinstance(key, list | tuple):
+        raise ValueError(f"key is a whole number; of one training step there are no several, found {key!r}.")
+    return key
 
 
 def counted_replicas(replicas: Any) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from fpipe.optimizers.op_words import UpdateWords, names_of
 from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, with_lr
 from fpipe.single_device.result import Result
 
-Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None"], Result]
-"""Loss and gradients for params, a batch and a module state; None of a leaf that the loss does not depend on."""
+Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None"], Result]
+"""Loss and gradients for params, a batch, a module state and a key; None of a leaf that the loss does not depend on."""
 
 
 Norm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
@@ -38,6 +38,7 @@ def training_loop(
     words: UpdateWords,
     *,
     rates: Sequence[float | None],
+    keys: Sequence[int | None],
     opt: Sequence[Any],
     state: Sequence[Any] | None,
     behind: Callable[[int, int], int],
@@ -47,16 +48,16 @@ def training_loop(
 
     Args:
         params, opt, state: before the first step.
-        batches, rates: one for each step.
+        batches, rates, keys: one for each step.
         gradients: what computes those of a step.
         words: how to update.
         behind: by how many steps the parameters of a stage are behind in a step: `f(step, stage)`.
         norm: what a clip compares with.
     """
     past, results, norms = [tuple(params)], list[Result](), list[Tensor]()
-    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
+    for step, (batch, rate, key) in enumerate(zip(batches, rates, keys, strict=True)):
         read = tuple(past[max(step - behind(step, stage), 0)][stage] for stage in range(len(params)))
-        made = gradients(read, batch, state)
+        made = gradients(read, batch, state, key)
         state = made.state
         grads = [tree.leaves(stage) for stage in made.grads]
         norms.append(norm([[grad for grad in stage if grad is not None] for stage in grads]))

@@ -15,7 +15,7 @@ from fpipe.optimizers.op_words import update_of, words_of
 from fpipe.optimizers.state import optimizer_state
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
-from fpipe.runtimes.definition.inputs_and_results import optim_of
+from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
 from fpipe.runtimes.definition.lockstep import lockstep, scatters_microbatches
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.single_device.batches import batches_of, streams
@@ -41,7 +41,7 @@ def trained(
     sliced: Sliced,
     joined: Joined,
     state: Sequence[Any] | None,
-    key: int | None,
+    key: Any,
     opt: Sequence[Any] | None,
     lr: Any,
 ) -> tuple[Result, Result]:
@@ -54,11 +54,12 @@ def trained(
     assert optim is not None
     rates = [float(rate) for rate in optim[1]] or [None] * program.steps
     batch_of(program, batch)
+    keys = check_call(program, (), key)
     batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]
     each = [parts_of_replicas(one, replicas, model, _spec(program)) for one in batches]
     added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
 
-    def gradients(read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None) -> Result:
+    def gradients(read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None, key: int | None) -> Result:
         parts = _parts(program, own)
         how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": False}
         made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, **how)
@@ -70,6 +71,7 @@ def trained(
         gradients,
         words_of(op.how),
         rates=rates,
+        keys=[*keys] if isinstance(keys, tuple) else [keys] * program.steps,
         opt=opt,
         state=state,
         behind=partial(_behind, program, versions(program)),
@@ -80,7 +82,7 @@ def trained(
         return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr), expected
     own = [[one[number] for one in each] for number in range(replicas)]
     own = own if program.steps > 1 else [one for (one,) in own]
-    return lockstep(program, model, params, own, within=within, state=state, key=key, optim=optim), expected
+    return lockstep(program, model, params, own, within=within, state=state, key=keys, optim=optim), expected
 
 
 def _spec(program: Program) -> Any:

@@ -22,6 +22,7 @@ from fpipe.single_device.reference import (
     OverReplicas,
     Sliced,
     counted_replicas,
+    one_key,
     over_parts,
     parts_of_replicas,
 )
@@ -43,7 +44,7 @@ def verify(
     batch: tuple[Any, Any],
     *_spread: Any,
     state: Sequence[Any] | None = None,
-    key: int | None = None,
+    key: int | Sequence[int] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     replicas: int | tuple[int, int] = 1,
@@ -85,6 +86,7 @@ def verify(
     refuse_meta("there is nothing to compare", batch=batch)
     if update_of(the_program(program)) is not None:
         return _of_training(program, model, params, batch, replicas, close, state=state, key=key, opt=opt, lr=lr)
+    key = one_key(key)
     if opt is not None or lr is not None:
         raise ValueError("this program updates no parameters, and takes neither opt= nor lr=; fpipe.update() does.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):

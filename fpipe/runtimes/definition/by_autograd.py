@@ -41,7 +41,7 @@ class StepContext:
         input_grads: where the gradient of the inputs is wanted: stage, and which of its inputs.
         loss_scale: what multiplies the loss's cotangent.
         sizes: the rows of each microbatch, where the batch is cut already.
-        key: of the step.
+        key: of the step, or one for each training step.
         replicas: how many data-parallel replicas there are; this one's microbatches are numbered from `first` among
             those of all.
         moves: what travels between devices.
@@ -58,7 +58,7 @@ class StepContext:
     input_grads: frozenset[tuple[int, int]] = frozenset()
     loss_scale: float = 1.0
     sizes: tuple[int, ...] = ()
-    key: int | None = None
+    key: int | Sequence[int] | None = None
     replicas: int = 1
     first: int = 0
     moves: Moves = field(default_factory=dict[Any, Any])
@@ -71,6 +71,14 @@ class StepContext:
     def all_rows(self) -> int:
         """The rows of the batches of all replicas, which have equally many."""
         return self.rows * self.replicas
+
+    def step_of(self, op: Op) -> int:
+        """The training step that an op is of."""
+        return (op.microbatch or 0) // self.per_step if self.per_step else 0
+
+    def key_of(self, op: Op) -> int | None:
+        """The key of an op's training step."""
+        return self.key if self.key is None or isinstance(self.key, int) else self.key[self.step_of(op)]
 
     def number(self, op: Op) -> int:
         """The number of an op's microbatch among those of all replicas in a training step."""
@@ -137,7 +145,8 @@ class _Given:
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
         said = {"microbatch": context.number(op), "carry": self.carry}
-        self.seed = None if context.key is None else seed_of(context.key, number, context.number(op), op.slice)
+        key = context.key_of(op)
+        self.seed = None if key is None else seed_of(key, number, context.number(op), op.slice)
         said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
         self.said = {word: said[word] for word in self.stage.asks}
         self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]

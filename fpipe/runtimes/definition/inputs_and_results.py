@@ -21,11 +21,23 @@ _MISSING = "this program reads {}: hand it in as step(..., {}={})."
 NO_KEY = _MISSING.format("key", "key", "...")
 
 
-def check_call(more: Sequence[Any], key: Any) -> None:
-    """A TypeError for a step that is handed something after the batch, or a key that is no number."""
+Keys = int | tuple[int, ...] | None
+"""The key of a step; of several training steps one for each."""
+
+
+def check_call(program: Program, more: Sequence[Any], key: Any) -> Keys:
+    """The key of a step.
+
+    Raises:
+        TypeError: the step is handed something after the batch, or a key that is no number.
+        ValueError: not as many keys as training steps.
+    """
     refuse_spread(more, "step(params, {})")
-    if key is not None:
-        fold_in(key)
+    if program.steps == 1 or key is None:
+        return key if key is None else (fold_in(key), key)[1]
+    if not isinstance(key, list | tuple) or len(key) != program.steps:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"key is a list of {program.steps} whole numbers, one for each training step; found {key!r}.")
+    return tuple((fold_in(one), one)[1] for one in key)  # pyright: ignore[reportUnknownVariableType]
 
 
 Optim = tuple[Any, Any] | None
@@ -80,7 +92,7 @@ def bind_inputs(
     params: Sequence[Any],
     batch: tuple[Any, Any],
     state: Sequence[Any] | None,
-    key: int | None,
+    key: Keys,
     optim: Optim = None,
 ) -> dict[Value, Any]:
     """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are

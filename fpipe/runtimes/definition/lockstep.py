@@ -21,6 +21,7 @@ from fpipe.model import Model, taken_gradients
 from fpipe.program import Program
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import (
+    Keys,
     Optim,
     bind_inputs,
     check_inputs,
@@ -42,7 +43,7 @@ def lockstep(
     *,
     within: int,
     state: Sequence[Any] | None = None,
-    key: int | None = None,
+    key: Keys = None,
     optim: Optim = None,
 ) -> Result:
     """One step of a replica for each batch, of which so many share parameters out `within`. Losses and gradients are

@@ -62,21 +62,21 @@ def walk(
         batch: tuple[Any, Any],
         *more: Any,
         state: Sequence[Any] | None = None,
-        key: int | None = None,
+        key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
     ) -> Result:
         refuse_odd_modes()
-        check_call(more, key)
+        keys = check_call(program, more, key)
         optim = optim_of(program, opt, lr)
         check_inputs(program, model, params, state, optim)
         if not devices:
             refuse_unloaded(batch, params, state)
         batch, sizes = batch_of(program, batch)
-        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, key, moves=moves)
+        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, keys, moves=moves)
         context.places = places_of(model, params)
         context.per_step = program.microbatches // program.steps
-        values = bind_inputs(program, model, params, batch, state, key, optim)
+        values = bind_inputs(program, model, params, batch, state, keys, optim)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)
             values[value] = tree.tree_map(partial(brought, home=home), values[value])

@@ -78,7 +78,7 @@ def local(
         batch: tuple[Any, Any],
         *more: Any,
         state: Sequence[Any] | None = None,
-        key: int | None = None,
+        key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
     ) -> Result:
@@ -88,7 +88,7 @@ def local(
                 f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
                 "runtime='local' for a step under it."
             )
-        check_call(more, key)
+        keys = check_call(program, more, key)
         if in_fake_mode():  # what is made for tensors of one mode does for no others
             return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
         if any(stage.moved() for stage in of_nets):
@@ -112,7 +112,7 @@ def local(
                 if lowered is _NEW:
                     began = time.perf_counter()
                     options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record, "donate": donate}
-                    prepared = partial(prepare, program, model, *given, key, **options)
+                    prepared = partial(prepare, program, model, *given, keys, **options)
                     walked = partial(by_hand, params, batch, state=state, key=key, opt=opt, lr=lr)
                     result, lowered = _first(walked, prepared, graphs)
                     if lowered is not None:
@@ -124,7 +124,7 @@ def local(
         if not isinstance(lowered, Prepared):
             return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
         try:
-            return lowered.run(leaves, state, key, record=told, check_finite=check_finite, see=see)
+            return lowered.run(leaves, state, keys, record=told, check_finite=check_finite, see=see)
         except (UnexpectedValue, RuntimeError) as error:
             if not _means_untraceable(error):
                 raise

@@ -51,16 +51,17 @@ def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]
 
 
 def with_generators(
-    run: Callable[..., Any], at: int, streams: Sequence[Stream], place: tuple[int, int, int | None]
+    run: Callable[..., Any], at: int, streams: Sequence[Stream], place: tuple[int, int, int | None], step: int
 ) -> Callable[..., Any]:
     """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
-    microbatch (and slice)."""
+    microbatch (and slice), of several keys that of its training step."""
     seed_from = seeder(*place)
     own, *others = streams
 
     def forward(*lists: Any) -> Any:
         given = [*lists]
-        seed = seed_from(given[at])
+        key = given[at]
+        seed = seed_from(key[step] if isinstance(key, tuple) else key)
         # A comprehension of one takes 0.3 us more.
         given[at] = [_seeded(seed, own)] if not others else [_seeded(seed, stream) for stream in streams]
         return run(*given)

@@ -256,8 +256,9 @@ class _Lowering:
         if graph.streams and GENERATORS in graph.reads:
             named |= {GENERATORS: KEY}
             self.drawing.setdefault(op.stage or 0, op)
-            place = (op.stage or 0, self.shapes.context.number(op), op.slice)
-            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place)
+            context = self.shapes.context
+            place = (op.stage or 0, context.number(op), op.slice)
+            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place, context.step_of(op))
         if "ready" in graph.reads:
             named |= {"ready": self.ready((cut, recipe), op, made)}
         reads = [named[label] for label in graph.reads]

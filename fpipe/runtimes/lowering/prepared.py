@@ -18,7 +18,7 @@ from fpipe.program import Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import homes_of
-from fpipe.runtimes.definition.inputs_and_results import check_inputs, places_of
+from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, places_of
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -43,7 +43,7 @@ class Prepared:
         batch: Any,
         state: Any,
         optim: Any,
-        key: int | None,
+        key: Keys,
         untraced: Untraced,
         loss_scale: float = 1.0,
         compile: bool = False,
@@ -103,7 +103,7 @@ class Prepared:
         self,
         leaves: Sequence[Any],
         state: Any,
-        key: int | None,
+        key: Keys,
         *,
         record: Program | None,
         check_finite: bool,

@@ -23,7 +23,7 @@ from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.definition.device_moves import brought
 from fpipe.runtimes.definition.devices import BATCH, check_at_home
-from fpipe.runtimes.definition.inputs_and_results import NO_KEY, bind_inputs, collect_results
+from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lower import FACTORS, Lowered
@@ -56,7 +56,7 @@ def handed_by(
     program: Program,
     model: Model,
     given: Given,
-    key: int | None,
+    key: Keys,
     homes: Mapping[Value, torch.device],
     home: torch.device | None,
     storages: dict[int, int],
@@ -128,7 +128,7 @@ class Entrance:
     drawing: Any
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
 
-    def filled(self, leaves: Sequence[Any], key: int | None) -> Slots:
+    def filled(self, leaves: Sequence[Any], key: Keys) -> Slots:
         """The slots of a step."""
         slots = self.start[:]
         if self.key is not None:

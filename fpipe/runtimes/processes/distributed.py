@@ -28,7 +28,7 @@ from fpipe.model import Model, check_params
 from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value, parts_of
-from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
+from fpipe.runtimes.definition.inputs_and_results import Keys, check_call, optim_of
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
@@ -87,7 +87,7 @@ def distributed(
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
 
-    def prepared(given: Given, key: int | None) -> PreparedRank:
+    def prepared(given: Given, key: Keys) -> PreparedRank:
         more: Any = {"loss_scale": loss_scale, "compile": compile, "home": device, "watch_saved": record}
         more["donate"] = donate
         untraced = Untraced({} if trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
@@ -112,7 +112,7 @@ def distributed(
                 warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
         return made
 
-    def agreed(where: str, what: str, made: PreparedRank, key: int | None, more: About) -> PreparedRank:
+    def agreed(where: str, what: str, made: PreparedRank, key: Keys, more: About) -> PreparedRank:
         about = {what: made.given_as, **more, "key": str(key), **made.stages, "messages": made.messages}
         meeting.agree(where, about)
         if compile:
@@ -126,9 +126,9 @@ def distributed(
         made.number = made.number or transfers.know(made.layouts)
         return made
 
-    def one_step(number: int, own: Given, more: Sequence[Any], key: int | None) -> Result:
+    def one_step(number: int, own: Given, more: Sequence[Any], key: Any) -> Result:
         refuse_odd_modes()
-        check_call(more, key)
+        key = check_call(program, more, key)
         if any(stage.moved() for stage in of_nets):
             check_params(model, _filled(own[0], shapes[0]))
         params, batch, state = (_filled(one, of) for one, of in zip(own[:3], shapes, strict=False))
@@ -151,7 +151,8 @@ def distributed(
         if number == 1 and replicas is not None:
             peer_errors.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
-        made.step, made.step_key, made.step_batch = number, key, digest(handed or {})
+        made.step, made.step_batch = number, digest(handed or {})
+        made.step_key = hash(key) if isinstance(key, tuple) else key
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         if result.loss is None and has_loss:
             result = replace(result, loss=Elsewhere(has_loss[0]))
@@ -162,7 +163,7 @@ def distributed(
         batch: tuple[Any, Any],
         *more: Any,
         state: Sequence[Any] | None = None,
-        key: int | None = None,
+        key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
     ) -> Result:
