@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.modules.skips import Pop, Stash
+    from fpipe.models.parameters.checkpoints import gather_state_dict, load, save
     from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
@@ -98,6 +99,7 @@ _WITH_TORCH = {
     "models.from_module": ("from_module",),
     "interop.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
+    "models.parameters.checkpoints": ("gather_state_dict", "load", "save"),
     "models.parameters.grads": ("add_grads", "assign_grads", "clip_grads", "global_norm"),
     "derived.jvp": ("jvp",),
     "models.parameters.load": ("init_params", "load_params"),
@@ -203,6 +205,7 @@ __all__ = [
     "from_module",
     "from_pipe",
     "from_sequential",
+    "gather_state_dict",
     "global_norm",
     "identity",
     "init_params",
@@ -211,6 +214,7 @@ __all__ = [
     "jvp",
     "keep",
     "linearize",
+    "load",
     "load_params",
     "local_params",
     "make_dual",
@@ -235,6 +239,7 @@ __all__ = [
     "register_update",
     "reorder",
     "robustness",
+    "save",
     "schedules",
     "search",
     "shard",

@@ -28,6 +28,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+CODES = {dtype: code for code, dtype in _DTYPES.items()}
+"""How the format calls each dtype."""
 
 
 class HeaderEntry(NamedTuple):

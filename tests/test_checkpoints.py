@@ -1,0 +1,158 @@
+"""Save a training and go on from it, on other ranks, in another cut, in shards: bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from tests.processes import Processes
+from tests.test_data_parallel import meshed
+from tests.test_distributed import MSE, own, rows
+from tests.test_update import joined, net_of, updating
+
+
+def made(stages: int, schedule: str, *more: Any) -> tuple[Any, Any, fpipe.Program]:
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net_of()), stages=stages, loss=MSE)
+    return model, params, updating(model, fpipe.schedules.get(schedule)(2), "AdamW", None, *more)
+
+
+def trained(steps: int, params: Any = None, opt: Any = None) -> fpipe.Result:
+    """So many steps in one process, from the first or from what is handed in."""
+    model, first, program = made(2, "gpipe")
+    params = first if params is None else params
+    result = fpipe.Result(params=params, opt=opt or fpipe.optimizer_state(program, params))
+    step = fpipe.build(program, model)
+    for _ in range(steps):
+        result = step(result.params, rows(8), opt=result.opt, lr=0.01)
+    return result
+
+
+def test_what_is_saved_is_read_again_in_another_cut(tmp_path: Path):
+    result, (_, first, program) = trained(2), made(2, "gpipe")
+    fpipe.save(tmp_path, program, result.params, opt=result.opt, step=2, loss=float(result.loss))
+    model, params, other = made(4, "zbv")
+    opt = fpipe.optimizer_state(other, params)
+    found = fpipe.load(tmp_path, other, params, opt=opt)
+    assert found.numbers == {"step": 2, "loss": float(result.loss)}
+    step = fpipe.build(other, model)
+    after = step(found.params, rows(8), opt=found.opt, lr=0.01)
+    whole = trained(3)
+    assert all(torch.equal(leaf, joined(whole.params)[name]) for name, leaf in joined(after.params).items())
+    assert joined(params).keys() == joined(first).keys()
+    assert all(torch.equal(leaf, joined(first)[name]) for name, leaf in joined(params).items())  # as it was handed in
+
+
+def test_running_statistics_are_saved_too(tmp_path: Path):
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program = updating(model, fpipe.schedules.gpipe(2), "SGD", None, momentum=0.9)
+    opt = fpipe.optimizer_state(program, params)
+    result = fpipe.build(program, model)(params, rows(8), state=state, opt=opt, lr=0.1)
+    fpipe.save(tmp_path, program, result.params, opt=result.opt, state=result.state)
+    found = fpipe.load(tmp_path, program, params, opt=opt, state=state)
+    for ours, theirs in ((found.params, result.params), (found.opt, result.opt), (found.state, result.state)):
+        assert all(map(torch.equal, fpipe.tree.leaves(ours), fpipe.tree.leaves(theirs)))
+
+
+def test_a_file_of_all_ranks_is_read_by_those_of_another_cut(tmp_path: Path):
+    _, params, program = made(2, "gpipe")
+    file = tmp_path / "model.safetensors"
+    assert fpipe.gather_state_dict(program, params, file=file) is None
+    other, _, placed = made(4, "zbv")
+    loaded = fpipe.load_params(other, placed, str(file), rank=0)
+    whole = fpipe.gather_state_dict(program, params)
+    assert whole is not None
+    assert all(torch.equal(leaf, whole[name]) for name, leaf in joined(loaded).items())
+    net = net_of()
+    net.load_state_dict(whole)
+
+
+def test_functions_have_names_with_the_number_of_their_stage():
+    params = ({"w": torch.ones(1)}, {"w": torch.zeros(2)})
+    assert list(fpipe.gather_state_dict(fpipe.program(2), params) or ()) == ["0.w", "1.w"]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "stages": (lambda path: fpipe.gather_state_dict(fpipe.program(2), ({},)), "2 stages, and one entry for each"),
+    "a part": (lambda path: fpipe.gather_state_dict(fpipe.program(2), ({}, None)), "no rank has handed in stage 1"),
+    "no tensor": (lambda path: fpipe.gather_state_dict(fpipe.program(1), ({"w": 3},)), "no tensor at w"),
+    "a word": (lambda path: fpipe.save(path, fpipe.program(1), ({},), step="3"), "step= is a number"),  # type: ignore[arg-type]
+    "another net": (lambda path: reread(path, {"v": torch.ones(2)}), "has no params of v"),
+    "another shape": (
+        lambda path: reread(path, {"w": torch.ones(3)}),
+        r"shape \[2\], and is of shape \[3\]",
+    ),
+}
+
+
+def reread(path: Path, params: Any) -> object:
+    fpipe.save(path, fpipe.program(1), ({"w": torch.ones(2)},))
+    return fpipe.load(path, fpipe.program(1), (params,))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(case: str, tmp_path: Path):
+    call, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        call(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def four():
+    several = Processes(4)
+    yield several
+    several.close()
+
+
+def on_four(rank: int, folder: str, sharded: bool) -> Any:
+    """Two steps on 2 x 2 processes, saved; and the whole as rank 0 gathers it."""
+    mesh, replica, place = meshed()
+    how = fpipe.shard() if sharded else fpipe.data_parallel()
+    model, params, program = made(4, "interleaved", how)
+    mine = own(program, place, params)
+    mine = fpipe.shard_params(mine, mesh["dp"]) if sharded else mine
+    batch = tuple(half.chunk(2)[replica] for half in rows(8))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(mine, batch))
+    result = fpipe.Result(params=mine, opt=fpipe.optimizer_state(program, mine))
+    for _ in range(2):
+        result = step(result.params, batch, opt=result.opt, lr=0.01)
+    fpipe.save(folder, program, result.params, opt=result.opt, mesh=mesh, step=2)
+    whole = fpipe.gather_state_dict(program, result.params, mesh=mesh)
+    fpipe.gather_state_dict(program, result.params, mesh=mesh, file=f"{folder}.safetensors")
+    return None if whole is None else {name: leaf.tolist() for name, leaf in whole.items()}
+
+
+def again_on_four(rank: int, folder: str, sharded: bool) -> Any:
+    """Parameters and one moment on 2 x 2 processes, as they were saved, whole on rank 0."""
+    mesh, _, place = meshed()
+    _, params, program = made(2, "one_f_one_b", fpipe.shard() if sharded else fpipe.data_parallel())
+    mine = own(program, place, params)
+    mine = fpipe.shard_params(mine, mesh["dp"]) if sharded else mine
+    found = fpipe.load(folder, program, mine, opt=fpipe.optimizer_state(program, mine), mesh=mesh)
+    assert found.numbers == {"step": 2}
+    both = [fpipe.gather_state_dict(program, one, mesh=mesh) for one in (found.params, found.opt)]
+    return None if both[0] is None else [{name: leaf.tolist() for name, leaf in one.items()} for one in both]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "replicas"])
+def test_ranks_save_and_others_go_on(four: Processes, tmp_path: Path, sharded: bool):
+    folder = str(tmp_path / "saved")
+    whole, *rest = four.each(on_four, folder, sharded)
+    assert rest == [None] * 3
+    _, params, program = made(2, "gpipe")
+    found = fpipe.load(folder, program, params, opt=fpipe.optimizer_state(program, params))
+    assert {name: leaf.tolist() for name, leaf in joined(found.params).items()} == whole
+    again, *_ = four.each(again_on_four, folder, not sharded)
+    assert again[0] == whole
+    opt = fpipe.gather_state_dict(program, found.opt)
+    assert opt is not None
+    assert again[1] == {name: leaf.tolist() for name, leaf in opt.items()}
+    model, _, _ = made(2, "gpipe")
+    loaded = fpipe.load_params(model, program, f"{folder}.safetensors", rank=1)
+    assert all(leaf.tolist() == whole[name] for name, leaf in joined(loaded).items())
