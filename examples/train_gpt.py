@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,11 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from demo import Batch, Sizes, batches, cross_entropy, gpt
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
@@ -43,30 +40,17 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
 
 
 class Trainer:
-    """Parameters with their optimizer: those of one rank, or all of them where this process runs all ranks."""
+    """Parameters and optimizer state: those of one rank, or all of them where this process runs all ranks."""
 
-    def __init__(self, step: Any, params: tuple[dict[str, Tensor] | None, ...], mesh: Any = None) -> None:
-        self.step, self.params, self.mesh = step, params, mesh
-        self.named = {name: leaf for stage in params if stage is not None for name, leaf in stage.items()}
-        self.adam = torch.optim.AdamW(self.named.values())
+    def __init__(self, step: Any, params: tuple[Any, ...], opt: tuple[Any, ...]) -> None:
+        self.step, self.params, self.opt = step, params, opt
 
     def __call__(self, number: int, steps: int, batch: Batch) -> float:
-        """One step with clipped gradients, at a rate that warms up and then falls; the loss."""
-        result = self.step(self.params, batch)
-        grads, _ = fpipe.clip_grads(result.grads, LIMIT, mesh=self.mesh)
-        fpipe.assign_grads(self.params, grads)
-        self.adam.param_groups[0]["lr"] = RATE * min(number / 20, 1 - (number - 1) / steps)
-        self.adam.step()
+        """One step, at a rate that warms up and then falls; the loss."""
+        rate = RATE * min(number / 20, 1 - (number - 1) / steps)
+        result = self.step(self.params, batch, opt=self.opt, lr=rate)
+        self.params, self.opt = result.params, result.opt
         return float(result.loss)
-
-    def state(self) -> dict[str, Tensor]:
-        """What goes on from here, by name: the same whatever the ranks and the schedule."""
-        whole = dict(self.named)
-        for name, leaf in self.named.items():
-            known = self.adam.state[leaf] or {"step": torch.zeros(()), "exp_avg": leaf * 0, "exp_avg_sq": leaf * 0}
-            self.adam.state[leaf] = known
-            whole |= {f"{name}/{word}": found for word, found in known.items()}
-        return whole
 
 
 def main() -> None:
@@ -88,25 +72,23 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
     sizes = Sizes(steps=said.steps, blocks=said.blocks)
     model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
     schedule = fpipe.schedules.get(said.schedule)(ranks)
-    program = pipeline(model, MICROBATCHES // replicas, schedule)
-    if replicas > 1:
-        program = fpipe.data_parallel("dp")(program)
+    program = pipeline(model, MICROBATCHES // replicas, schedule, *[fpipe.data_parallel("dp")] * (replicas > 1))
     example = params, rows_of(next(batches(sizes)), replica, replicas)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, timeout=120, broadcast=True)
-    trainer = Trainer(step, fpipe.local_params(program, params, rank), mesh)
+    mine = fpipe.local_params(program, params, rank)
+    trainer, done = Trainer(step, mine, fpipe.optimizer_state(program, mine)), 0
+    if said.resume is not None:
+        trainer.params, trainer.opt, _, numbers = fpipe.load(said.resume, program, mine, opt=trainer.opt, mesh=mesh)
+        done = int(numbers["steps"])
+
     alone = None
     if said.check and shows:
         torch.manual_seed(0)
         same, whole, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
-        alone = Trainer(fpipe.build(pipeline(same, MICROBATCHES, schedule), same), whole)
-
-    done = 0
-    if said.resume is not None:
-        counted = torch.zeros((), dtype=torch.int64)
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as said: one process loads alone
-        for one in filter(None, (trainer, alone)):
-            dcp.load(one.state() | {"steps": counted}, checkpoint_id=said.resume, no_dist=one is alone)
-        done = int(counted)
+        single = pipeline(same, MICROBATCHES, schedule)
+        alone = Trainer(fpipe.build(single, same), whole, fpipe.optimizer_state(single, whole))
+        for number, batch in numbered(batches(sizes), 0, done):
+            alone(number, said.steps, batch)
 
     equal = 0
     near = 0.0 if replicas == 1 else 1e-4  # replicas add up in another order
@@ -118,9 +100,8 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
             progress.advance(bar)
             if shows and (number == 1 or number % max(1, said.steps // 6) == 0):
                 console.print(f"step {number:>4}   loss {loss:.6f}")
-    if said.save is not None and replica == 0:  # all replicas have the same
-        whole = trainer.state() | {"steps": torch.tensor(stop)}
-        dcp.save(whole, checkpoint_id=said.save, process_group=mesh.get_group("pp"))
+    if said.save is not None:
+        fpipe.save(said.save, program, trainer.params, opt=trainer.opt, mesh=mesh, steps=stop)
     if alone is not None:
         same = "bitwise equal" if replicas == 1 else "equal to rounding"
         console.print(
@@ -129,9 +110,10 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
     return stop - done, equal
 
 
-def pipeline(model: fpipe.Model, microbatches: int, schedule: Any) -> fpipe.Program:
-    """The program of one replica."""
-    return fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge())(fpipe.program(model))
+def pipeline(model: fpipe.Model, microbatches: int, schedule: Any, *replicas: Any) -> fpipe.Program:
+    """The program of one replica: gradients, their norm over all ranks, and what AdamW makes of the parameters."""
+    parts = fpipe.split(microbatches), schedule, fpipe.merge(), *replicas, fpipe.update("AdamW", clip=LIMIT)
+    return fpipe.chain(*parts)(fpipe.program(model))
 
 
 def rows_of(batch: Batch, replica: int, replicas: int) -> Batch:
