@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fpipe.single_device.reference import reference
     from fpipe.single_device.result import Result
     from fpipe.verification.compare_grads import compare_grads
+    from fpipe.verification.compare_step import compare_step
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
@@ -118,6 +119,7 @@ _WITH_TORCH = {
     "single_device.result": ("Result",),
     "measuring.sizes": ("Sizes", "sizes"),
     "verification.compare_grads": ("compare_grads",),
+    "verification.compare_step": ("compare_step",),
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }
@@ -192,6 +194,7 @@ __all__ = [
     "communicate",
     "compare",
     "compare_grads",
+    "compare_step",
     "custom_stage",
     "data_parallel",
     "deferred_batch_norm",

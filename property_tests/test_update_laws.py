@@ -90,3 +90,29 @@ def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
         return fpipe.simulate(program, costs).makespan
 
     assert span(None) <= span(1.0)
+
+
+@given(updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
+def test_right_steps_are_not_accused(drawn: Any, count: int, microbatches: int, seed: int):
+    rule, how = drawn
+    model, params = model_of(3)
+    torch.manual_seed(seed)
+    batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
+    leaves, spec = fpipe.tree.flatten(params)
+    now = [leaf.clone().requires_grad_() for leaf in leaves]
+    own = {key: value for key, value in how.items() if key not in ("clip", "groups")}
+    names = [name for stage in params for name in stage]
+    slow = [[leaf for leaf, name in zip(now, names, strict=True) if (name == "b") is each] for each in (True, False)]
+    optimizer = getattr(torch.optim, rule)([{"params": some} for some in slow], lr=0.1, **own)
+    optimizer.param_groups[0]["lr"] = 0.1 * (0.5 if how["groups"] else 1.0)
+    for batch in batches:
+        optimizer.zero_grad()
+        for x, target in zip(*(half.chunk(microbatches) for half in batch), strict=True):
+            for k, stage in enumerate(fpipe.tree.unflatten(spec, now)):
+                x = model.stages[k].forward(stage, x)
+            (model.loss(x, target) / microbatches).backward()
+        if how["clip"] is not None:
+            torch.nn.utils.clip_grad_norm_(now, how["clip"])
+        optimizer.step()
+    after = fpipe.tree.unflatten(spec, [leaf.detach() for leaf in now])
+    fpipe.compare_step(model, params, batches, after, rule=rule, lr=0.1, **how)

@@ -52,8 +52,8 @@ models/cutting <- root torch_private graphs/purity timing graphs/language graphs
 runtimes <- root optimizers runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
     models/modules models/tracing models/cutting
-verification <- root optimizers transforms graphs/tracing single_device runtimes/definition models/parameters
-    runtimes/in_process runtimes
+verification <- root optimizers transforms graphs/purity graphs/tracing single_device models/parameters
+    runtimes/definition runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
     optimizers runtimes/processes runtimes
 interop <- root torch_private transforms timing runtimes/definition models/modules models

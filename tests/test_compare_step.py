@@ -1,0 +1,259 @@
+"""Steps that others made, right ones and wrong ones, each by real code that makes the mistake."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.test_distributed import MSE
+from tests.test_update import net_of
+
+MICROBATCHES = 4
+
+
+class Loop:
+    """A training loop by hand, of which each part can be done wrongly."""
+
+    def __init__(self, net: nn.Module, rule: str = "AdamW", clip: float | None = 0.05, **settings: Any) -> None:
+        self.net, self.clip, self.settings = net, clip, settings
+        self.optimizer = getattr(torch.optim, rule)(net.parameters(), lr=0.01, **settings)
+
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+    def clipped(self) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        for batch, rate in zip(batches, rates, strict=True):
+            self.optimizer.param_groups[0]["lr"] = rate
+            self.zero()
+            self.backward(batch)
+            self.clipped()
+            self.optimizer.step()
+
+
+class Summed(Loop):
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            MSE(self.net(x), target).backward()
+
+
+class Overwritten(Loop):
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            self.optimizer.zero_grad()
+            (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+
+class Twice(Loop):
+    def backward(self, batch: Any) -> None:
+        super().backward(batch)
+        x, target = (half.chunk(MICROBATCHES)[1] for half in batch)
+        (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+
+class OwnNorms(Loop):
+    def clipped(self) -> None:
+        for stage in (self.net[:2], self.net[2:]):  # type: ignore[index]
+            nn.utils.clip_grad_norm_(stage.parameters(), 0.05)
+
+
+class CountedTwice(Loop):
+    def clipped(self) -> None:
+        grads = [leaf.grad for leaf in self.net.parameters()]
+        norm = nn.utils.get_total_norm([*grads, *grads])
+        nn.utils.clip_grads_with_norm_(self.net.parameters(), 0.05, norm)
+
+
+class ClippedFirst(Loop):
+    def backward(self, batch: Any) -> None:
+        total = [torch.zeros_like(leaf) for leaf in self.net.parameters()]
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            self.optimizer.zero_grad()
+            MSE(self.net(x), target).backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+            total = [one + leaf.grad / MICROBATCHES for one, leaf in zip(total, self.net.parameters(), strict=True)]
+        for one, leaf in zip(total, self.net.parameters(), strict=True):
+            leaf.grad = one
+
+    def clipped(self) -> None:
+        pass
+
+
+class NeverZeroed(Loop):
+    def zero(self) -> None:
+        pass
+
+
+class StepsOften(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        for batch, rate in zip(batches, rates, strict=True):
+            self.optimizer.param_groups[0]["lr"] = rate
+            for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+                self.zero()
+                MSE(self.net(x), target).backward()
+                self.clipped()
+                self.optimizer.step()
+
+
+class Stale(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        before = [leaf.detach().clone() for leaf in self.net.parameters()]
+        for batch, rate in zip(batches, rates, strict=True):
+            self.optimizer.param_groups[0]["lr"] = rate
+            now = [leaf.detach().clone() for leaf in self.net.parameters()]
+            self.put(before)
+            self.zero()
+            self.backward(batch)
+            self.clipped()
+            self.put(now)
+            before = now
+            self.optimizer.step()
+
+    def put(self, values: list[Tensor]) -> None:
+        for leaf, value in zip(self.net.parameters(), values, strict=True):
+            leaf.data.copy_(value)
+
+
+class LateRate(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        super().run(batches, [rates[0], *rates[:-1]])
+
+
+class Counting(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        for leaf in self.net.parameters():
+            zeros = torch.zeros_like(leaf)
+            self.optimizer.state[leaf] = {"step": torch.ones(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        super().run(batches, rates)
+
+
+class Frozen(Loop):
+    def backward(self, batch: Any) -> None:
+        super().backward(batch)
+        self.net[1][0].bias.grad = None  # type: ignore[index, union-attr]
+
+
+class Reversed(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        super().run(batches[::-1], rates)
+
+
+Made = Callable[[nn.Module], Loop]
+SGD: dict[str, Any] = {"rule": "SGD", "clip": None, "momentum": 0.9}
+ADAM: dict[str, Any] = {"rule": "AdamW", "clip": 0.05, "weight_decay": 0.3}
+WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
+    "summed": (lambda net: Summed(net, **SGD), SGD, "summed over the 4 microbatches and not averaged"),
+    "overwritten": (lambda net: Overwritten(net, **SGD), SGD, "gradients are overwritten, not accumulated"),
+    "twice": (lambda net: Twice(net, **SGD), SGD, "Microbatch 1 counts twice"),
+    "own norms": (lambda net: OwnNorms(net, **ADAM), ADAM, "Each stage is clipped by its own norm"),
+    "norm counts twice": (lambda net: CountedTwice(net, **SGD | {"clip": 0.05}), SGD | {"clip": 0.05}, "2 times"),
+    "not clipped": (lambda net: Loop(net, **SGD), SGD | {"clip": 0.05}, "Gradients are not clipped"),
+    "clipped first": (
+        lambda net: ClippedFirst(net, **SGD | {"clip": 0.05}),
+        SGD | {"clip": 0.05},
+        "is clipped before gradients are added up",
+    ),
+    "never zeroed": (lambda net: NeverZeroed(net, **SGD), SGD, "zero_grad is missing"),
+    "often": (lambda net: StepsOften(net, **SGD), SGD, "steps after each microbatch"),
+    "stale": (lambda net: Stale(net, **SGD), SGD, r"one step before \(stale\)"),
+    "late rate": (lambda net: LateRate(net, **SGD), SGD, "rate is that of the step before"),
+    "counts": (lambda net: Counting(net, **ADAM), ADAM, "counts one step too many"),
+    "Adam": (lambda net: Loop(net, **ADAM | {"rule": "Adam"}), ADAM, "added to the gradient"),
+    "no decay": (lambda net: Loop(net, **ADAM | {"weight_decay": 0.0}), ADAM, "There is no weight decay"),
+    "epsilon": (lambda net: Loop(net, **ADAM | {"eps": 1e-3}), ADAM, "Epsilon is 0.001, not 1e-08"),
+    "no momentum": (lambda net: Loop(net, **SGD | {"momentum": 0.0}), SGD, "There is no momentum"),
+    "one is frozen": (lambda net: Frozen(net, **SGD), SGD, "1 of them are as they were"),
+    "reversed": (lambda net: Reversed(net, **SGD), SGD, "batches come in reverse"),
+}
+
+
+def steps(made: Made) -> tuple[Any, Any, list[Any], list[float], dict[str, Tensor]]:
+    """A model with its first parameters, batches and rates, and the parameters that a loop has made of them."""
+    net = net_of()
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    torch.manual_seed(1)
+    batches, rates = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)], [0.05, 0.02, 0.01]
+    made(net).run(batches, rates)
+    return model, params, batches, rates, {name: leaf.detach() for name, leaf in net.named_parameters()}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_named(case: str):
+    made, said, words = WRONG[case]
+    model, params, batches, rates, after = steps(made)
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **said)
+
+
+@pytest.mark.parametrize("said", [SGD, ADAM, {"rule": "RMSprop", "clip": 1.0}, {"rule": "Adam", "clip": None}], ids=str)
+def test_what_is_right_is_not_accused(said: dict[str, Any]):
+    model, params, batches, rates, after = steps(lambda net: Loop(net, **said))
+    for microbatches in (1, 2, 4):  # other orders of additions, to rounding
+        report = fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=microbatches, **said)
+        assert len(report.leaves) == 8
+
+
+def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
+    model, params, batches, rates, _ = steps(lambda net: Loop(net, **ADAM))
+    parts = fpipe.split(4), fpipe.schedules.zb_h2(2), fpipe.merge(), fpipe.update("AdamW", clip=0.05), fpipe.steps(3)
+    program = fpipe.chain(*parts)(fpipe.program(model))
+    found = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=rates)
+    how: dict[str, Any] = {"rule": "AdamW", "clip": 0.05, "lr": rates, "microbatches": 4}
+    report = fpipe.compare_step(model, params, batches, found.params, norm=found.norm, loss=found.loss, **how)
+    assert report.bitwise
+    for word, told, words in (
+        ("norm", [found.norm[0] * 2**0.5, *found.norm[1:]], "The norm of step 0 is .*: counts everything 2 times"),
+        ("loss", [found.loss[0], found.loss[1] * 4, found.loss[2]], "The loss of step 1 is .*: 4 x"),
+    ):
+        with pytest.raises(fpipe.GradientMismatch, match=words):
+            fpipe.compare_step(model, params, batches, found.params, **how, **{word: told})
+
+
+def test_a_tie_of_which_a_use_is_missing_is_named():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.mid(self.embed(x)).tanh())
+
+    torch.manual_seed(0)
+    net, ids = Tied(), torch.randint(0, 7, (8,))
+    model, params, _ = fpipe.from_module(copy.deepcopy(net), 2, loss=nn.functional.cross_entropy, example=(ids, ids))
+    weight = net.embed.weight.detach()  # the embedding's lookup has no part in its gradient
+    hidden = net.mid(nn.functional.embedding(ids, weight)).tanh()
+    nn.functional.cross_entropy(hidden @ net.head.weight.T, ids).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    with pytest.raises(fpipe.GradientMismatch, match=r"tied 'embed\.weight' is that of its use in stage 1 alone"):
+        fpipe.compare_step(model, params, (ids, ids), dict(net.named_parameters()), rule="SGD", lr=0.1)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a missing name": ({"v": torch.ones(1)}, "there is no '0.0.weight' after the steps; found v"),
+    "another shape": ({"0.0.weight": torch.ones(2)}, r"'0.0.weight' has the shape \[2\] after the steps"),
+    "no names": (3, "after is a dict by name"),
+    "few rates": (None, "lr is one number, or a list of 3, one for each step; found 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(case: str):
+    after, words = REFUSED[case]
+    model, params, batches, rates, own = steps(lambda net: Loop(net, **SGD))
+    with pytest.raises(ValueError, match=words):
+        fpipe.compare_step(model, params, batches, after or own, rule="SGD", lr=rates if after else rates[:1])
