@@ -265,10 +265,36 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "updates no parameters, and takes no opt=",
     ),
     "no update": (lambda: fpipe.optimizer_state(fpipe.program(MODEL), PARAMS), ValueError, "updates no parameters"),
+    "no such name": (
+        lambda: fpipe.build(updating(NET[0], fpipe.schedules.gpipe(2), "SGD", groups={"*bia": {"lr": 0.1}}), NET[0]),
+        ValueError,
+        r"no parameter has a name like '\*bia' of groups=; there are 0.0.weight",
+    ),
+    "a fused rule of the wrong kind": (lambda: built("AdamW", capturable=True), ValueError, "takes no step with"),
+    "no matrix": (
+        lambda: fpipe.optimizer_state(updating(NET[0], fpipe.schedules.gpipe(2), "Muon"), NET[1]),
+        ValueError,
+        r"Muon is of matrices alone, and there is a parameter of shape \[8\]",
+    ),
+    "state of another shape": (
+        lambda: stepped(opt=({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones(3)}},), lr=0.1, momentum=0.9),
+        ValueError,
+        r"has momentum_buffer of w in shape \[3\], and is of shape \[\]",
+    ),
+    "state on meta": (
+        lambda: stepped(
+            opt=({"w": {"step": torch.ones(()), "momentum_buffer": torch.ones((), device="meta")}},),
+            lr=0.1,
+            momentum=0.9,
+        ),
+        ValueError,
+        r"opt.*momentum_buffer.* is on meta",
+    ),
     "few stages": (lambda: fpipe.optimizer_state(program_of("SGD"), ()), ValueError, "each of the 1 stages"),
 }
 MODEL = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
 PARAMS, BATCH = ({"w": torch.tensor(3.0)},), (torch.ones(2), torch.ones(2))
+NET = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
 
 
 def program_of(rule: str, **settings: Any) -> fpipe.Program:
@@ -279,10 +305,10 @@ def built(rule: str, **settings: Any) -> object:
     return fpipe.build(program_of(rule, **settings), MODEL)
 
 
-def stepped(opt: Any = None, lr: Any = None) -> object:
+def stepped(opt: Any = None, lr: Any = None, **settings: Any) -> object:
     made = {"own": "SGD", "Adam": "Adam"}.get(opt) if isinstance(opt, str) else None
     opt = opt if made is None else fpipe.optimizer_state(program_of(made), PARAMS)
-    return fpipe.build(program_of("SGD"), MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
+    return fpipe.build(program_of("SGD", **settings), MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -467,3 +493,29 @@ def test_sizes_count_what_an_update_holds():
         assert pure.peak[rank] >= 4 * one  # the gradient, and parameters and two moments once more
         assert donated.peak[rank] < 2 * one
         assert donated.peak[rank] == grads.peak[rank]
+
+
+def test_an_update_is_profiled_and_timed():
+    model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
+    costs = fpipe.profile(updating(model, fpipe.schedules.gpipe(2), "AdamW"), model, params, rows(8))
+    assert all(seconds > 0 for seconds in costs.update)  # type: ignore[union-attr]
+
+
+def test_matrices_are_updated_by_muon_as_torch_does():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    program = updating(model, fpipe.schedules.gpipe(2), "Muon")
+    opt, step = fpipe.optimizer_state(program, params), fpipe.build(program, model)
+    optimizer = torch.optim.Muon(net.parameters(), lr=0.01)
+    for _ in range(2):
+        result = step(params, rows(8), opt=opt, lr=0.01)
+        params, opt = result.params, result.opt
+        by_hand_into(net, rows(8))
+        optimizer.step()
+    assert differences(net, optimizer, result) == []
+    sharded = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.shard(), fpipe.update("Muon"))(fpipe.program(model))
+    with pytest.raises(ValueError, match="Muon looks at whole matrices"):
+        fpipe.build(sharded, model)

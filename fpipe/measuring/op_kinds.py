@@ -42,7 +42,9 @@ def seconds_of(program: Program, runs: Runs, typical: Callable[[Sequence[float]]
 
     whole = any(("B", stage) in runs for stage in range(program.stages))
     kinds = {"forward": "F", "backward_input": "I", "backward_weight": "W", "recompute": "R"}
-    return {word: seconds(kind) for word, kind in kinds.items()} | {"backward": seconds("B") if whole else None}
+    made: dict[str, Any] = {word: seconds(kind) for word, kind in kinds.items()}
+    made |= {"update": seconds("UPDATE")} if any(kind == "UPDATE" for kind, _ in runs) else {}
+    return made | {"backward": seconds("B") if whole else None}
 
 
 def _alone(program: Program) -> Program:

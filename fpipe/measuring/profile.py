@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
+from fpipe.optimizers.state import example_optim
 from fpipe.program import Op, Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.single_device.batches import refuse_meta
@@ -60,10 +61,11 @@ def profile(
 
     Returns:
         Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on
-        one rank; 0 where there is no such op. A W takes the time of adding its gradients up, where it does that. The
-        bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a stage cannot be
-        traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs, transfer=...,
-        bandwidth=...)`. Ranks that run together tell `send`, `transfer` and `receive`, the median over all values.
+        one rank, and of UPDATE; 0 where there is no such op. A W takes the time of adding its gradients up, where it
+        does that. The bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a
+        stage cannot be traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs,
+        transfer=..., bandwidth=...)`. Ranks that run together tell `send`, `transfer` and `receive`, the median over
+        all values.
 
     Raises:
         ValueError: repeats below 1, or what `build` and its step refuse.
@@ -88,6 +90,8 @@ def profile(
     alone = runtime == "local"
     halves = with_halves(the_program(program), alone)
     variants = variants_of(halves)
+    opt, rates = example_optim(halves, params) or (None, [])
+    optim: Any = {"opt": opt, "lr": [float(rate) for rate in rates] or None}
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, every = 0, len(variants) * (repeats + 1)
@@ -99,7 +103,7 @@ def profile(
         step = build(told, model, record=True, **how)
         found: Runs = {}
         for turn in range(repeats + 1):
-            timeline = step(params, batch, state=state, key=key).timeline
+            timeline = step(params, batch, state=state, key=key, **optim).timeline
             if turn:
                 timelines.append(timeline)
                 for op, took in _lasting(timeline) if alone else kept(timeline):

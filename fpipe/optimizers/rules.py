@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -74,6 +74,10 @@ def initial_state(by: str, settings: Words, param: Any) -> State:
     if not _trains(param):
         return {}
     param = param.detach()
+    if by in OF_MATRICES and param.ndim != 2:
+        raise ValueError(
+            f"{by} is of matrices alone, and there is a parameter of shape {[*param.shape]}: take another."
+        )
     if by in RULES:
         return RULES[by].initial(param)
     kept = _kept(by, settings, param.ndim, param.dtype)
@@ -85,11 +89,14 @@ def initial_state(by: str, settings: Words, param: Any) -> State:
     return made | filled
 
 
-def state_names(by: str, settings: Words, param: Any) -> Collection[str] | None:
-    """The names in the state of a leaf; None where only its rule knows them."""
+def state_shapes(by: str, settings: Words, param: Any) -> Mapping[str, tuple[int, ...]] | None:
+    """The names in the state of a leaf, with their shapes; None where only its rule knows them."""
     if not _trains(param):
-        return ()
-    return None if by in RULES else _kept(by, settings, param.ndim, param.dtype)
+        return {}
+    if by in RULES:
+        return None
+    kept = _kept(by, settings, param.ndim, param.dtype)
+    return {word: tuple(param.shape) if whole else () for word, (whole, _) in kept.items()}
 
 
 def _trains(param: Any) -> bool:
@@ -201,7 +208,12 @@ def _kept(by: str, settings: Words, ndim: int, dtype: torch.dtype) -> Mapping[st
     param = _probe(max(ndim, 1), dtype)
     optimizer = _optimizer(by, settings, [param], 0.0)
     param.grad = torch.zeros_like(param)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"torch.optim.{by} takes no step with {dict(settings)}: {str(error) or 'a check of its own'}"
+        ) from None
     found = {word: leaf for word, leaf in optimizer.state[param].items() if isinstance(leaf, Tensor)}
     made = {word: (leaf.shape == param.shape, leaf.dtype) for word, leaf in found.items()}
     return {STEP: (False, torch.float32)} | made if by in UNCOUNTED and made else made

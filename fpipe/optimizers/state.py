@@ -6,13 +6,14 @@ params: ({"w": w},)        --> AdamW -->        ({"w": {"step": 0, "exp_avg": 0,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from fpipe import tree
 from fpipe.optimizers.op_words import UpdateWords, names_of, update_of, words_of
-from fpipe.optimizers.rules import OF_MATRICES, initial_state, state_names
+from fpipe.optimizers.rules import OF_MATRICES, initial_state, state_shapes
 from fpipe.program import Program, the_program
 
 
@@ -68,9 +69,9 @@ def example_optim(program: Program, params: Sequence[Any]) -> tuple[Any, Any] | 
     return optimizer_state(program, params), rates if wanted else []
 
 
-def check_update(program: Program) -> None:
-    """A ValueError for a rule or settings that there are not, or for one of whole matrices where parameters are
-    shards."""
+def check_update(program: Program, names: Sequence[str] | None) -> None:
+    """A ValueError for a rule or settings that there are not, for a group of none of the `names` of parameters, where
+    they are known, or for a rule of whole matrices where parameters are shards."""
     op = update_of(program)
     if op is None:
         return
@@ -78,7 +79,12 @@ def check_update(program: Program) -> None:
     if by in OF_MATRICES and op.reads[0].name == "shard":
         raise ValueError(f"{by} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")
     for settings in (words.settings, *words.of([pattern for pattern, _ in groups])):
-        state_names(by, settings, torch.empty(2, 2))
+        state_shapes(by, settings, torch.empty(2, 2))
+    for pattern, _ in groups if names is not None else ():
+        if not any(fnmatchcase(name, pattern) for name in names or ()):
+            raise ValueError(
+                f"no parameter has a name like {pattern!r} of groups=; there are {', '.join(names or ())}."
+            )
 
 
 def check_optimizer_state(program: Program, params: Sequence[Any], opt: Any) -> None:
@@ -96,13 +102,19 @@ def check_optimizer_state(program: Program, params: Sequence[Any], opt: Any) -> 
             raise ValueError(f"opt of stage {number} has other leaves than its params, {_WAY}.") from None
         names = names_of(spec)
         for name, settings, leaf, state in zip(names, words.of(names), leaves, each, strict=True):
-            wanted = state_names(words.by, settings, leaf)
-            if wanted is not None and (not isinstance(state, dict) or {*state} != {*wanted}):
+            wanted = state_shapes(words.by, settings, leaf)
+            if wanted is None:
+                continue
+            if not isinstance(state, dict) or {*state} != {*wanted}:
                 found = ", ".join(state) if isinstance(state, dict) else type(state).__name__
                 raise ValueError(
                     f"opt of stage {number} has {found or 'nothing'} of {name}, and {words.by} keeps "
                     f"{', '.join(wanted) or 'nothing'}, {_WAY}."
                 )
+            for word, shape in wanted.items():
+                if tuple(state[word].shape) != shape:
+                    now = f"{[*state[word].shape]}, and is of shape {[*shape]}"
+                    raise ValueError(f"opt of stage {number} has {word} of {name} in shape {now}, {_WAY}.")
 
 
 _WAY = "as fpipe.optimizer_state(program, params) makes it"

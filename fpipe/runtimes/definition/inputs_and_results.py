@@ -15,7 +15,7 @@ from fpipe.optimizers.op_words import update_of
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
-from fpipe.single_device.batches import refuse_spread
+from fpipe.single_device.batches import refuse_meta, refuse_spread
 
 _MISSING = "this program reads {}: hand it in as step(..., {}={})."
 NO_KEY = _MISSING.format("key", "key", "...")
@@ -83,6 +83,8 @@ def check_inputs(program: Program, model: Model, params: Any, state: Any, optim:
     check_params(model, params)
     if optim is not None:
         check_optimizer_state(program, params, optim[0])
+        if not any(leaf.is_meta for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)):
+            refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=optim[0])
     check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 

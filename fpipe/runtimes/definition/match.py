@@ -48,9 +48,16 @@ def check_match(program: Program, model: Model) -> None:
                 f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
                 "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
-    check_update(program)
+    check_update(program, _names(model))
     _refuse_mixed_rows(program, model)
     _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
+
+
+def _names(model: Model) -> list[str] | None:
+    """The names of all parameters, of a model made of modules."""
+    if any(stage.names is None for stage in model.stages):
+        return None
+    return [leaf[0] for stage in model.stages for leaf in stage.names or ()]
 
 
 def refuse_lost_constants(model: Model) -> None:
