@@ -117,7 +117,7 @@ def compared(made: Made) -> dict[str, Any]:
     schedule = fpipe.schedules.gpipe(len(made.model.stages))
     program = with_transfers(fpipe.chain(fpipe.split(3), schedule, fpipe.merge())(fpipe.program(made.model)))
     params, batch, state = tree_map(to_meta, (made.params, batch, made.state))
-    prepared = Prepared(program, made.model, params, batch, state, None, Untraced(), compile=made.compile)
+    prepared = Prepared(program, made.model, params, batch, state, None, None, Untraced(), compile=made.compile)
     return as_sent(of_stages(made.model, prepared.lowered, CPU, of_inputs(program, prepared.trees)))
 
 

@@ -328,7 +328,7 @@ def test_every_value_is_on_the_device_of_its_rank(data: bool):
     params = params if data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
     program = with_transfers(on_devices(program, devices))
-    made = Prepared(program, model, params, batch, None, None, Untraced(), devices=devices)
+    made = Prepared(program, model, params, batch, None, None, None, Untraced(), devices=devices)
     values = [(op.rank, value) for op in program.ops if op.kind not in ("SEND", "MERGE") for value in op.writes]
     facts = [(devices[rank], leaf) for rank, value in values for leaf in made.trees[value].leaves]
     assert len(facts) > 50
@@ -353,7 +353,7 @@ def test_parameters_elsewhere_are_refused(made: bool):
     devices = [torch.device("meta")] * 2
     params = tree_map(lambda leaf: torch.zeros(leaf.shape), params)
     with pytest.raises(ValueError, match=r"is on cpu, and its rank computes on meta: move"):
-        Prepared(with_transfers(program), model, params, batch, None, None, Untraced(), devices=devices)
+        Prepared(with_transfers(program), model, params, batch, None, None, None, Untraced(), devices=devices)
 
 
 def test_each_rank_has_a_device():

@@ -67,6 +67,10 @@ on(S.hanayo(2), 3)
     ProgramError: hanayo: a wave goes down the ranks and back up, through 4 stages on 2 ranks
 S.hanayo(2, waves=1.5)
     ValueError: waves is a whole number, at least 1; found 1.5.
+on(S.pipedream(2, steps=2), 2)
+    ProgramError: steps follow each other by the parameters that one leaves: put fpipe.update() before.
+S.pipedream_2bw(2, steps=0)
+    ValueError: steps is a whole number, at least 1; found 0.
 on(S.roundpipe(2, forward=3), 4)
     TypeError: roundpipe: forward is a list of groups of stages, such as
 on(S.roundpipe(2, homes="host"), 4)

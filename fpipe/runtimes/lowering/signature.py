@@ -136,7 +136,7 @@ def _changed(before: Any, now: Any, given: Any) -> str:
     for word, one, other in zip(words, before, now, strict=False):
         if one != other:
             return f"{word} changed"
-    names = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state"), given, strict=True)))]
+    names = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state", "opt"), given, strict=True)))]
     pairs = zip(before[len(words) :], now[len(words) :], strict=True)
     at, one, other = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
     if at >= len(names):
