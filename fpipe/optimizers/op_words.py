@@ -47,8 +47,10 @@ def words_of(how: tuple[tuple[str, Any], ...]) -> UpdateWords:
 
 
 def update_of(program: Program) -> Op | None:
-    """The first UPDATE of a program; the others say the same."""
-    return next((op for op in program.ops if op.kind == "UPDATE"), None)
+    """The first UPDATE of a program; the others say the same. Each step asks, so it is looked for once."""
+    if "update_of" not in program.__dict__:
+        program.__dict__["update_of"] = next((op for op in program.ops if op.kind == "UPDATE"), None)
+    return program.__dict__["update_of"]
 
 
 def names_of(spec: tree.Spec) -> list[str]:
