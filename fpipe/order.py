@@ -90,8 +90,21 @@ def arrange(
     if named == scheduled_kinds():
         made.__dict__["held"] = named
         return made
+    if "GATHER" in named and _waits(made):
+        return made
     natural = arrange(inputs, made.ops, outputs, sources=made.sources)
     return natural if by_rank(natural.ops) == by_rank(made.ops) else made
+
+
+def _waits(program: Program) -> bool:
+    """Whether a GATHER of what is handed in stands behind an op that takes time, where its data would not put it."""
+    busy: set[int] = set()
+    for op, sources in zip(program.ops, program.sources, strict=True):
+        if op[0] == "GATHER" and op[4] in busy and sources == (-1,):
+            return True
+        if KINDS[op[0]].time:
+            busy.add(op[4])
+    return False
 
 
 def _rows(ops: Sequence[Op], named: frozenset[str]) -> list[list[int]]:

@@ -19,6 +19,7 @@ from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_u
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
 
+_new = tuple.__new__
 Policy = Literal["step", "run", "use"]
 GATHERS: tuple[Policy, ...] = get_args(Policy)
 Gather = Policy | Callable[[Op], object]
@@ -186,7 +187,7 @@ def _shares(gather: Gather) -> Share:
     if callable(gather):
         return lambda step, op: gather(op)
     if gather == "use":
-        return lambda step, op: (step, op)
+        return lambda step, op: (step, *op[:4])
     last = dict[tuple[int, int | None], tuple[int, int]]()  # of a stage on a rank, its last step and its run
 
     def run(step: int, op: Op) -> object:
@@ -211,7 +212,7 @@ class _Copies:
     def gathered(self, value: Value, rank: int, copy: Value | None = None) -> Op:
         """The GATHER of some parameters on a rank."""
         shard = value._replace(name="shard")
-        return Op("GATHER", value.stage, None, None, rank, (shard,), (copy or value,), (), self.how)
+        return _new(Op, ("GATHER", value.stage, None, None, rank, (shard,), (copy or value,), (), self.how))
 
     def before_uses(self, ops: Sequence[Op], share: Share, lead: int) -> list[Op]:
         """The ops, each reading its copy, with the GATHER of a copy `lead` ops before its first reader."""
@@ -232,7 +233,8 @@ class _Copies:
 
     def reading(self, op: Op, share: Share, step: int, new: list[Op]) -> Op:
         """An op that reads its copies; `new` takes the GATHERs of those that no op before it reads."""
-        own = [value for value in op.reads if value in self.homes and op.rank in self.homes[value]]
+        named = [value for value in op.reads if value[0] == "params"]
+        own = [value for value in named if op.rank in self.homes.get(value, ())]
         if not own:
             return op
         purpose, now = share(step, op), dict[Value, Value]()
@@ -243,7 +245,8 @@ class _Copies:
                 number = self.many[value, op.rank]
                 self.many[value, op.rank] += 1
                 at = f"@{op.rank}.{number}" if number else "" if plain else f"@{op.rank}"
-                self.known[place] = value._replace(at=at)
+                self.known[place] = _new(Value, (*value[:5], at))
                 new.append(self.gathered(value, op.rank, self.known[place]))
             now[value] = self.known[place]
-        return op._replace(reads=tuple(now.get(value, value) for value in op.reads))
+        reads = tuple([now.get(value, value) if value[0] == "params" else value for value in op.reads])
+        return _new(Op, (*op[:5], reads, *op[6:]))
