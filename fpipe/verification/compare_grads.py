@@ -125,8 +125,8 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
     numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
     if isinstance(grads, tuple | list) and len(grads) == len(params) and not isinstance(numbered, tuple | list):  # pyright: ignore[reportUnknownArgumentType]
         grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
-    places = {_dotted(place): at for place, at in tree.paths(numbered)}
-    found = {_dotted(place): leaf for place, leaf in tree.paths(grads) if leaf is not None}
+    places = {dotted(place): at for place, at in tree.paths(numbered)}
+    found = {dotted(place): leaf for place, leaf in tree.paths(grads) if leaf is not None}
     odd = next((name for name in found if name not in places), None)
     if odd is not None and not isinstance(grads, Mapping):
         of = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__
@@ -150,10 +150,10 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
     return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}
 
 
-def _dotted(place: str) -> str:
+def dotted(place: str) -> str:
     """A place in a pytree as a state_dict would call it.
 
-    >>> _dotted("['0.weight']"), _dotted("['blocks'][0]['w']")
+    >>> dotted("['0.weight']"), dotted("['blocks'][0]['w']")
     ('0.weight', 'blocks.0.w')
     """
     return place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix(".")

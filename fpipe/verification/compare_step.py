@@ -25,6 +25,7 @@ from fpipe.single_device.microbatch import cut
 from fpipe.single_device.reference import check_all_state, over_parts
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
+from fpipe.verification.compare_grads import dotted
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, is_finite, largest, listed, wide
 from fpipe.verification.rounding import is_mean_to_rounding
 from fpipe.verification.step_mistakes import Loop, Parts, mistakes
@@ -146,8 +147,8 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple
             "after is a dict by name, such as {name: p for name, p in net.named_parameters()}, or one tree for each "
             f"stage; found {type(after).__name__}."
         )
-    places = {_dotted(place): at for place, at in tree.paths(numbered)}
-    own: dict[str, Any] = {_dotted(place): leaf for place, leaf in tree.paths(after)}
+    places = {dotted(place): at for place, at in tree.paths(numbered)}
+    own: dict[str, Any] = {dotted(place): leaf for place, leaf in tree.paths(after)}
     found: dict[int, tuple[str, Tensor]] = {}
     for name, at in places.items():
         leaf = own.get(name)
@@ -162,10 +163,6 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple
     if missing is not None:
         raise ValueError(f"there is no {missing!r} after the steps; found {listed([*own]) or 'nothing'}.")
     return found
-
-
-def _dotted(place: str) -> str:
-    return place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix(".")
 
 
 @dataclass(frozen=True)
