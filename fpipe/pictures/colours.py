@@ -24,6 +24,7 @@ WORDS = {
     "I": "input gradient",
     "W": "weight gradient",
     "R": "recompute",
+    "UPDATE": "optimizer",
 }
 
 ROLES = {
