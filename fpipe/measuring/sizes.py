@@ -22,6 +22,7 @@ from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.timing.memory import Account
+from fpipe.transforms._post_validation import is_post_validated
 from fpipe.transforms.communicate import with_transfers
 
 
@@ -87,7 +88,8 @@ def sizes(
             one that is received for as long as a value lies in it.
         replicas: how many share the parameters out of a program that `shard` made: what is gathered counts, shards do
             not, as params and batch do not. `params` are whole.
-        donate: of a program with an `update`, whether its step overwrites parameters and optimizer state.
+        donate: of a program with an `update`, whether its step overwrites parameters and optimizer state. With
+            validate="after" these are kept until all norms are known.
 
     Returns:
         `Sizes`; `build(..., record=True)` counts the same peaks while it runs.
@@ -111,9 +113,8 @@ def sizes(
     try:
         optim = example_optim(program, params)
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
-        lowered = Prepared(
-            with_transfers(program), model, params, batch, state, optim, None, Untraced(), share=share, donate=donate
-        )
+        how: Any = {"share": share, "donate": donate and not is_post_validated(program)}
+        lowered = Prepared(with_transfers(program), model, params, batch, state, optim, None, Untraced(), **how)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = lowered.trees

@@ -11,6 +11,7 @@ from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.devices import devices_of
 from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
+from fpipe.runtimes.definition.post_validation import post_validated
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import Workers
@@ -140,34 +141,40 @@ def build(
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import distributed  # torch is also built without it
 
-        return distributed(
-            the_program(program),
+        def make(program: Program, donate: bool) -> Step:
+            return distributed(
+                program,
+                model,
+                checked,
+                mesh=mesh,
+                example=example,
+                timeout=timeout if limited else None,
+                broadcast=broadcast,
+                record=record,
+                check_finite=check_finite,
+                loss_scale=loss_scale,
+                compile=compile,
+                check_batch=check_batch,
+                trace=trace,
+                donate=donate,
+            )
+
+        return post_validated(the_program(program), make, donate)
+    given = checked()
+
+    def make_local(program: Program, donate: bool) -> Step:
+        return local(
+            program,
             model,
-            checked,
-            mesh=mesh,
-            example=example,
-            timeout=timeout if limited else None,
-            broadcast=broadcast,
+            trace=trace,
+            example=given,
             record=record,
             check_finite=check_finite,
             loss_scale=loss_scale,
             compile=compile,
-            check_batch=check_batch,
-            trace=trace,
             donate=donate,
+            workers=Workers(program.ranks) if runtime == "threads" else None,
+            devices=() if devices is None else devices_of(devices, program.ranks),
         )
-    given = checked()
-    workers = Workers(program.ranks) if runtime == "threads" else None
-    return local(
-        program,
-        model,
-        trace=trace,
-        example=given,
-        record=record,
-        check_finite=check_finite,
-        loss_scale=loss_scale,
-        compile=compile,
-        donate=donate,
-        workers=workers,
-        devices=() if devices is None else devices_of(devices, program.ranks),
-    )
+
+    return post_validated(program, make_local, donate)

@@ -28,6 +28,8 @@ class Result:
             that has no gradient.
         params, opt: the next parameters and the optimizer's state, one pytree per stage, of a program with an `update`.
         norm: the norm of all gradients before they are scaled, where `update(clip=)` asked for it.
+        valid: whether that norm was below the clip, where `update(validate="after")` asked for it; if one was not, all
+            that is here is of the steps done again.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
 
     >>> import fpipe, torch
@@ -50,6 +52,7 @@ class Result:
     params: Any = None
     opt: Any = None
     norm: Any = None
+    valid: Any = None
     timeline: Any = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work, program_of_lanes, run_lanes, updated_by, walk
 from fpipe.timing.memory import HeldChanges, curves, unit_steps
 from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
+from fpipe.transforms._post_validation import behind_norms, is_post_validated
 from fpipe.transforms.shares import shares
 
 _new = tuple.__new__
@@ -135,6 +136,29 @@ class Timeline(HtmlRepr):
         return self.makespan if self.rounds == 1 else self.iterations[-1] - self.iterations[-2]
 
     @cached_property
+    def redone(self) -> float | None:
+        """Makespan of the same steps with updates that wait for their norms, in seconds: what doing them again takes
+        beside this, where `update(validate="after")` has checked a norm that clips. None where nothing is checked.
+
+        >>> import fpipe
+        >>> step = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge(outputs=False))(fpipe.program(4))
+        >>> program = fpipe.chain(fpipe.update("AdamW", clip=1.0, validate="after"), fpipe.steps(4))(step)
+        >>> timeline = fpipe.simulate(program, fpipe.Costs(update=0.5))
+        >>> timeline.makespan, timeline.redone, round(timeline.pays, 3)
+        (101.0, 110.0, 0.082)
+        """
+        if self.program is None or self.costs is None or not is_post_validated(self.program):
+            return None
+        program = behind_norms(self.program)
+        rounds = [*walk(program, self.costs, self.rounds)]
+        return max(makespan_of(program.ops, made.starts, made.ends, self.ranks) for made in rounds)
+
+    @property
+    def pays(self) -> float | None:
+        """The share of calls up to which doing them again costs less than waiting for each norm would."""
+        return None if not self.redone else 1 - self.makespan / self.redone
+
+    @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Transfers: (value, from, to, start, end), by time, whether SENDs are ops or not.
 
@@ -229,7 +253,9 @@ class Timeline(HtmlRepr):
     def __str__(self) -> str:
         peaks = ", ".join(f"{peak:g}" for peak in self.peak)
         row = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
-        return f"{row}makespan {self.makespan:g}, span {self.span:g}, bubble {self.bubble:.1%}, peak per rank [{peaks}]"
+        again = "" if self.redone is None else f" ({self.redone:g} to do it again: pays below {self.pays:.1%} of calls)"
+        times = f"makespan {self.makespan:g}{again}, span {self.span:g}, bubble {self.bubble:.1%}"
+        return f"{row}{times}, peak per rank [{peaks}]"
 
 
 def _delivered(program: Program, costs: Costs, ends: Sequence[float]) -> float:

@@ -3,7 +3,8 @@
     grads[0] = sum[0,1]        --> update("AdamW") -->        params[0,1] opt[0,1] = UPDATE params[0] opt[0] sum[0,1] lr
 
 A version of parameters is named by the microbatch after which it stands. With a clip the norm of all gradients is a
-value that travels: norms[s,i] = NORM of a stage's gradients, norm[,i] = NORM of all these.
+value that travels: norms[s,i] = NORM of a stage's gradients, norm[,i] = NORM of all these. UPDATE reads it, or does not
+wait for it, and valid[,i] = VALIDATE norm[,i] tells afterwards whether it would have scaled anything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
@@ -37,6 +38,7 @@ def update(
     rule: str | type[Any],
     *,
     clip: float | None = None,
+    validate: Literal["before", "after"] = "before",
     grads: bool = False,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
@@ -53,6 +55,10 @@ def update(
         clip: the largest norm of all gradients, above 0. They are scaled as `torch.nn.utils.clip_grad_norm_` does, and
             `result.norm` is the norm before; `float("inf")` gives the norm alone. A parameter that stages share counts
             once. Of shards the squares are added up over replicas, and the norm is that of torch to rounding.
+        validate: "before" an update its norm is known; "after" it, updates do not wait: each step goes on as if its
+            norm were below the clip, `result.valid` tells whether it was, and where one was not, all steps of the call
+            are done again from what was handed in, with updates that wait. Results are the same, bit by bit, and
+            `Timeline.redone` says when it pays.
         grads: whether the gradients are a result too, as they are before they are scaled.
         groups: settings of parameters by patterns of their names, the first that fits: `{"*norm*":
             {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
@@ -66,7 +72,7 @@ def update(
     Raises:
         TypeError: a rule that is no name and no class.
         ValueError: a clip that is no number above 0, settings that are no literals, a rule that looks at more than
-            gradients.
+            gradients, or validate="after" without a clip.
         ProgramError: gradients are those of single microbatches, the program has its transfers already, or updates.
 
     >>> import fpipe
@@ -85,6 +91,11 @@ def update(
     params[1] = params[1,1] @ 1
     """
     how = words_of_update(rule, clip, groups, settings)
+    if validate not in ("before", "after"):
+        raise ValueError(f"validate is 'before' or 'after'; found {validate!r}.")
+    clips = clip is not None and isfinite(clip)
+    if validate == "after" and not clips:
+        raise ValueError("validate='after' asks whether a norm was above its clip: say one, such as clip=1.0.")
 
     @transforming
     def transform(program: Program) -> Program:
@@ -95,10 +106,15 @@ def update(
         given = {end.value[1:5]: end for end in program.inputs if end.value.name in PARAMETERS}
         inputs, ops, ends = [*program.inputs], [*program.ops], list[Output]()
         norm = Value(NORM, None, after)
-        beside = (*([] if clip is None else [norm]), *([] if "lr" in settings else [LR]))
+        waits = clips and validate == "before"
+        beside = (*([norm] if waits else []), *([] if "lr" in settings else [LR]))
         if clip is not None:
             ops += _norms(found, norm, _axis(program))
             ends.append(Output(Value(NORM), norm, (0,)))
+        if validate == "after":
+            valid = Value("valid", None, after)
+            ops.append(Op("VALIDATE", ops[-1].stage, after, None, 0, (norm,), (valid,), (), (("clip", clip),)))
+            ends.append(Output(Value("valid"), valid, (0,)))
         for name, gradient, homes in found:
             before = given[name.stage, None, None, name.port].value
             state = Value("opt", name.stage, port=name.port)

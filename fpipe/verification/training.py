@@ -18,6 +18,7 @@ from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
 from fpipe.runtimes.definition.lockstep import lockstep, scatters_microbatches
 from fpipe.runtimes.definition.meaning import batch_of
+from fpipe.runtimes.definition.post_validation import post_validated
 from fpipe.single_device.batches import batches_of, streams
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
@@ -82,7 +83,8 @@ def trained(
         return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr), expected
     own = [[one[number] for one in each] for number in range(replicas)]
     own = own if program.steps > 1 else [one for (one,) in own]
-    return lockstep(program, model, params, own, within=within, state=state, key=keys, optim=optim), expected
+    run = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
+    return run(params, own, state=state, key=keys, optim=optim), expected
 
 
 def _spec(program: Program) -> Any:

@@ -1,4 +1,4 @@
-"""Say what UPDATE and NORM do: the next parameters and optimizer state, and the norm of all gradients."""
+"""Define UPDATE, NORM and VALIDATE: the next parameters and state, the norm of all gradients, whether it clips."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def updated_leaves(
 ) -> tuple[list[Tensor], list[State]]:
     """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten."""
     if norm is not None and words.clip is not None:
-        share = torch.clamp(words.clip / (norm + 1e-6), max=1.0)
+        share = _share(words.clip, norm)
         grads = [grad * share.to(grad.device) for grad in grads]
     grads = [
         grad if grad.dtype == param.dtype else grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)
@@ -74,6 +74,16 @@ def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     if op.writes[0].name == "squares":
         return [_stacked([grad.square().sum() for grad in grads if grad is not None and rows(grad)]) for rows in _ROWS]
     return [_stacked([torch.linalg.vector_norm(grad) for grad in grads if grad is not None])]
+
+
+def validate_norm(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """VALIDATE: whether a norm leaves gradients as they are; one that is NaN or infinite does not."""
+    return [_share(dict(op.how)["clip"], args[0]) == 1]
+
+
+def _share(clip: float, norm: Tensor) -> Tensor:
+    """Factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
+    return torch.clamp(clip / (norm + 1e-6), max=1.0)
 
 
 _ROWS: tuple[Callable[[Tensor], bool], ...] = (lambda grad: grad.ndim > 0, lambda grad: grad.ndim == 0)

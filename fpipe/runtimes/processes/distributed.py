@@ -8,7 +8,7 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count, repeat
 from typing import Any
@@ -197,7 +197,8 @@ def distributed(
         shapes = (*shapes[:3], example_optim(program, shapes[0]))
         told = program if record else None
         refuse_other_size(group, program, mesh)
-        program = reduced_last(with_transfers(_everywhere(program) if broadcast else program))
+        told_to_all = ("valid", *(("loss", "aux") if broadcast else ()))
+        program = reduced_last(with_transfers(_everywhere(program, told_to_all)))
         check_transfers(program, AHEAD)
         has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
@@ -237,10 +238,10 @@ _COMPILING = 1800.0
 _MOST = 128
 
 
-def _everywhere(program: Program) -> Program:
-    """The program whose loss every rank gets."""
+def _everywhere(program: Program, names: Collection[str]) -> Program:
+    """The program of which every rank gets the results of these names."""
     ranks = tuple(range(program.ranks))
-    ends = tuple(end._replace(homes=ranks) if end.name.name in ("loss", "aux") else end for end in program.outputs)
+    ends = tuple(end._replace(homes=ranks) if end.name.name in names else end for end in program.outputs)
     return Program.trusted(program.inputs, program.ops, ends)
 
 
