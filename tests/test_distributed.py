@@ -55,6 +55,7 @@ def differs(rank: int, program: fpipe.Program, found: fpipe.Result, whole: fpipe
     pairs = {"grads": (found.grads, own(program, rank, whole.grads))}
     pairs["state"] = (found.state, None if whole.state is None else own(program, rank, whole.state))
     homes = {end.name.name: rank in end.homes for end in program.outputs}
+    homes["loss"] |= rank == 0 and not isinstance(whole.loss, tuple)
     for name in ("loss", "outputs"):
         here = None if isinstance(getattr(found, name), Elsewhere) else getattr(found, name)
         pairs[name] = here, getattr(whole, name) if homes[name] else None
@@ -113,8 +114,8 @@ def test_batch_norm_and_dropout(pair: Processes):
 
 
 def printed(rank: int) -> list[str]:
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.gpipe(2))
+    model, params, _ = fpipe.from_sequential(blocks(4), stages=4, loss=MSE)
+    program = chained(model, fpipe.schedules.zbv(2))
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
     loss = step(own(program, rank, params), rows()).loss
     return [f"{loss}", *(timed(call)[0] for call in (lambda: f"{loss:.3f}", lambda: loss.item(), lambda: 2 * loss))]
@@ -123,9 +124,9 @@ def printed(rank: int) -> list[str]:
 def test_a_rank_without_the_loss_says_how_it_gets_it(pair: Processes):
     """It was None, and the first print failed on rank 0 alone."""
     first, second = pair.each(printed)
-    said = "the loss is on rank 1; build(..., broadcast=True) gives it to every rank."
-    assert first == ["on rank 1", f"TypeError: {said}", f"AttributeError: {said}", f"TypeError: {said}"]
-    assert second[1:] == ["worked"] * 3
+    said = "the loss is on rank 0; build(..., broadcast=True) gives it to every rank."
+    assert second == ["on rank 0", f"TypeError: {said}", f"AttributeError: {said}", f"TypeError: {said}"]
+    assert first[1:] == ["worked"] * 3
 
 
 def skipping() -> tuple[fpipe.Model, Any]:
@@ -674,4 +675,4 @@ def test_a_sender_does_not_hold_all_that_it_has_sent(pair: Processes):
     """It held every message until the end of the step, so that 1F1B held as many as there are microbatches."""
     few, many = (pair.each(most_messages, count) for count in (6, 18))
     assert few == many
-    assert max(many) <= 3
+    assert max(many) <= 4

@@ -71,7 +71,8 @@ def build(
             batch, or None for the side of it that is at home elsewhere. Its other dimensions are of processes that
             share stages, whose parameters may be DTensors over them.
         timeout: of runtime="distributed", seconds to wait for another rank; without it the group's own.
-        broadcast: of runtime="distributed", whether every rank gets the loss, and not only the one that computes it.
+        broadcast: of runtime="distributed", whether every rank gets the loss, and not only rank 0 and the one that
+            computes it.
         check_batch: of runtime="distributed", when the ranks of a replica compare a hash of the batches that they were
             handed: "first" in the first 10 steps and every 100th, "always" or "never". Replicas that were handed the
             same rows are warned of.

@@ -17,7 +17,8 @@ class Result:
 
     Attributes:
         loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow. In a
-            process that does not compute it, an object that says so, which is false.
+            process that has none, which is neither rank 0 nor that which computes it, an object that says so, and is
+            false.
         grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros, a frozen one
             None. Of `per_example(model)` each has a dimension of rows in front, or is None.
         outputs: what the last stage returned, joined over microbatches.

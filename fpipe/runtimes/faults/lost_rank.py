@@ -112,6 +112,11 @@ def tell_place(board: Board, rank: int, place: Place) -> None:
     board.ask(lambda: board.store.set(_place(rank), json.dumps(place)), _PATIENCE)
 
 
+def tell_outside(board: Board, rank: int, words: str) -> None:
+    """Leave word that a rank waits for a process that is none of these."""
+    board.ask(lambda: board.store.set(_waiting(rank), json.dumps((rank, words, None))), _PATIENCE)
+
+
 def place_of(store: Store, rank: int, seen: Sequence[Any] | None = None) -> Place | None:
     """Where a rank was last, as it told itself or another has seen."""
     told = json.loads(store.get(_place(rank))) if store.check([_place(rank)]) else None

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.faults.lost_rank import LOST, Board, place_of, seen_last, timed_out
+from fpipe.runtimes.faults.lost_rank import LOST, Board, place_of, seen_last, tell_outside, timed_out
 
-_PATIENCE, _TICK = 1.4, 0.02
+_PATIENCE, _SOON, _TICK = 1.4, 0.2, 0.02
 
 
-def who_is_lost(board: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str) -> str:
+def who_is_lost(
+    board: Board, own: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str
+) -> str:
     """Words about the replica whose process is gone, or was not heard of in time.
 
     Args:
         board: where all processes of all replicas leave what they know.
+        own: where those of this replica do, who may wait for this process and give up on it.
         group: those of one rank, by replica.
         rank: which rank that is, of so many `ranks` of each replica.
         error: what torch says.
@@ -41,11 +44,17 @@ def who_is_lost(board: Board, group: ProcessGroup, rank: int, ranks: int, error:
     def mark(number: int) -> str:
         return f"noticed/{number}/{rank}"
 
+    def missing() -> list[int]:
+        return [one for one in lost if not store.check([mark(one)])] or lost
+
     def look() -> str:
         ends = time.monotonic() + (_PATIENCE if late else _PATIENCE / 4)
+        if late:
+            time.sleep(_SOON)
+            tell_outside(own, rank, words(missing()))
         while time.monotonic() < ends and not store.check([LOST]):
             time.sleep(_TICK)
-        found = [one for one in lost if not store.check([mark(one)])] or lost
+        found = missing()
         place = place_of(store, found[0] * ranks + rank) if len(found) == 1 else None
         return store.compare_set(LOST, "", words(found) + seen_last(place)).decode()
 

@@ -8,7 +8,7 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count, repeat
 from typing import Any
@@ -27,7 +27,7 @@ from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model, check_params
 from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Program, Value, parts_of
+from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.definition.inputs_and_results import Keys, check_call, optim_of
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, around, of_build
@@ -82,7 +82,7 @@ def distributed(
     )
     watchdog = Watchdog()
     meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, watchdog)
-    replicas = replicas_of(program, mesh, group, timeout, device, watchdog)
+    replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
@@ -197,8 +197,7 @@ def distributed(
         shapes = (*shapes[:3], example_optim(program, shapes[0]))
         told = program if record else None
         refuse_other_size(group, program, mesh)
-        told_to_all = ("valid", *(("loss", "aux") if broadcast else ()))
-        program = reduced_last(with_transfers(_everywhere(program, told_to_all)))
+        program = reduced_last(with_transfers(_told(program, broadcast)))
         check_transfers(program, AHEAD)
         has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
@@ -238,10 +237,17 @@ _COMPILING = 1800.0
 _MOST = 128
 
 
-def _everywhere(program: Program, names: Collection[str]) -> Program:
-    """The program of which every rank gets the results of these names."""
+def _told(program: Program, broadcast: bool) -> Program:
+    """The program whose loss rank 0 gets too, or with `broadcast` every rank, and all whether their step is valid."""
     ranks = tuple(range(program.ranks))
-    ends = tuple(end._replace(homes=ranks) if end.name.name in names else end for end in program.outputs)
+    merged = sum(end.name.name == "loss" for end in program.outputs) <= program.steps
+
+    def homes(end: Output) -> tuple[int, ...]:
+        if end.name.name == "valid" or (broadcast and end.name.name in ("loss", "aux")):
+            return ranks
+        return tuple(sorted({0, *end.homes})) if end.name.name == "loss" and merged else end.homes
+
+    ends = tuple(end._replace(homes=homes(end)) for end in program.outputs)
     return Program.trusted(program.inputs, program.ops, ends)
 
 

@@ -80,7 +80,7 @@ def replicas_of(
     program: Program,
     mesh: DeviceMesh | None,
     ranks: ProcessGroup,
-    timeout: float | None,
+    own: Meeting,
     device: torch.device,
     watchdog: Watchdog,
 ) -> Replicas | None:
@@ -99,10 +99,10 @@ def replicas_of(
     groups = {axis: mesh.get_group(axis) for axis in axes}
     inner = groups[axes[-1]]
     group = inner if len(axes) == 1 else _group_of_all([each[ranks.rank()] for each in processes], inner)
-    meeting = Meeting(processes, group.rank() * ranks.size() + ranks.rank(), ranks, timeout, watchdog)
+    meeting = Meeting(processes, group.rank() * ranks.size() + ranks.rank(), ranks, own.seconds, watchdog)
     share = Share(inner.rank(), inner.size(), axes[-1])
     where = device if by_nccl(group, device) else torch.device("cpu")
-    return Replicas(group, groups, share, ranks.rank(), meeting, where)
+    return Replicas(group, groups, share, ranks.rank(), meeting, own.board, where)
 
 
 def _group_of_all(processes: Sequence[int], inner: ProcessGroup) -> ProcessGroup:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Program, Value, kind_of
-from fpipe.runtimes.faults.lost_rank import first_told
+from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
@@ -60,6 +60,7 @@ class Replicas:
         share: which of those along the last of these this one is, of how many: they share parameters out.
         rank: which rank of its replica this is.
         meeting: where all ranks of all replicas leave word.
+        own: where those of this replica do.
         device: where votes are: on the host, or with NCCL on the GPU.
     """
 
@@ -70,11 +71,12 @@ class Replicas:
         share: Share,
         rank: int,
         meeting: Meeting,
+        own: Board,
         device: torch.device,
     ) -> None:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
         self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
-        self.meeting, self._device, self._broken, self._warned = meeting, device, False, False
+        self._own, self.meeting, self._device, self._broken, self._warned = own, meeting, device, False, False
         self._timeout = timedelta(seconds=meeting.seconds)
         self.begin(Exchanges({}, {}, 0))
 
@@ -257,7 +259,7 @@ class Replicas:
         self._broken = True
         self.meeting.watchdog.refuse_ended()
         ranks = self.meeting.size // self.count
-        return LostRank(who_is_lost(self.meeting.board, self.group, self._rank, ranks, error, what))
+        return LostRank(who_is_lost(self.meeting.board, self._own, self.group, self._rank, ranks, error, what))
 
 
 def reduced_last(program: Program) -> Program:
