@@ -12,6 +12,7 @@ from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.devices import devices_of
 from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
 from fpipe.runtimes.definition.post_validation import post_validated
+from fpipe.runtimes.definition.under_autocast import refuse_no_autocast, under_autocast
 from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import Workers
@@ -40,6 +41,7 @@ def build(
     check_batch: CheckBatch = "first",
     devices: Sequence[torch.device | str] | None = None,
     donate: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -82,6 +84,9 @@ def build(
             stream.
         donate: of a program with an `update`, whether a step may overwrite the parameters and optimizer state that it
             is handed, which are the next ones then, in the same memory. Without it there is one more copy of both.
+        autocast: what ops compute in that may be less precise, torch.bfloat16 or torch.float16: steps are built and run
+            under `torch.autocast` to it, backwards too. Parameters, gradients and the optimizer's state stay as they
+            are. Without it steps are as the context around them says.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, which changes nothing that it is
@@ -91,9 +96,10 @@ def build(
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime or
-            check_batch is not known, or the loss scale or the timeout is no number above 0. Of runtime="distributed"
-            also: there is no group of that size, a stage can neither be traced nor run on zeros, or the ranks are
-            about to do different things. Its step raises one too where ranks were handed different batches.
+            check_batch is not known, the loss scale or the timeout is no number above 0, or autocast is to no half
+            precision. Of runtime="distributed" also: there is no group of that size, a stage can neither be traced nor
+            run on zeros, or the ranks are about to do different things. Its step raises one too where ranks were handed
+            different batches.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -126,6 +132,7 @@ def build(
             raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
+        refuse_no_autocast(autocast)
         if donate and update_of(program) is None:
             raise ValueError("donate= is of a program that updates its parameters: put fpipe.update() into it.")
         check_match(program, model)
@@ -160,7 +167,7 @@ def build(
                 donate=donate,
             )
 
-        return post_validated(the_program(program), make, donate)
+        return under_autocast(autocast, lambda: post_validated(the_program(program), make, donate))
     given = checked()
 
     def make_local(program: Program, donate: bool) -> Step:
@@ -178,4 +185,4 @@ def build(
             devices=() if devices is None else devices_of(devices, program.ranks),
         )
 
-    return post_validated(program, make_local, donate)
+    return under_autocast(autocast, lambda: post_validated(program, make_local, donate))
