@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fpipe.derived.custom_stage import custom_stage
     from fpipe.derived.deferred_batch_norm import deferred_batch_norm
     from fpipe.derived.dual import Dual, make_dual, unpack_dual
+    from fpipe.derived.evaluating import evaluating
     from fpipe.derived.freeze import freeze
     from fpipe.derived.jvp import jvp
     from fpipe.derived.per_example import per_example
@@ -94,6 +95,7 @@ _WITH_TORCH = {
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.dual": ("Dual", "make_dual", "unpack_dual"),
+    "derived.evaluating": ("evaluating",),
     "derived.freeze": ("freeze",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
@@ -199,6 +201,7 @@ __all__ = [
     "data_parallel",
     "deferred_batch_norm",
     "estimate",
+    "evaluating",
     "fold_in",
     "forward_only",
     "free",

@@ -29,6 +29,7 @@ from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.place_cuts import place_cuts
+from fpipe.models.cutting.read_state import reading
 from fpipe.models.cutting.untrained import with_untrained
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.fingerprint import Fingerprint
@@ -158,6 +159,9 @@ def from_module(
             "aux": aux,
         }
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
+        again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
+        written = [run.writes for run in cut.stages]
+        held.cut_from(net, lambda other: reading(from_module(other, **again)[0], written))
     return model, params, state
 
 

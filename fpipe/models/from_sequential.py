@@ -94,7 +94,15 @@ def from_sequential(
     runs = [StageModule(number, *parts, state=state) for number, parts in enumerate(each)]
     called = [", ".join(group) for group in groups]
     how: Any = {"loss": loss, "inputs": inputs, "reduction": reduction, "aux": aux, "example": example}
-    return of_modules(runs, called, leaves, **how, net=net)
+    model, params, states = of_modules(runs, called, leaves, **how, net=net)
+    again: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords, "sizes": [*map(len, groups)]}
+    again["state"] = {name: "ordered" for own in states for name in own}
+
+    def anew(other: Any) -> Model:
+        return from_sequential(other, **again)[0]
+
+    model.held.cut_from(net, anew)
+    return model, params, states
 
 
 def _check_state(net: nn.Module, state: Mapping[str, How]) -> None:

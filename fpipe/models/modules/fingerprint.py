@@ -9,6 +9,7 @@ hold when a step is built. Other Python values are those of the trace, as under 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -68,6 +69,7 @@ class Fingerprint:
         self._then = tuple([module.training for module in self._traced])
         self._again: tuple[weakref.ref[Model], Callable[[], Model]] | None = None
         self._by_mode: dict[tuple[bool, ...], Model] = {}
+        self._cut: tuple[nn.Module, Callable[[Any], Model]] | None = None
 
     def __reduce__(self) -> tuple[type[Fingerprint], tuple[tuple[()]]]:
         return Fingerprint, ((),)  # a copied model was not cut out of anything
@@ -95,6 +97,18 @@ class Fingerprint:
     def trace_again(self, model: Model, again: Callable[[], Model]) -> None:
         """Where modes are in a trace: how this model is cut again as the net is now."""
         self._again = weakref.ref(model), again
+
+    def cut_from(self, net: nn.Module, cut: Callable[[Any], Model]) -> None:
+        """Which net this is the model of, and how another one is cut into the same stages with the same state."""
+        self._cut = net, cut
+
+    def evaluating(self) -> Model | None:
+        """The model of a copy of the net in eval mode, which shares its tensors; None where there is no net."""
+        if self._cut is None:
+            return None
+        net, cut = self._cut
+        tensors = (*net.parameters(), *net.buffers())
+        return cut(copy.deepcopy(net, {id(tensor): tensor for tensor in tensors}).eval())
 
     def in_mode(self, model: Model) -> Model:
         """The model as the modes of its net are now: that of another trace, where it has the same stages."""
